@@ -1,4 +1,4 @@
-"""What every test gets: a seed, and the proof that it left nothing behind."""
+"""Every test starts with the same seed, and fails if it leaves global state changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.hidden_gpus import hide_gpus
 hide_gpus(os.environ)
 pytest_plugins = ["support.full"]
 
-# Set by pytest itself while a test runs, or by torch for good the first time CUDA is asked about.
+# Set by pytest itself during a test, or by torch permanently on the first question about CUDA.
 _NOT_OURS = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -27,7 +27,9 @@ _NOT_OURS = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect the tests without collecting garbage: all that is imported and made here stays."""
+    """Disable garbage collection during collection: everything imported and made here
+    stays alive.
+    """
     gc.disable()
     try:
         return (yield)
@@ -37,7 +39,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """A shell's background jobs ignore Ctrl-C, and so would the programs that tests interrupt."""
+    """Restore Ctrl-C: a shell's background jobs ignore it, and so would the programs tests
+    interrupt.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,10 +54,10 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_is_no_garbage() -> None:
-    """Take what is there when a module's tests begin out of the garbage collector's sight.
+    """Exclude objects that exist before a module's tests from garbage collection.
 
-    A collection visits every object of torch, of bigtrain and of thousands of collected tests: a
-    third of a second, which each engine pays as it opens its memory meter.
+    A collection visits every object of torch, of bigtrain and of thousands of collected tests. It
+    takes a third of a second; each engine runs one when it opens its memory meter.
     """
     gc.collect()
     gc.freeze()
@@ -61,7 +65,7 @@ def _what_is_imported_is_no_garbage() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Rates and residuals of the tests do not become the user's."""
+    """Keep the tests' rates and residuals out of the user's cache."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

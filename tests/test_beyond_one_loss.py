@@ -1,4 +1,6 @@
-"""The blocks of docs/beyond_one_loss.md, run as they stand; and layers frozen, then trained."""
+"""The code blocks of docs/beyond_one_loss.md run unchanged; and layers that are frozen, then
+trained.
+"""
 
 from __future__ import annotations
 
@@ -102,12 +104,12 @@ def test_the_block_on_freezing():
 
 
 def frozen_first(context: Any, strategy: str, folder: str) -> tuple[list[float], str]:
-    """Two steps with a frozen body, two with all of it; then the body frozen again."""
+    """Two steps with a frozen body, two without; then the body is frozen again."""
     keys = {"device": "cpu", "train.global_batch_size": 8, "train.micro_batch_size": 2}
     job = job_from_keys(strategy, {**keys, "memory.predict": False, "memory.track_steps": 0})
     plan = make_plan(job, context.world_size, "cpu")
     loss, each = as_loss(F.cross_entropy), 8 // context.dp_size
-    own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+    rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
     losses: list[float] = []
     saved = Path(folder)
     for frozen, steps in ((True, (0, 1)), (False, (2, 3)), (True, ())):
@@ -124,7 +126,7 @@ def frozen_first(context: Any, strategy: str, folder: str) -> tuple[list[float],
                 return losses, str(error)
             for step in steps:
                 inputs, targets = batch(step)
-                losses.append(engine.step((inputs[own], targets[own])).loss)
+                losses.append(engine.step((inputs[rank_rows], targets[rank_rows])).loss)
             saved = engine.save(Path(folder))
     return losses, ""
 
@@ -151,6 +153,7 @@ def test_what_is_frozen_at_first_trains_after_a_save(strategy, tmp_path):
         optimizer.step()
         expected.append(float(value.detach()))
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
-    for losses, said in run_ranks(frozen_first, 2, strategy, str(tmp_path), **axes):
+    for losses, message in run_ranks(frozen_first, 2, strategy, str(tmp_path), **axes):
         assert losses == pytest.approx(expected, rel=1e-5)
-        assert "has a state for 'body.0." in said  # what trained is not frozen by a resume
+        # A resume does not freeze parameters that were trained
+        assert "has a state for 'body.0." in message

@@ -1,4 +1,4 @@
-"""The tables of the pages on the classic systems are those of the result files."""
+"""The tables on the pages about classic systems agree with the result files."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ def results(name: str) -> Any:
 
 
 def row_of(page: str, start: str) -> list[str]:
-    """The cells of the one row of a table that starts with these words."""
+    """The cells of the one table row that starts with these words."""
     text = (ROOT / "docs" / page).read_text("utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
 def test_shares_of_the_digits():
-    found = results("asynchronous_230.json")
-    shown = [f"{100 * share:.1f} %" for share in found["mean_top1"].values()]
+    figures = results("asynchronous_230.json")
+    shown = [f"{100 * share:.1f} %" for share in figures["mean_top1"].values()]
     assert row_of("internals/strategies_measured.md", "97") == shown
-    rows = [row for runs in found["runs"].values() for row in runs if "most_staleness" in row]
+    rows = [row for runs in figures["runs"].values() for row in runs if "most_staleness" in row]
     page = (ROOT / "docs" / "internals" / "strategies_measured.md").read_text("utf-8")
-    said = re.search(r"Pushes were (\S+) versions old on average and (\d) at most", page)
-    assert said is not None
+    match = re.search(r"Pushes were (\S+) versions old on average and (\d) at most", page)
+    assert match is not None
     average = sum(row["mean_staleness"] for row in rows) / len(rows)
-    assert said.groups() == (f"{average:.1f}", str(max(row["most_staleness"] for row in rows)))
+    assert match.groups() == (f"{average:.1f}", str(max(row["most_staleness"] for row in rows)))
 
 
 def test_what_is_sent():
-    found: dict[str, dict[int, float]] = {}
+    volumes: dict[str, dict[int, float]] = {}
     for row in results("traffic.json")["rows"]:
         share = round(row["mean"] / row["gradient_bytes"], 4)
-        found.setdefault(row["strategy"], {})[row["world_size"]] = share
+        volumes.setdefault(row["strategy"], {})[row["world_size"]] = share
     starts = {
         "`ring`, `sync_sgd`": ("ring", "sync_sgd", "ddp", "fsdp_zero2"),
         "`parameter_server`": ("parameter server, 1",),
@@ -63,7 +63,7 @@ def test_what_is_sent():
     assert {
         name: {ranks: float(share) for ranks, share in row.items() if share != "-"}
         for name, row in shown.items()
-    } == found
+    } == volumes
 
 
 def test_seconds_over_slow_links():

@@ -1,4 +1,4 @@
-"""The classic jobs, from small data sets in the real formats, as a user starts them."""
+"""The classic jobs run from small data sets in the real formats, as a user starts them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def small(tmp_path_factory):
     return root
 
 
-def started(job, folder, cwd, *words):
+def start_job(job, folder, cwd, *words):
+    """Run a job for two steps from the small data sets."""
     lengths = ["train.steps=2", "train.epochs=null", "train.global_batch_size=4"]
     quick = ["memory.predict=false", "memory.track_steps=0", "checkpoint.at_end=false"]
     words = [*lengths, *quick, *JOBS[job][1], *words]
@@ -47,7 +48,7 @@ def started(job, folder, cwd, *words):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_each_runs_from_its_files(job, small, tmp_path):
-    done = started(job, small / job, tmp_path, "log.name=run")
+    done = start_job(job, small / job, tmp_path, "log.name=run")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "run"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
@@ -61,7 +62,7 @@ DAMAGES = {
     "imagenet": "train/nine/nine_1.JPEG",
     "voc": "VOCdevkit/VOC2012/SegmentationClass/2012_val_000000.png",
 }
-"""A file of each, of which one half is lost."""
+"""One file of each data set, which is cut in half."""
 
 
 @pytest.mark.parametrize("job", DAMAGES)
@@ -70,7 +71,7 @@ def test_a_damaged_file_ends_in_one_line_before_ranks_connect(job, small, tmp_pa
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     try:
-        done = started(job, small / job, tmp_path)
+        done = start_job(job, small / job, tmp_path)
     finally:
         file.write_bytes(content)
     assert done.returncode == 2
@@ -82,7 +83,7 @@ def test_a_damaged_file_ends_in_one_line_before_ranks_connect(job, small, tmp_pa
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_missing_split_is_named(job, small, tmp_path):
-    done = started(job, small, tmp_path)
+    done = start_job(job, small, tmp_path)
     assert done.returncode == 2
     assert f"{small}" in done.stderr
     assert "does not exist" in done.stderr
@@ -93,8 +94,8 @@ def test_the_page_and_the_benchmark_run_the_same_words():
     commands = page.replace("\\\n", "").splitlines()
     for name, job in classic_jobs.JOBS.items():
         (line,) = [line for line in commands if f"data.path=small/{name}" in line]
-        given = line.split(f"data.path=small/{name}")[1].split()
-        assert set(given) == set(job.words) - {"train.eval_every=23"}, name
+        words = line.split(f"data.path=small/{name}")[1].split()
+        assert set(words) == set(job.words) - {"train.eval_every=23"}, name
 
 
 def test_curves_that_were_kept_are_drawn_and_judged(tmp_path, monkeypatch):
@@ -106,11 +107,11 @@ def test_curves_that_were_kept_are_drawn_and_judged(tmp_path, monkeypatch):
         }
         for strategy in classic_jobs.STRATEGIES
     }
-    kept, picture = tmp_path / "kept.json", tmp_path / "curves.svg"
+    curves_file, picture = tmp_path / "kept.json", tmp_path / "curves.svg"
     for chosen, status in ((list(rows), 1), (["ddp", "zero2"], 0)):
         runs = {"mnist": {strategy: rows[strategy] for strategy in chosen}}
-        kept.write_text(json.dumps({"runs": runs}))
-        words = ["classic_jobs.py", "--from", str(kept), "--picture", str(picture)]
+        curves_file.write_text(json.dumps({"runs": runs}))
+        words = ["classic_jobs.py", "--from", str(curves_file), "--picture", str(picture)]
         monkeypatch.setattr(sys, "argv", words)
         assert classic_jobs.main() == status
         assert all(strategy in picture.read_text() for strategy in chosen)

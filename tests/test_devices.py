@@ -1,4 +1,4 @@
-"""The functions of a device, with a module of torch's that is made up where there is no GPU."""
+"""The functions on devices, with a fake torch module for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
 
 class MadeUp(SimpleNamespace):
-    """Two GPUs, of which the thread uses the second."""
+    """Two GPUs; the current thread uses the second."""
 
     def __init__(self, **stats: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     return made_up
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_an_accelerator_there_is_the_cpu() -> None:
     assert devices.device_count() == 0
     assert devices.device_names() == []
@@ -119,7 +119,7 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
 ) -> None:
     monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
     gpus.stats = {"requested_bytes.all.current": 64}
-    held = MemoryMeter(SECOND, track_steps=0)
+    memory_meter = MemoryMeter(SECOND, track_steps=0)
     assert gpus.calls == [("warm", SECOND), ("reset", SECOND)]
     gpus.stats = {
         "requested_bytes.all.peak": 1064,
@@ -127,13 +127,13 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
         "reserved_bytes.all.peak": 2048,
         "num_alloc_retries": 3,
     }
-    assert held.peak_bytes() == 1000
-    measured = held.measured()
+    assert memory_meter.peak_bytes() == 1000
+    measured = memory_meter.measured()
     assert measured.peak is not None
     assert measured.peak.bytes == 1000
     assert (measured.allocated_bytes, measured.reserved_bytes) == (1536, 2048)
     assert (measured.capacity_bytes, measured.alloc_retries) == (1001, 3)
-    # A backend that counts no requests has what is in blocks.
+    # For a backend that does not count requests, the bytes in blocks are used.
     gpus.stats = {"allocated_bytes.all.peak": 1536}
     assert devices.allocator_peaks(SECOND).requested == 1536
 
@@ -148,19 +148,19 @@ def test_the_peak_of_a_process_on_several_devices_is_of_all_of_them(
     }
     monkeypatch.setattr(gpus, "memory_stats", stats.__getitem__)
     monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
-    held = MemoryMeter(first, track_steps=0)
+    memory_meter = MemoryMeter(first, track_steps=0)
     context = SimpleNamespace(device=first, local_rank=0)
-    assembly: Any = SimpleNamespace(context=context, meter=held)
+    assembly: Any = SimpleNamespace(context=context, meter=memory_meter)
     assert local_devices(assembly, 2) == [first, SECOND]
-    assert gpus.calls == [(what, on) for on in (first, SECOND) for what in ("warm", "reset")]
+    assert gpus.calls == [(phase, on) for on in (first, SECOND) for phase in ("warm", "reset")]
     for device, peaks in ((first, (1064, 1536, 2048, 1)), (SECOND, (532, 1024, 2048, 2))):
         kinds = ("requested", "allocated", "reserved")
         stats[device] = {
             f"{kind}_bytes.all.peak": peak for kind, peak in zip(kinds, peaks, strict=False)
         }
         stats[device]["num_alloc_retries"] = peaks[-1]
-    assert held.peak_bytes() == 1500
-    measured = held.measured()
+    assert memory_meter.peak_bytes() == 1500
+    measured = memory_meter.measured()
     assert measured.peak is not None
     assert measured.peak.bytes == 1500
     assert (measured.allocated_bytes, measured.reserved_bytes) == (2560, 4096)
@@ -177,16 +177,16 @@ def test_the_peak_of_a_process_on_several_devices_is_of_all_of_them(
 
 def test_segments_grow_unless_the_user_has_said_how(gpus: MadeUp) -> None:
     assert gpus.calls == []
-    for given in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
-        environ = dict(given)
+    for variables in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
+        environ = dict(variables)
         devices.grow_segments(environ)
-        assert environ == given
+        assert environ == variables
     environ = {}
     devices.grow_segments(environ)
     assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_cuda_the_environment_is_left_alone() -> None:
     environ: dict[str, str] = {}
     devices.grow_segments(environ)
@@ -194,22 +194,22 @@ def test_without_cuda_the_environment_is_left_alone() -> None:
 
 
 def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
-    own = [
+    product_files = [
         path
         for folder in ("bigtrain", "strategies")
         for path in (ROOT / folder).rglob("*.py")
         if path.name != "devices.py"
     ]
-    sources = {path: path.read_text("utf-8") for path in own}
+    sources = {path: path.read_text("utf-8") for path in product_files}
     assert [path for path, text in sources.items() if "torch.cuda" in text] == []
-    # Where a plan is made for a kind of device that need not be here, it is called by its name.
+    # If a plan is made for a kind of device that need not exist here, the code names the kind.
     assert sum(text.count('"cuda"') for text in sources.values()) <= 25
 
 
 def test_programs_that_tests_start_see_no_gpu() -> None:
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
-    said = f"import os; print([os.environ.get(name) for name in {names}])"
-    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    code = f"import os; print([os.environ.get(name) for name in {names}])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     hidden: dict[str, str] = {}
     hide_gpus(hidden)
     assert set(hidden) == set(names)
@@ -230,7 +230,9 @@ def visible(_context: RunContext) -> tuple[str | None, str | None]:
 
 
 def test_starting_kernels_adds_biases_there_back_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLASLt's workspace is a thread's own: a block that is computed again adds biases there."""
+    """cuBLASLt has a workspace per thread: a recomputed block adds biases in the
+    backward thread.
+    """
     threads: list[tuple[str, bool]] = []
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -254,12 +256,13 @@ def test_starting_kernels_adds_biases_there_back_and_again(monkeypatch: pytest.M
 
 def test_what_tells_one_gpu_from_another(gpus: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.device_identity(CPU) is None
-    assert devices.device_identity(SECOND) is devices.processors(1) is None  # it says neither
-    told = SimpleNamespace(uuid="GPU-7", multi_processor_count=132)
-    monkeypatch.setattr(gpus, "get_device_properties", lambda _: told, raising=False)
+    # This device reports neither
+    assert devices.device_identity(SECOND) is devices.processors(1) is None
+    properties = SimpleNamespace(uuid="GPU-7", multi_processor_count=132)
+    monkeypatch.setattr(gpus, "get_device_properties", lambda _: properties, raising=False)
     assert (devices.device_identity(SECOND), devices.processors(1)) == ("GPU-7", 132)
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_a_gpu_there_are_no_versions_of_its_parts() -> None:
     assert devices.driver_versions() == {}

@@ -1,4 +1,4 @@
-"""The pages: lines of a readable width, and every name, link, path, command and figure is true.
+"""The documentation: line width, and every name, link, path, command and figure must be right.
 
 `python tests/test_docs.py --write` makes the table of rooms from the rooms' docstrings, the page of
 all keys from the types, and the pages of the API from signatures and docstrings.
@@ -49,13 +49,13 @@ MOST_WIDTH = 120
 CONTENTS_FROM_LINES = 150
 GENERATED = ("api.md", "api_strategies.md")
 OTHERS = {"Sequential", "run_ranks", "vit_b_16", "deepspeed_env"}
-"""Names in the pages that are torch's, torchvision's, or of the tests."""
+"""Names on the pages that belong to torch, torchvision, or the tests."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def room_table() -> str:
-    """The rooms from the ground up: what each is for, and what is decided there."""
+    """The table of rooms, from the bottom up: the purpose of each, and its design decisions."""
     lines = ["| package | what it is for | what is decided there |", "| --- | --- | --- |"]
     for group, rooms in GROUPS.items():
         lines.append(f"| **{group}** | | |")
@@ -66,7 +66,7 @@ def room_table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it should be."""
+    """The page with the table replaced by the generated one."""
     before, _, after = page.split(MARK)
     return f"{before}{MARK}\n{room_table()}\n{MARK}{after}"
 
@@ -82,7 +82,9 @@ def test_the_table_of_rooms_is_that_of_the_docstrings():
 def test_the_page_of_keys_is_that_of_the_types():
     page = KEYS.read_text(encoding="utf-8")
     assert page == key_reference(), "run: python tests/test_docs.py --write"
-    assert not re.findall(r"^\| `(\S+)` .*\|  \|$", page, re.MULTILINE), "keys without a meaning"
+    assert not re.findall(r"^\| `(\S+)` .*\|  \|$", page, re.MULTILINE), (
+        "each key needs a docstring"
+    )
 
 
 @pytest.mark.parametrize("room", [room for rooms in GROUPS.values() for room in rooms])
@@ -110,7 +112,7 @@ def test_the_pages_of_the_api_are_those_of_the_docstrings(name):
 
 @each_page
 def test_lines_are_at_most_120_wide(page):
-    """Except those that cannot be broken: rows of tables, a single link, a program's output."""
+    """Except for lines that cannot be broken: table rows, a single link, a program's output."""
     in_code = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):
@@ -129,14 +131,14 @@ def test_long_pages_begin_with_their_contents(page):
         contents = text.partition("\n## Contents\n")[2].partition("\n## ")[0]
         sections = anchors(page, level="##")[1:]
         listed = set(re.findall(r"\]\(#([\w-]+)\)", contents))
-        if page.name in GENERATED:  # a table of all names in place of two headings
+        if page.name in GENERATED:  # a table of all names follows instead of headings
             sections = [name for name in anchors(page, level="###") if name not in sections]
         assert contents, f"{page.name} has no section Contents"
         assert [name for name in sections if name not in listed] == [], page.name
 
 
 def anchors(page: Path, level: str = "#+") -> list[str]:
-    """The anchors that a page's headings get, as GitHub makes them."""
+    """The anchors that GitHub makes from a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(rf"^{level} (.+)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
@@ -179,9 +181,9 @@ def test_the_drawings_are_those_of_the_code(name):
 
 
 def code_in(page: Path) -> list[str]:
-    """The code in backticks of a page, and the lines of its blocks."""
+    """The code in backticks on a page, and the lines of its code blocks."""
     text = page.read_text(encoding="utf-8")
-    if page.name == "coming_from.md":  # the first column is of other tools
+    if page.name == "coming_from.md":  # the first column contains code of other tools
         text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
     blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
     plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -216,7 +218,7 @@ def words() -> set[str]:
 
 @each_page
 def test_names_in_backticks_are_names_of_the_project(page):
-    """Classes, functions, keys: a word that is written in backticks and has the form of one."""
+    """Classes, functions and keys: every word in backticks that has the form of one."""
     for code in code_in(page):
         for name in re.findall(r"^(?:[\w.]*\.)?([A-Z][a-z]\w+|[a-z]+_\w+)(?:\(.*\))?$", code):
             assert name in words() | OTHERS, f"{page.name}: `{code}`"
@@ -241,14 +243,14 @@ PROGRAMS = r"^(?:\$ )?(?:bigtrain|torchrun|deepspeed|srun|mpiexec|python) .*"
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every command in the pages, without its launcher: page, and words."""
+    """Every command on the pages without its launcher: (page, words)."""
     starts = re.compile(PROGRAMS)
-    found = []
+    lines = []
     for page in PAGES:
         text = "\n".join(code_in(page)).replace("\\\n", "")
         for line in filter(starts.match, text.splitlines()):
-            found.append((page.name, shlex.split(line.removeprefix("$ "), comments=True)))
-    return found
+            lines.append((page.name, shlex.split(line.removeprefix("$ "), comments=True)))
+    return lines
 
 
 OPTIONS = {
@@ -262,44 +264,46 @@ OPTIONS = {
 COUNTS = {"-n", "--num_accelerators", "--num_gpus", "--nproc-per-node", "--ntasks-per-node"}
 NODES = {"--nnodes", "-N"}
 SCRIPTS = {"my.py", "my_loop.py", "script.py"}
-"""Scripts of the reader."""
+"""Scripts of the reader, which do not exist here."""
 
 
-def trained(given: list[str]) -> list[str]:
-    """A command that trains as `bigtrain train -n N` would have it; any other as it is."""
-    if "-m" in given:  # the installed package in place of the script
-        at = given.index("-m")
-        given = [*given[:at], "bigtrain/train.py", *given[at + 3 :]]
-    if "bigtrain/train.py" not in given:
-        return ["2" if word == "N" else word for word in given]
-    place = given.index("bigtrain/train.py")
-    pairs = list(pairwise(given[:place]))
+def as_train_command(words: list[str]) -> list[str]:
+    """A training command in the form `bigtrain train -n N`; other commands unchanged."""
+    if "-m" in words:  # the installed package instead of the script
+        at = words.index("-m")
+        words = [*words[:at], "bigtrain/train.py", *words[at + 3 :]]
+    if "bigtrain/train.py" not in words:
+        return ["2" if word == "N" else word for word in words]
+    position = words.index("bigtrain/train.py")
+    pairs = list(pairwise(words[:position]))
     number = next((int(value) for word, value in pairs if word in COUNTS), 1)
     nodes = next((int(value) for word, value in pairs if word in NODES), 1)
-    return ["bigtrain", "train", "-n", str(number * nodes), *given[place + 1 :]]
+    return ["bigtrain", "train", "-n", str(number * nodes), *words[position + 1 :]]
 
 
-@pytest.mark.parametrize(("page", "given"), commands(), ids=lambda value: " ".join(value))
-def test_commands_in_the_pages_can_be_read(page, given, tmp_path, monkeypatch):
-    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    (tmp_path / "path.yaml").write_text(own)
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: " ".join(value))
+def test_commands_in_the_pages_can_be_read(page, words, tmp_path, monkeypatch):
+    (strategy_text,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "path.yaml").write_text(strategy_text)
     monkeypatch.chdir(tmp_path)
-    given = trained(given)
-    if SCRIPTS & set(given) or given == ["bigtrain", "train"]:
+    words = as_train_command(words)
+    if SCRIPTS & set(words) or words == ["bigtrain", "train"]:
         return
-    if given[0] == "python":
-        assert (ROOT / given[1]).exists() or given[1].startswith("-"), given
+    if words[0] == "python":
+        assert (ROOT / words[1]).exists() or words[1].startswith("-"), words
         return
-    assert given[0] == "bigtrain", given
-    assert given[1] in {*OPTIONS, "init", "strategies", "doctor"}, given
-    if given[1] not in OPTIONS or given == ["bigtrain", "checkpoint"]:
+    assert words[0] == "bigtrain", words
+    assert words[1] in {*OPTIONS, "init", "strategies", "doctor"}, words
+    if words[1] not in OPTIONS or words == ["bigtrain", "checkpoint"]:
         return
-    options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit
-    whole = " ".join(given)
-    if given[1] in ("compare", "speedup", "verify"):
+    options = OPTIONS[words[1]](words[2:])  # an unknown option ends in SystemExit
+    whole = " ".join(words)
+    if words[1] in ("compare", "speedup", "verify"):
         for name in options.strategies.split(","):
-            assert name == "all" or load_job(None, name), given
-    if given[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
+            assert name == "all" or load_job(None, name), words
+    if words[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
         job = load_job(options.config, options.strategy, options.overrides)
         make_plan(job, options.num_ranks or 1, "cpu")
 
@@ -308,14 +312,14 @@ STARTED = [
     given
     for page, given in commands()
     if page == "README.md" and given[:3] == ["bigtrain", "train", "-n"]
-    if not any("mylib" in word for word in given)  # the reader's own
+    if not any("mylib" in word for word in given)  # the reader's module
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("given", STARTED, ids=" ".join)
-def test_the_train_commands_of_the_readme_run_dry(given, tmp_path):
-    done = forked_cli([*given[1:], "--dry-run"], cwd=tmp_path)
+@pytest.mark.parametrize("words", STARTED, ids=" ".join)
+def test_the_train_commands_of_the_readme_run_dry(words, tmp_path):
+    done = forked_cli([*words[1:], "--dry-run"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "predicted peak" in done.stdout
     assert not (tmp_path / "runs").exists()
@@ -331,7 +335,7 @@ def test_names_of_presets_are_presets(page):
 
 
 def test_figures_of_the_readme_are_those_of_the_result_file():
-    """The first table: each row is one of the comparison that was measured."""
+    """Each row of the first table is a row of the measured comparison."""
     parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
     document = json.loads((ROOT / "benchmarks" / "results" / "compare.json").read_text("utf-8"))
     measured = set()

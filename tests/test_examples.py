@@ -1,4 +1,4 @@
-"""The scripts under examples/ run as their first lines say, on one rank and on two."""
+"""The scripts in examples/ run as their docstrings say, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.peaks import settled
+from support.peaks import repeat_if_above
 from support.zygote import forked_script, interpreter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -20,7 +20,7 @@ sys.exit(start_ranks(2, sys.argv[2:], Path(sys.argv[1])))
 
 
 def run(name: str, *words: str, ranks: int = 1) -> str:
-    """What an example prints; its ranks meet by a file."""
+    """The output of an example; its ranks rendezvous by a file."""
     script = EXAMPLES / name
     if ranks == 1:
         done = forked_script(script, words)
@@ -47,7 +47,9 @@ def test_they_are_short() -> None:
     for path in scripts:
         text = path.read_text("utf-8")
         assert len(text.splitlines()) < (90 if path.stem == "trainer" else 40), path
-        assert f"examples/{path.name}" in text.partition("import")[0], "its docstring starts it"
+        assert f"examples/{path.name}" in text.partition("import")[0], (
+            "the docstring must contain the command that starts it"
+        )
 
 
 def test_a_loop_computes_the_same_under_any_strategy() -> None:
@@ -68,12 +70,12 @@ def test_a_script_for_horovod_computes_the_same_on_any_number_of_ranks() -> None
 @pytest.mark.parametrize(("strategy", "ranks"), [("single+full", 1), ("1f1b+full", 2), ("fsdp", 2)])
 def test_the_predicted_memory_stands_beside_the_measured(strategy: str, ranks: int) -> None:
     line = re.compile(r"^rank (\d): predicted (\d+), measured (\d+)$", re.MULTILINE)
-    found = settled(
+    rows = repeat_if_above(
         lambda: line.findall(run("predicted_memory.py", strategy, ranks=ranks)),
         lambda row: int(row[2]) > 1.01 * int(row[1]),
     )
-    assert [int(rank) for rank, _, _ in found] == [*range(ranks)]
-    for _, predicted, measured in found:
+    assert [int(rank) for rank, _, _ in rows] == [*range(ranks)]
+    for _, predicted, measured in rows:
         assert int(predicted) == pytest.approx(int(measured), rel=0.01)
 
 

@@ -1,4 +1,6 @@
-"""What is known of jobs without running them is what it was: tests/golden, a part and the whole."""
+"""Forecasts, plans and messages equal the golden files: a part in every run, everything with
+--full.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that nobody means well with, as benchmarks/hostile_inputs.py draws thousands."""
+"""Malformed inputs, drawn as by benchmarks/hostile_inputs.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.zygote import forked_cli, surroundings
 
 
 def rows_of(folder: Path, numbers: range, seed: int) -> list[dict[str, Any]]:
-    forked_cli(["strategies"])  # the imports are done once, before two ask for them
-    # Other tests run beside: the ten seconds are held by the benchmark.
+    forked_cli(["strategies"])  # import once, before two processes need it
+    # Other tests run at the same time; the limit of ten seconds is checked by the benchmark.
     runs = hostile_inputs.HostileRuns(folder, forked_cli, surroundings(), limit_s=60)
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda number: runs.one(number, seed), numbers))
@@ -37,9 +37,9 @@ def test_hundreds_of_inputs_end_in_a_line_or_run(tmp_path: Path, seed: int) -> N
 
 def test_an_input_is_the_same_by_its_number_and_seed() -> None:
     for number in range(20):
-        one, again = (hostile_inputs.drawn_input(number, 5) for _ in range(2))
-        assert one == again
-        assert one != hostile_inputs.drawn_input(number, 6)
+        first, again = (hostile_inputs.drawn_input(number, 5) for _ in range(2))
+        assert first == again
+        assert first != hostile_inputs.drawn_input(number, 6)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_an_input_is_the_same_by_its_number_and_seed() -> None:
     ],
 )
 def test_what_counts_as_a_fault(status: int, said: str, problem: str | None) -> None:
-    found = hostile_inputs._fault(subprocess.CompletedProcess([], status, "", said))
-    assert (found is None) if problem is None else found.startswith(problem)
+    fault = hostile_inputs._fault(subprocess.CompletedProcess([], status, "", said))
+    assert (fault is None) if problem is None else fault.startswith(problem)
 
 
 def test_what_is_kept_of_inputs() -> None:
@@ -66,8 +66,8 @@ def test_what_is_kept_of_inputs() -> None:
         {"kind": "job", "status": 0, "problem": None},
         {"kind": "cache", "status": 1, "problem": "exit status 1"},
     ]
-    found = hostile_inputs.summary_of(rows, 5, 1.25)
-    assert (found["inputs"], found["failed"], found["seed"]) == (3, 1, 5)
-    assert found["by_kind"]["job"] == {"ran": 1, "refused": 1, "failed": 0}
-    assert found["by_kind"]["cache"] == {"ran": 0, "refused": 0, "failed": 1}
-    assert found["failures"] == [rows[2]]
+    summary = hostile_inputs.summary_of(rows, 5, 1.25)
+    assert (summary["inputs"], summary["failed"], summary["seed"]) == (3, 1, 5)
+    assert summary["by_kind"]["job"] == {"ran": 1, "refused": 1, "failed": 0}
+    assert summary["by_kind"]["cache"] == {"ran": 0, "refused": 0, "failed": 1}
+    assert summary["failures"] == [rows[2]]

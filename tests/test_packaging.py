@@ -1,4 +1,4 @@
-"""What is shipped: built, installed beside nothing else, and run from somewhere else."""
+"""The distribution: built, installed without anything else, and run from another folder."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SMALL = [
     *("data.path=corpus.txt", "data.args.sequence_length=16", "data.args.validation_samples=4"),
     *("train.global_batch_size=4", "train.steps=2"),
 ]
-# Whoever imports one of these by mistake fails.
+# Importing one of these by mistake fails.
 TRAP = "raise SystemExit('the file of the user was imported')\n"
 
 
 def run(
     command: list[str], folder: Path, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         command,
         cwd=folder,
-        env={**kept, "OMP_NUM_THREADS": "1", **(environ or {})},
+        env={**variables, "OMP_NUM_THREADS": "1", **(environ or {})},
         capture_output=True,
         text=True,
         timeout=120,
@@ -44,7 +44,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git has or would take, links as links, and nothing that lies around."""
+    """The files that git tracks or would add, with links kept, and without other files."""
     target = tmp_path_factory.mktemp("checkout")
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode()
@@ -57,7 +57,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was made from it."""
+    """A folder with the sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     done = run([*command, str(checkout)], folder)
@@ -74,7 +74,9 @@ def wheel(built: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which the installed package is found, and only its parents' torch."""
+    """The environment in which the installed package, and torch of this environment, can be
+    imported.
+    """
     target = tmp_path_factory.mktemp("installed")
     (path,) = built.glob("*.whl")
     options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--target", str(target)]
@@ -86,7 +88,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user's folder: a text, and names that a careless import would find."""
+    """A user's folder: a text, and files whose names a careless import would find."""
     (tmp_path / "corpus.txt").write_text("how vexingly quick daft zebras jump. " * 100)
     for name in ("strategies", "configs"):
         (tmp_path / name).mkdir()
@@ -124,16 +126,16 @@ def test_the_package_list_is_the_folders_that_are_there():
     (listed,) = [
         ast.literal_eval(k.value) for c in calls for k in c.keywords if k.arg == "packages"
     ]
-    found = {"bigtrain"}
+    packages = {"bigtrain"}
     for folder, first in (
         ("bigtrain", ()),
         ("strategies", ("bigtrain",)),
         ("configs", ("bigtrain",)),
     ):
         for path in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join((*first, *path.parent.relative_to(ROOT).parts)))
+            packages.add(".".join((*first, *path.parent.relative_to(ROOT).parts)))
     assert sorted(listed) == listed
-    assert set(listed) == found
+    assert set(listed) == packages
 
 
 def _is_setup(node: ast.AST) -> bool:
@@ -143,14 +145,14 @@ def _is_setup(node: ast.AST) -> bool:
 def test_the_installed_command_runs_from_anywhere(installed, home):
     code = "import bigtrain; print(bigtrain.__file__)"
     assert run([sys.executable, "-c", code], home, installed).stdout.startswith(*installed.values())
-    # A console script does not put the current folder on the path, so profile.py may lie there.
+    # A console script does not put the current folder on the path, so profile.py may exist there.
     script = str(Path(installed["PYTHONPATH"]) / "bin" / "bigtrain")
     done = run([sys.executable, script, "strategies"], home, installed)
     assert "\n  ddp " in done.stdout, done.stderr
 
 
 def test_the_installed_engine_is_not_misled_by_folders_of_the_user(installed, home):
-    (home / "profile.py").unlink()  # `python -m` puts the current folder first for torch as well
+    (home / "profile.py").unlink()  # `python -m` puts the current folder first, also for torch
     code = "import bigtrain.strategies.ddp as d; print(d.__file__)"
     done = run([sys.executable, "-c", code], home, installed)
     assert done.stdout.startswith(installed["PYTHONPATH"]), done.stderr
@@ -178,21 +180,21 @@ def test_the_script_of_a_bare_checkout_runs_from_anywhere(checkout, home, tmp_pa
 
 
 def test_the_example_of_the_contributing_page_runs(tmp_path, monkeypatch):
-    """The strategy as it is printed there: imported by its path, it equals one process."""
+    """The strategy as printed: imported by its path, it equals one process."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for language, name in (("python", "mymodule.py"), ("yaml", "path.yaml")):
         block = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
         (tmp_path / name).write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2}
-    (one,) = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)
-    own = str(tmp_path / "path.yaml")
-    for record in run_ranks(train, 2, TinyLM, tokens(22), own, keys):
-        assert largest_difference(one, record) < 1e-10
+    (single,) = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)
+    strategy_file = str(tmp_path / "path.yaml")
+    for record in run_ranks(train, 2, TinyLM, tokens(22), strategy_file, keys):
+        assert largest_difference(single, record) < 1e-10
     for record in run_ranks(
-        train, 4, TinyLM, tokens(22), f"1f1b+{own}", {**keys, "mesh.pp": 2}, pp=2
+        train, 4, TinyLM, tokens(22), f"1f1b+{strategy_file}", {**keys, "mesh.pp": 2}, pp=2
     ):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def test_what_surrounds_micro_batches_is_refused_in_a_pipeline() -> None:
@@ -204,7 +206,7 @@ SURROUNDS = {"mesh.pp": 2, "strategy.replicate": "support.odd_strategies:Surroun
 
 
 def test_no_benchmark_is_named_as_a_folder_that_git_ignores():
-    """What a run leaves would change how its imports are sorted, and whose it is."""
+    """Files that a run leaves there would change the classification and order of imports."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split()}
     assert "runs" in ignored
     assert not ignored & {path.stem for path in (ROOT / "benchmarks").glob("*.py")}

@@ -1,4 +1,4 @@
-"""Faults at chosen and at random moments, as benchmarks/faults.py makes them by the hundred."""
+"""Faults at chosen and at random moments, made as by benchmarks/faults.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BESIDE = faults.Setting("ddp", True)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What runs without a fault compute is known once it was asked for."""
+    """The results of runs without a fault, computed on first use."""
 
     def made(strategy: str) -> str:
         return interpreter("deepspeed" if strategy == "zero2" else "plain")
@@ -42,7 +42,7 @@ def test_a_fault_of_each_kind_changes_no_number(runs: Any, number: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("first", [0, 5])
 def test_faults_at_random_change_no_number(runs: Any, first: int) -> None:
-    for number in range(first, first + 5):  # of each strategy one
+    for number in range(first, first + 5):  # one of each strategy
         outcome = runs.drawn(number, seed=1)
         assert outcome.problem is None, outcome
 
@@ -51,10 +51,10 @@ def test_what_is_kept_of_runs_is_added_to_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    held = {"problem": None, "came": True, "setting": {"strategy": "1f1b", "asynchronous": True}}
-    lost = {**held, "problem": "lost"}
-    late = {**held, "came": False}
-    every = [{**o, "fault": {"kind": "write"}} for o in (held, lost, late)]
+    record = {"problem": None, "came": True, "setting": {"strategy": "1f1b", "asynchronous": True}}
+    lost = {**record, "problem": "lost"}
+    late = {**record, "came": False}
+    every = [{**o, "fault": {"kind": "write"}} for o in (record, lost, late)]
     assert "| `1f1b` | beside | 0 of 0 | 0 of 0 | 0 of 0 | 1 of 2 |" in faults.table(every)
     assert faults.table(every).endswith("\n3 runs, 2 hit, 1 did not hold")
     path = tmp_path / "faults.json"

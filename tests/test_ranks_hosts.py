@@ -1,4 +1,4 @@
-"""Hosts of network namespaces: what reaches whom and when, launchers over them, nothing left."""
+"""Hosts in network namespaces: delivery of frames, launchers over the hosts, and cleanup."""
 
 from __future__ import annotations
 
@@ -33,22 +33,25 @@ LENET = [
 
 @pytest.fixture
 def as_root():
-    """Root, and iproute2: without it CI fails and a laptop skips."""
+    """Require root and iproute2: fail in CI without them, skip elsewhere."""
     missing = [tool for tool in hosts.TOOLS if shutil.which(tool) is None]
     if missing and os.environ.get("CI") == "true":
         pytest.fail(f"{missing[0]} is missing. Run: apt-get install {hosts.TOOLS[missing[0]]}")
     if missing or os.geteuid() != 0 or not Path("/dev/net/tun").exists():
-        pytest.skip("namespaces want root, iproute2 and /dev/net/tun")
+        pytest.skip("network namespaces need root, iproute2 and /dev/net/tun")
 
 
-def started(*words: str) -> subprocess.Popen[str]:
+def start_hosts(*words: str) -> subprocess.Popen[str]:
+    """Start hosts.py with these words."""
     command = [sys.executable, str(HOSTS), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def left_of(process: subprocess.Popen[str]) -> list[str]:
     places = (Path("/run/netns"), Path(tempfile.gettempdir()))
-    return [path.name for one in places for path in one.glob(f"{hosts.PREFIX}{process.pid}-*")]
+    return [
+        path.name for folder in places for path in folder.glob(f"{hosts.PREFIX}{process.pid}-*")
+    ]
 
 
 def frame(to: int, size: int) -> bytes:
@@ -57,26 +60,26 @@ def frame(to: int, size: int) -> bytes:
 
 def test_frames_take_their_bits_and_the_delay():
     ports = [Port(n, mac_of(n)) for n in range(3)]
-    wires = Wires(ports, rate=8e6, delay=0.25)  # a byte takes a microsecond
-    wires.take(ports[0], frame(1, 1000), 0.0)
-    wires.take(ports[0], frame(1, 1000), 0.0)  # behind the first
-    wires.take(ports[2], frame(1, 1000), 0.0)  # from elsewhere, to the same link
-    assert wires.next_arrival() == pytest.approx(0.251)
-    assert wires.arrived(0.2509) == []
-    assert [port.fd for port, _ in wires.arrived(0.2511)] == [1]
-    assert len(wires.arrived(0.2521)) == 1
-    assert len(wires.arrived(0.2531)) == 1
-    wires.take(ports[1], frame(9, 1000), 1.0)  # nobody's address: to all others
-    assert sorted(port.fd for port, _ in wires.arrived(2.0)) == [0, 2]
+    links = Wires(ports, rate=8e6, delay=0.25)  # a byte takes a microsecond
+    links.take(ports[0], frame(1, 1000), 0.0)
+    links.take(ports[0], frame(1, 1000), 0.0)  # queued behind the first frame
+    links.take(ports[2], frame(1, 1000), 0.0)  # from another port, over the same link
+    assert links.next_arrival() == pytest.approx(0.251)
+    assert links.arrived(0.2509) == []
+    assert [port.fd for port, _ in links.arrived(0.2511)] == [1]
+    assert len(links.arrived(0.2521)) == 1
+    assert len(links.arrived(0.2531)) == 1
+    links.take(ports[1], frame(9, 1000), 1.0)  # an unknown address: sent to all other ports
+    assert sorted(port.fd for port, _ in links.arrived(2.0)) == [0, 2]
 
 
 def test_who_has_much_to_send_waits():
     ports = [Port(n, mac_of(n)) for n in range(2)]
-    wires = Wires(ports, rate=8e6, delay=0.0)
-    wires.take(ports[0], frame(1, round(MOST_WAITING_S * 1e6) + 1000), 0.0)
-    assert not wires.takes(ports[0], 0.0)
-    assert wires.takes(ports[0], 0.002)
-    assert wires.takes(ports[1], 0.0)  # the other way is free
+    links = Wires(ports, rate=8e6, delay=0.0)
+    links.take(ports[0], frame(1, round(MOST_WAITING_S * 1e6) + 1000), 0.0)
+    assert not links.takes(ports[0], 0.0)
+    assert links.takes(ports[0], 0.002)
+    assert links.takes(ports[1], 0.0)  # the opposite direction is free
 
 
 def test_rates_and_delays_are_read():
@@ -114,8 +117,8 @@ def test_without_root_it_says_what_to_do(monkeypatch):
 
 
 def test_hosts_know_each_other_and_nothing_is_left(as_root):
-    said = 'hostname; ssh host1 "hostname; echo of $RANK"; pdsh -w host0,host1 echo %h is %n'
-    process = started("--first", "--", "sh", "-c", said)
+    script = 'hostname; ssh host1 "hostname; echo of $RANK"; pdsh -w host0,host1 echo %h is %n'
+    process = start_hosts("--first", "--", "sh", "-c", script)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
@@ -126,7 +129,7 @@ def test_hosts_know_each_other_and_nothing_is_left(as_root):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_leaves_nothing(as_root, number):
-    process = started("--", "sh", "-c", "echo up; sleep 60")
+    process = start_hosts("--", "sh", "-c", "echo up; sleep 60")
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
     process.send_signal(number)
@@ -136,13 +139,13 @@ def test_a_stop_leaves_nothing(as_root, number):
 
 
 def test_what_a_killed_process_leaves_is_removed(as_root):
-    with started("--", "sh", "-c", "echo up; sleep 60 & sleep 60") as process:
+    with start_hosts("--", "sh", "-c", "echo up; sleep 60 & sleep 60") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.kill()
         process.wait()
         assert len(left_of(process)) == 3
-        out, _ = started("--remove").communicate(timeout=60)
+        out, _ = start_hosts("--remove").communicate(timeout=60)
     assert f"{hosts.PREFIX}{process.pid}-0" in out
     assert left_of(process) == []
 
@@ -171,7 +174,7 @@ def test_launchers_train_over_two_hosts(as_root, tmp_path, launcher):
     for program in ("munged", "slurmctld", "slurmd", "srun") if launcher == "srun" else ():
         find(program)
     train = [str(ROOT / "bigtrain" / "train.py"), *LENET, f"log.dir={tmp_path}", "log.name=run"]
-    process = started("--delay", "1ms", "--rate", "100mbit", *LAUNCHERS[launcher], *train)
+    process = start_hosts("--delay", "1ms", "--rate", "100mbit", *LAUNCHERS[launcher], *train)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

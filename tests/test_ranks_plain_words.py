@@ -1,4 +1,4 @@
-"""What users read of a run: warnings once, faults of their own without a page, parts with names."""
+"""The text of a run for users: warnings once, user errors without a traceback, names of parts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_state_of_a_resumed_run_is_the_optimizers(
     lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
-    # Another width, under the same name: the user's own fault.
+    # A different width under the same name: an error of the user.
     wide = [word.replace("width=32", "width=64") for word in words]
     saved = tmp_path / "runs/run/checkpoints/step-3"
     wide = [word.replace("log.name=run", "log.name=wide") for word in wide]
@@ -86,8 +86,8 @@ def test_warnings_are_said_once_and_errors_by_each(
     done = forked_cli(words, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     alone = forked_cli([*words[:2], "1", *words[3:]], cwd=tmp_path, timeout=120)
-    for said in ("this is deprecated", "some weights were not used"):
-        assert done.stderr.count(said) == alone.stderr.count(said) >= 1
+    for message in ("this is deprecated", "some weights were not used"):
+        assert done.stderr.count(message) == alone.stderr.count(message) >= 1
     assert done.stderr.count("a real error") == ranks * alone.stderr.count("a real error")
 
 
@@ -101,7 +101,7 @@ def test_a_process_below_its_tensors_is_explained() -> None:
     words = "it is below the peak if tensors use memory that the process had before"
     assert words in notes(99)
     assert words not in notes(100)
-    assert words not in notes(5, reserved=200)  # a GPU's tensors are not the process's
+    assert words not in notes(5, reserved=200)  # a GPU's tensors are not in the process's memory
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_difference_has_no_negative_zero(share: float | None, digits: int, wor
 
 
 @pytest.mark.parametrize(
-    ("words", "place"),
+    ("words", "source"),
     [
         (["optim.name=sgd", "optim.nesterov=true"], ""),
         (["optim.state=bf16", "optim.name=sgd"], ""),
@@ -128,11 +128,11 @@ def test_a_difference_has_no_negative_zero(share: float | None, digits: int, wor
     ],
 )
 def test_a_contradiction_of_ones_own_words_is_not_blamed_on_a_preset(
-    words: list[str], place: str
+    words: list[str], source: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         load_job(None, None, words)
-    assert str(refused.value).startswith(place)
+    assert str(refused.value).startswith(source)
     assert "jobs/default.yaml" not in str(refused.value)
 
 

@@ -1,4 +1,4 @@
-"""Every peak that a run prints is its fullest rank's, with the rank's number."""
+"""Every peak that a run prints is that of its fullest rank, with the rank's number."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_banner_steps_and_files_show_the_fullest_rank(
     case: str, tmp_path: Path, corpus: str
 ) -> None:
     strategy, words, ranks, fullest = CASES[case]
-    given = ["train", "-n", str(ranks), "--strategy", strategy, *words, *SMALL, corpus]
-    done = forked_cli([*given, "log.name=run"], cwd=tmp_path, timeout=180)
+    words_of_command = ["train", "-n", str(ranks), "--strategy", strategy, *words, *SMALL, corpus]
+    done = forked_cli([*words_of_command, "log.name=run"], cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "runs/run/memory.json").read_text())
     peaks = [rank["peak_bytes"] for rank in memory["ranks"]]
@@ -71,17 +71,26 @@ def test_banner_steps_and_files_show_the_fullest_rank(
     on = "" if len(set(peaks)) == 1 else f" on rank {measured}"
     assert re.search(rf"step 4/4  .*  peak {format_bytes(max(peaks))}{on} \(", done.stdout)
 
-    tried = forked_cli([*given, "--dry-run"], cwd=tmp_path, timeout=180)
+    tried = forked_cli([*words_of_command, "--dry-run"], cwd=tmp_path, timeout=180)
     assert tried.returncode == 0, tried.stderr
     assert f"predicted peak: {predicted} on {where}, in " in tried.stdout
 
 
 def test_a_cap_below_the_fullest_rank_is_told_of_that_rank(tmp_path: Path, corpus: str) -> None:
-    given = ["train", "-n", "2", "--strategy", "1f1b", "strategy.cut.at=[blocks.0]", *SMALL, corpus]
-    shown = forked_cli([*given, "--dry-run"], cwd=tmp_path, timeout=180).stdout
+    words_of_command = [
+        "train",
+        "-n",
+        "2",
+        "--strategy",
+        "1f1b",
+        "strategy.cut.at=[blocks.0]",
+        *SMALL,
+        corpus,
+    ]
+    shown = forked_cli([*words_of_command, "--dry-run"], cwd=tmp_path, timeout=180).stdout
     sizes = re.findall(r"pp rank \d: ([\d.]+) KiB", shown)
     low, high = sorted(float(size) for size in sizes)
     cap = f"memory.cap={int((low + high) / 2)}KiB"
-    tried = forked_cli([*given, cap, "--dry-run"], cwd=tmp_path, timeout=180).stdout
+    tried = forked_cli([*words_of_command, cap, "--dry-run"], cwd=tmp_path, timeout=180).stdout
     assert f"the predicted peak of {high} KiB on rank 1 is more than the " in tried
     assert re.search(r"predicted peak: .* \(1\d\d\.\d% of memory\.cap, ", tried)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launcher
 
 TRAIN = str(ROOT / "bigtrain" / "train.py")
 LAUNCHERS_IN_FULL = ["deepspeed", "openmpi", "mpich"]
-"""`ranks/test_ranks_launchers.py` runs ranks under these every time."""
+"""`ranks/test_ranks_launchers.py` connects ranks under these in every run."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command as a user runs it: what it prints, what it leaves, what it refuses."""
+"""The command as a user runs it: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def corpus(tmp_path):
 
 
 def run(folder, *words, ranks=0, timeout=120):
-    """Run train.py by its path, from another folder, as a launcher does."""
+    """Run train.py by its path, from a different folder, as a launcher does."""
     if ranks:
         words = ("train", "-n", str(ranks), *words)
         return forked_cli(words, cwd=folder, timeout=timeout)
@@ -54,7 +54,7 @@ def metrics(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run on two ranks, looked at by several tests."""
+    """One run on two ranks, inspected by several tests."""
     folder = tmp_path_factory.mktemp("run")
     text = folder / "corpus.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
@@ -110,7 +110,7 @@ def test_the_memory_file_keeps_its_contract_and_the_parts_sum(finished):
 
 
 def shown(*ranks):
-    """The table as a pipe has it, by row: the cells beside the row's name."""
+    """The printed table (in a pipe) by row: the cells next to the row's name."""
     console = Console(width=100, file=io.StringIO())
     console.print(memory_table(MemoryReport("ddp", "cpu", ranks)))
     lines = console.file.getvalue().splitlines()
@@ -120,8 +120,8 @@ def shown(*ranks):
     return {row[0]: row[1:] for row in rows}
 
 
-def measured(parts, **others):
-    return MemoryMeasurement(Peak("backward", Breakdown(**parts)), 2000, **others)
+def measured(parts, **figures):
+    return MemoryMeasurement(Peak("backward", Breakdown(**parts)), 2000, **figures)
 
 
 def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
@@ -136,7 +136,7 @@ def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
         "optimizer": "exact",
         "activations": "-4.0%",
         "buffers": "exact",
-        "temporary": "+1.0%",  # twice what it was, and hardly anything
+        "temporary": "+1.0%",  # twice the prediction, but a small share of the peak
         "peak": "-2.7%",
         "difference": "",
         "reached in": "",
@@ -194,7 +194,7 @@ def test_the_saved_job_and_plan_can_be_fed_back_in(finished, tmp_path):
         str(saved / "plan.yaml"),
         "--dry-run",
     )
-    assert shown.returncode == 2  # the plan is for two ranks, this is one
+    assert shown.returncode == 2  # the plan is for two ranks, and one is started
     assert "mesh.pp=1 * mesh.dp=2 * mesh.tp=1 = 2, and there are 1 rank" in shown.stderr
 
 
@@ -230,14 +230,14 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, corpus):
     ]
     for files in final:
         del files["state.json"]
-    assert final[0] == final[1]  # the same bytes: weights and optimizer
+    assert final[0] == final[1]  # weights and optimizer state are equal, byte by byte
 
 
 def test_another_number_of_ranks_continues_the_same_sequence(tmp_path, corpus):
     words = [*SMALL, corpus, "train.precision=fp64", "checkpoint.every=3", "log.name=two"]
     assert run(tmp_path, *words, ranks=2).returncode == 0
-    one = run(tmp_path, *words, "log.name=one", "--resume", "runs/two/checkpoints/step-3")
-    assert one.returncode == 0, one.stderr
+    continued = run(tmp_path, *words, "log.name=one", "--resume", "runs/two/checkpoints/step-3")
+    assert continued.returncode == 0, continued.stderr
     losses = {r["step"]: r["loss"] for r in metrics(tmp_path / "runs/two")}
     for row in metrics(tmp_path / "runs/one"):
         assert row["loss"] == pytest.approx(losses[row["step"]], abs=1e-10)
@@ -256,7 +256,7 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
     assert [row["step"] for row in metrics(tmp_path / "runs/r")] == [1, 2]
     assert (tmp_path / "runs/r/memory.json").read_text() == memory
     with (tmp_path / "runs/r/metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "los')  # the machine died here
+        file.write('{"step": 3, "los')  # the machine crashed while writing
     longer = run(tmp_path, *words, "train.steps=3", "--resume", "auto")
     assert longer.returncode == 0, longer.stderr
     assert [row["step"] for row in metrics(tmp_path / "runs/r")] == [1, 2, 3]
@@ -296,10 +296,10 @@ def test_wrong_input_ends_with_two_lines_at_most_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.distributed, "init_process_group", None)  # must not be reached
     assert run_guarded(lambda: main(words)) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.startswith("bigtrain: ")
-    assert len(told.splitlines()) <= 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.startswith("bigtrain: ")
+    assert len(errors.splitlines()) <= 2
     assert not list(tmp_path.iterdir())
 
 
@@ -404,11 +404,11 @@ def test_the_best_state_of_a_validation_is_kept_beside_the_newest(tmp_path, corp
         row = json.loads(line)
         figures[row["step"]] = row["loss"]
     lowest = min(figures, key=lambda step: figures[step])
-    assert lowest == 1  # at this rate it does not learn
+    assert lowest == 1  # at this rate the model does not learn
     assert (folder / "checkpoints/best").read_text() == f"step-{lowest}"
     assert (folder / "checkpoints/latest").read_text() == "step-2"
-    kept = {path.name for path in (folder / "checkpoints").glob("step-*")}
-    assert kept == {f"step-{lowest}", "step-2"}
+    steps_saved = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    assert steps_saved == {f"step-{lowest}", "step-2"}
     meta = json.loads((folder / f"checkpoints/step-{lowest}/state.json").read_text())
     assert meta["validation"]["loss"] == figures[lowest]
     from_best = run(tmp_path, *words, "log.name=two", "--resume", str(folder / "checkpoints/best"))
@@ -421,15 +421,15 @@ def test_the_best_state_of_a_validation_is_kept_beside_the_newest(tmp_path, corp
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("checkpoint.best=top1", "gives loss, bits_per_byte. Use checkpoint.best=bits_per_byte."),
         ("checkpoint.snapshot_bytes=-1", "checkpoint.snapshot_bytes"),
         ("checkpoint.asynchronous=maybe", "checkpoint.asynchronous"),
     ],
 )
-def test_wrong_words_about_checkpoints_are_refused(tmp_path, corpus, word, said):
+def test_wrong_words_about_checkpoints_are_refused(tmp_path, corpus, word, message):
     done = run(tmp_path, *SMALL, corpus, word)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

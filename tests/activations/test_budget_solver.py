@@ -1,4 +1,4 @@
-"""The choice under a budget against enumeration, and against the known programs for chains."""
+"""The solver of the recomputation budget, against enumeration and known programs for chains."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from bigtrain.activations.budget_solver import (
 )
 
 
-def enumerated(menu, room, tail, waiting):
-    """The least (seconds, peak) inside the room, of all there are."""
-    found = None
+def enumerate_choices(menu, room, tail, waiting):
+    """The least (seconds, peak) within `room`, among all combinations of choices."""
+    best = None
     for picks in itertools.product(*(range(len(prices)) for prices in menu)):
         peak = solution_peak(menu, picks, tail, waiting)
         seconds = sum(prices[pick].seconds for prices, pick in zip(menu, picks, strict=True))
-        if peak <= room and (found is None or (seconds, peak) < found):
-            found = (seconds, peak)
-    return found
+        if peak <= room and (best is None or (seconds, peak) < best):
+            best = (seconds, peak)
+    return best
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_it_is_the_best_of_all(seed):
+    """The answer is the optimum of all combinations."""
     rng = random.Random(seed)
     menu = [
         [
@@ -42,7 +43,7 @@ def test_it_is_the_best_of_all(seed):
     ]
     room, tail, waiting = rng.randint(5, 200), rng.randint(0, 30), rng.choice([0, 0, 1, 3])
     answer = fastest_within(menu, room, tail, waiting)
-    expected = enumerated(menu, room, tail, waiting)
+    expected = enumerate_choices(menu, room, tail, waiting)
     if expected is None:
         assert answer is None
         assert lowest_peak(menu, tail, waiting).peak > room
@@ -88,22 +89,23 @@ def test_rounding_beyond_the_largest_front_stays_inside_the_room(monkeypatch):
     assert exact.seconds <= rounded.seconds <= 1.15 * exact.seconds
 
 
-# A chain of n equal blocks: each makes `boundary` bytes for the next one and keeps `inside` bytes
-# more if it keeps everything; forward takes 1, backward 2.
+# A chain of n equal blocks: each passes `boundary` bytes to the next one and saves `inside` more
+# bytes if it saves everything; its forward pass takes 1 second, its backward pass 2.
 
 
 def chain(n, boundary, inside):
+    """n equal blocks, which may save everything or be recomputed."""
     keep = PolicyCost(boundary + inside, boundary + inside + boundary, 0.0)
     full = PolicyCost(boundary, boundary + inside + boundary, 1.0)
     return [[keep, full]] * n
 
 
 def rotor(n, boundary, inside, room):
-    """The least extra forward passes of a chain, over all ways to compute parts of it again.
+    """The least number of extra forward passes of a chain, over all recomputation programs.
 
-    Beaumont et al. 2019 (arXiv 1911.13214), the recursion of their theorem: either the first
-    block keeps everything, or the chain is gone through to some block, of which the input is
-    kept, without keeping anything before it, and what was left out is done again afterwards.
+    Beaumont et al. 2019 (arXiv 1911.13214), the recursion of their theorem: either the first block
+    saves everything, or the chain runs forward to some block and saves only that block's input, and
+    the skipped blocks are computed again afterwards.
     """
 
     @cache
@@ -124,12 +126,12 @@ def rotor(n, boundary, inside, room):
 
 
 def test_beside_the_optimal_program_for_chains():
-    """Never better than Rotor, which may compute a block more than once; and seldom worse.
+    """Never better than Rotor, which may recompute a block more than once, and seldom worse.
 
-    Where what is inside of a block weighs 16 times its boundary, as in a transformer (34 bytes
-    to 2 for each number, Korthikanti et al. 2022), from the peak of full checkpointing on both
-    take the same time, but for the last block, of which Rotor knows that it need not be done
-    twice, and for what computing several blocks at once saves in boundaries.
+    If the inside of a block is 16 times its boundary, as in a transformer (34 bytes to 2 per
+    number, Korthikanti et al. 2022), both take the same time for every budget from the peak of full
+    checkpointing upwards, with two exceptions: Rotor knows that the last block need not be
+    recomputed, and computing several blocks at once saves boundaries.
     """
     n, boundary, inside = 12, 1, 16
     menu = chain(n, boundary, inside)
@@ -142,18 +144,18 @@ def test_beside_the_optimal_program_for_chains():
 
 
 def test_beside_the_square_root_rule():
-    """Below n boundaries blocks would have to be computed again in groups: we refuse there.
+    """A budget below n boundaries would need nested recomputation, which we refuse.
 
-    The rule keeps a boundary after each √n-th block, and needs 2√n times a block's bytes where
-    boundary and inside weigh the same (Chen et al. 2016); a budget that it fits into and ours
-    does not is below the lowest peak that is named.
+    The rule saves a boundary after every √n-th block, and needs 2√n times a block's bytes if
+    boundary and inside are equal (Chen et al. 2016); a budget that is enough for the rule and not
+    for ours is below the lowest peak that the refusal names.
     """
     n, boundary, inside = 100, 1, 99
     menu = chain(n, boundary, inside)
     rule = 2 * math.isqrt(n) * (boundary + inside)
     answer = fastest_within(menu, rule)
-    assert answer is not None  # 100 boundaries are less than the rule's ten groups of ten
-    assert answer.seconds < n - math.isqrt(n) + 1  # the rule computes all but the last group again
+    assert answer is not None  # 100 boundaries need less than ten groups of ten blocks
+    assert answer.seconds < n - math.isqrt(n) + 1  # the rule recomputes all but the last group
     assert lowest_peak(menu).peak < rule
 
 

@@ -1,4 +1,4 @@
-"""Activations that leave between forward and backward: the numbers, the bytes, the moments."""
+"""Activations that are moved between forward and backward: their values, bytes and times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.moving import (
     gates,
     gpt,
     mixed,
-    plainly,
     residual,
+    run_block,
     same,
     save_and_leave,
     train,
@@ -53,15 +53,15 @@ def test_the_numbers_stay(make, bf16, mover):
     assert same(train(make, late, bf16=bf16), plain)
     assert late.bytes_moved == mover.bytes_moved
     gc.collect()
-    for one in (mover, late):
-        one._clear_up()
-        assert one.bytes_away == 0
+    for offloader in (mover, late):
+        offloader._clear_up()
+        assert offloader.bytes_away == 0
 
 
 def live_bytes(
     folder: str, make=mixed, *, fake: bool, move: bool = True, bf16: bool = False
 ) -> tuple[list[int], ActivationOffloader]:
-    """Live bytes at the end of each block, forward and backward, then the peak."""
+    """Live bytes at the end of each block in forward and backward, then the peak."""
     torch.manual_seed(0)
     model, batch = make()
     seen: list[int] = []
@@ -100,11 +100,11 @@ def live_bytes(
 def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
     plain, _ = live_bytes(str(tmp_path), fake=False, move=False)
     real, mover = live_bytes(str(tmp_path), fake=False)
-    fake, told = live_bytes(str(tmp_path), fake=True)
+    fake, predicted = live_bytes(str(tmp_path), fake=True)
     assert fake == real
     for count in ("bytes_moved", "bytes_freed", "peak_bytes_away"):
-        assert getattr(told, count) == getattr(mover, count) > 0
-    # Five blocks leave, but for the batch, which somebody else holds.
+        assert getattr(predicted, count) == getattr(mover, count) > 0
+    # Five blocks move, except for the batch, to which the caller holds a reference.
     assert plain[5] - real[5] == mover.bytes_freed // 4 == 5 * BLOCK - 65536
     assert mover.bytes_moved == 4 * 2 * 5 * BLOCK - 4 * 65536
     assert mover.peak_bytes_away == 5 * BLOCK
@@ -117,10 +117,10 @@ def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
 def test_the_same_bytes_for_other_nets(make, bf16, tmp_path):
     plain, _ = live_bytes(str(tmp_path), make, fake=False, move=False, bf16=bf16)
     real, mover = live_bytes(str(tmp_path), make, fake=False, bf16=bf16)
-    fake, told = live_bytes(str(tmp_path), make, fake=True, bf16=bf16)
+    fake, predicted = live_bytes(str(tmp_path), make, fake=True, bf16=bf16)
     assert fake == real
     assert real[-1] < plain[-1]
-    assert told.bytes_freed == mover.bytes_freed > 0
+    assert predicted.bytes_freed == mover.bytes_freed > 0
 
 
 def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
@@ -143,9 +143,9 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     assert forward == f"begin end begin {puts[0]} end begin {puts[1]} end begin {puts[2]} end"
     carrier.told.clear()
     loss.backward()
-    told = [word for word in carrier.told if word != "take"]
-    takes = [sorted(int(t[5:]) for t in told[a:b]) for a, b in _between(told, "backward")]
-    # The last block is still there, and so is the batch: somebody else holds it.
+    calls = [word for word in carrier.told if word != "take"]
+    takes = [sorted(int(t[5:]) for t in calls[a:b]) for a, b in calls_between(calls, "backward")]
+    # The last block has not moved, and neither has the batch: the caller holds a reference to it.
     assert takes[:2] == [[10, 11, 12, 13, 14], [5, 6, 7, 8, 9]]
     assert len(takes[2]) == 4
     assert set(takes[2]) < set(range(5))
@@ -153,8 +153,8 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     assert carrier.most_under_way <= 2 * 5
 
 
-def _between(told: list[str], word: str) -> list[tuple[int, int]]:
-    marks = [n for n, what in enumerate(told) if what == word] + [len(told)]
+def calls_between(calls: list[str], word: str) -> list[tuple[int, int]]:
+    marks = [n for n, call in enumerate(calls) if call == word] + [len(calls)]
     return [(a + 1, b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
@@ -169,7 +169,7 @@ def test_every_type_comes_back_as_it_was(dtype, mover):
     strides = [view.stride() for view in views]
     size = whole.untyped_storage().nbytes()
     y, seen = save_and_leave(mover, nn.Identity(), *views)
-    assert mover.bytes_moved == mover.bytes_away == size, "a storage moves once"
+    assert mover.bytes_moved == mover.bytes_away == size, "a storage must be moved only once"
     assert mover.bytes_freed == 0
     del views, whole
     assert mover.bytes_freed == size
@@ -181,15 +181,19 @@ def test_every_type_comes_back_as_it_was(dtype, mover):
 
 
 def test_what_somebody_else_holds_is_not_read_again(mover):
-    held = torch.randn(96, 512)
-    y, seen = save_and_leave(mover, nn.Identity(), held.view(-1))
+    """A storage to which the caller holds a reference is used again instead of read from
+    the copy.
+    """
+    tensor = torch.randn(96, 512)
+    y, seen = save_and_leave(mover, nn.Identity(), tensor.view(-1))
     y.backward()
-    assert seen[0].data_ptr() == held.data_ptr()
-    assert mover.bytes_moved == held.nbytes
+    assert seen[0].data_ptr() == tensor.data_ptr()
+    assert mover.bytes_moved == tensor.nbytes
     assert mover.bytes_freed == 0
 
 
 def test_what_stays(mover):
+    """Parameters, buffers, small, conjugated, sparse and meta tensors are not moved."""
     layer = nn.BatchNorm1d(64)
     layer.weight = nn.Parameter(torch.randn(128, 128))
     layer.register_buffer("table", torch.randn(128, 128))
@@ -197,24 +201,25 @@ def test_what_stays(mover):
     elsewhere = torch.empty(10**6, device="meta")
     turned = torch.randn(128, 128, dtype=torch.complex64).conj()
     sparse = torch.eye(128).to_sparse()
-    other = nn.Parameter(torch.randn(128, 128))
-    kept = [layer.weight.t(), layer.table[1:], small, turned, other]
-    y, seen = save_and_leave(mover, layer, *kept, elsewhere, sparse)
+    parameter = nn.Parameter(torch.randn(128, 128))
+    not_moved = [layer.weight.t(), layer.table[1:], small, turned, parameter]
+    y, seen = save_and_leave(mover, layer, *not_moved, elsewhere, sparse)
     y.backward()
     assert mover.bytes_moved == 0
-    assert [t.data_ptr() for t in seen[:5]] == [t.data_ptr() for t in kept]
+    assert [t.data_ptr() for t in seen[:5]] == [t.data_ptr() for t in not_moved]
     large = torch.zeros(MIN_OFFLOADED_BYTES // 4)
     save_and_leave(mover, layer, large)
     assert mover.bytes_moved == large.nbytes
 
 
 def test_nothing_moves_where_there_is_nowhere_to_go():
-    here = ActivationOffloader("cpu", CPU)
+    """An offload to the device of the tensors itself moves nothing."""
+    offloader = ActivationOffloader("cpu", CPU)
     model, x = mixed(3)
-    wrap(model, here.offload)
+    wrap(model, offloader.offload)
     model(x).sum().backward()
-    assert here.bytes_moved == 0
-    here.close()
+    assert offloader.bytes_moved == 0
+    offloader.close()
 
 
 def test_nothing_moves_without_gradients(mover):
@@ -235,7 +240,7 @@ CHANGED = (
 def test_what_is_changed_in_place_is_refused_as_torch_does(mover, when, where):
     refused = {
         mover.offload: (BigtrainError, CHANGED + r"`x = x \+ y` and not `x \+= y`"),
-        plainly: (RuntimeError, "modified by an inplace operation"),
+        run_block: (RuntimeError, "modified by an inplace operation"),
     }
     for around, (error, message) in refused.items():
         base = torch.randn(2, 128, 128)
@@ -271,19 +276,21 @@ def test_a_parameter_that_was_changed_is_refused_as_torch_does(mover):
 
 @pytest.mark.parametrize("blocks_between", [0, 1, 2])
 def test_both_states_of_a_storage_are_right_where_torch_allows_them(mover, blocks_between):
-    """Parts that do not share their counter: the second is changed after the first was saved."""
-    one, two = torch.randn(128, 64).unsafe_chunk(2)
+    """Two parts of a storage without a common version counter: one is changed after the other
+    is saved.
+    """
+    first_half, second_half = torch.randn(128, 64).unsafe_chunk(2)
     seen: list[Tensor] = []
     x = torch.ones(1, requires_grad=True)
-    wanted = [one.clone(), two.exp()]
-    x = mover.offload(nn.Identity(), lambda x=x, part=one: Saving.apply(x, seen, part))
+    wanted = [first_half.clone(), second_half.exp()]
+    x = mover.offload(nn.Identity(), lambda x=x, part=first_half: Saving.apply(x, seen, part))
     for _ in range(blocks_between):
         x = mover.offload(nn.Identity(), lambda x=x: x * 2)
-    two.exp_()
-    x = mover.offload(nn.Identity(), lambda x=x, part=two: Saving.apply(x, seen, part))
+    second_half.exp_()
+    x = mover.offload(nn.Identity(), lambda x=x, part=second_half: Saving.apply(x, seen, part))
     for _ in range(2):
         x = mover.offload(nn.Identity(), lambda x=x: x * 2)
-    del one, two
+    del first_half, second_half
     x.backward()
     assert torch.equal(seen[1], wanted[0])
     assert torch.equal(seen[0], wanted[1])
@@ -297,7 +304,7 @@ def test_several_forward_passes_under_way(mover, order):
     results = []
     for around in (model.around, mover.offload):
         model.around, under_way, gradients = around, [], []
-        model.eval()  # the statistics would go on
+        model.eval()  # in training mode the second pass would change the statistics
 
         def backward(loss: Tensor, gradients=gradients) -> None:
             loss.backward()
@@ -354,6 +361,7 @@ def test_a_block_that_fails_leaves_everything_in_order(mover):
 
 
 def test_twice_through_the_same_graph(mover):
+    """A second backward pass through the same graph finds the moved tensors."""
     torch.manual_seed(0)
     model, x = mixed()
     model.eval()
@@ -367,8 +375,8 @@ def test_twice_through_the_same_graph(mover):
         assert same([p.grad for p in model.parameters()], wanted)
         model.zero_grad()
         # Loaded tensors are freed, except those of two blocks.
-        there = [r() for r in mover._brought if r() is not None and r().data is not None]
-        assert sum(record.nbytes for record in there) <= 2 * BLOCK
+        loaded = [r() for r in mover._brought if r() is not None and r().data is not None]
+        assert sum(record.nbytes for record in loaded) <= 2 * BLOCK
     assert mover.bytes_moved > 2 * 5 * BLOCK
 
 
@@ -406,7 +414,7 @@ def test_moved_among_recomputed_and_recomputed_within_moved(mover):
             model(x).square().mean().backward()
             seen += [p.grad.clone() for p in model.parameters()]
         results.append(seen + [b.clone() for b in model.buffers()])
-    assert all(same(results[0], other) for other in results[1:])
+    assert all(same(results[0], result) for result in results[1:])
     assert mover.bytes_moved > 0
 
 

@@ -1,4 +1,4 @@
-"""Recomputed blocks compute the same, whatever they do and are called with."""
+"""Recomputed blocks compute the same, whatever they contain and however they are called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from support.recomputed import RECOMPUTE, WAYS, run
-from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, rows, settled_for
+from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, resolved_plan_for, rows
 from torch import nn
 
 
@@ -23,18 +23,22 @@ class Spectral(nn.Module):
 
 
 def keyword(block, x):
+    """Call the block by keyword."""
     return block(x=x)
 
 
 def nested(block, x):
+    """Call the block with tensors in a list."""
     return block(None, many=[x, x])
 
 
 def appending(block, x):
+    """Call the block with a list that it appends to."""
     return block(x, seen=[0, 1])
 
 
 def called_twice(block, x):
+    """Call the block twice."""
     return block(block(x))
 
 
@@ -48,17 +52,17 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "way", "precision"), CALLS)
-def test_however_a_block_is_called(call, way, precision):
+@pytest.mark.parametrize(("call", "mode", "precision"), CALLS)
+def test_however_a_block_is_called(call, mode, precision):
     keys = {"train.precision": precision}
     model = partial(Blocks, Inner, call)
-    one = run_ranks(run, 1, model, rows(), keys)[0]
-    other = run_ranks(run, 1, model, rows(), {**keys, **WAYS[way]})[0]
-    assert one[0] == other[0]
-    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    plain = run_ranks(run, 1, model, rows(), keys)[0]
+    recomputed = run_ranks(run, 1, model, rows(), {**keys, **WAYS[mode]})[0]
+    assert plain[0] == recomputed[0]
+    assert all(torch.equal(plain[1][name], recomputed[1][name]) for name in plain[1])
 
 
-@pytest.mark.parametrize("way", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -66,13 +70,13 @@ def test_however_a_block_is_called(call, way, precision):
         (ChangesItsInput, "changes its input in place.*strategy.recompute.layers"),
     ],
 )
-def test_what_cannot_be_computed_twice_is_refused(kind, message, way):
+def test_what_cannot_be_computed_twice_is_refused(kind, message, mode):
     with pytest.raises(Exception, match=message):
-        run_ranks(run, 1, partial(Blocks, kind), rows(), WAYS[way])
+        run_ranks(run, 1, partial(Blocks, kind), rows(), WAYS[mode])
 
 
 class Shared(Blocks):
-    """One block is in two lists."""
+    """One block is in two lists of blocks."""
 
     def __init__(self) -> None:
         super().__init__(Inner)
@@ -86,14 +90,14 @@ class Shared(Blocks):
 
 
 def test_a_block_in_two_places_is_one_block():
-    assert "4 blocks keep: 4 everything;" in settled_for(Shared, 10**9).notes[0]
-    one = run_ranks(run, 1, Shared, rows(), {})[0]
-    other = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
-    assert one[0] == other[0]
+    assert "4 blocks keep: 4 everything;" in resolved_plan_for(Shared, 10**9).notes[0]
+    plain = run_ranks(run, 1, Shared, rows(), {})[0]
+    recomputed = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
+    assert plain[0] == recomputed[0]
 
 
 class Flat(nn.Module):
-    """It has its own weights, and never calls its modules."""
+    """Has weights of its class and never calls its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +109,8 @@ class Flat(nn.Module):
 
 
 def test_nothing_to_keep_less_of_is_said():
-    found = run_ranks(run, 1, Flat, rows(), WAYS["full"])[0]
-    assert any("this model has no blocks" in line for line in found[3])
-    found = run_ranks(run, 1, Flat, rows(), {f"{RECOMPUTE}.layers": ["unused"]})[0]
-    assert any("unused is not called" in line for line in found[3])
+    """A model without blocks, and one whose block is not called, are reported."""
+    result = run_ranks(run, 1, Flat, rows(), WAYS["full"])[0]
+    assert any("this model has no blocks" in line for line in result[3])
+    result = run_ranks(run, 1, Flat, rows(), {f"{RECOMPUTE}.layers": ["unused"]})[0]
+    assert any("unused is not called" in line for line in result[3])

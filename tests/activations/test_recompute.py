@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, rows, settled_for
+from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, resolved_plan_for, rows
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -20,7 +20,7 @@ from bigtrain.errors import ConfigError
 
 
 def test_a_block_that_changes_its_input_is_kept_under_a_budget():
-    assert "3 everything;" in settled_for(partial(Blocks, ChangesItsInput), 10**9).notes[0]
+    assert "3 everything;" in resolved_plan_for(partial(Blocks, ChangesItsInput), 10**9).notes[0]
 
 
 def test_a_scripted_block_is_refused():
@@ -39,9 +39,9 @@ def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tm
     )
     twin = copy.deepcopy(model)
     assert isinstance(pickle.loads(pickle.dumps(model)), Blocks)
-    for one in (model, twin):
+    for net in (model, twin):
         torch.manual_seed(3)
-        one(rows()[0]).sum().backward()
+        net(rows()[0]).sum().backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     remove_policies(model)
@@ -51,16 +51,16 @@ def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tm
 
 
 def test_what_selective_keeps_is_known_by_the_result_whatever_torch_tells_the_policy() -> None:
-    """torch 2.11 asks before there is a result."""
+    """torch 2.11 asks the policy before there is a result."""
     policy = _SelectivePolicy()
     mm, relu = torch.ops.aten.mm.default, torch.ops.aten.relu.default
-    kept, other = torch.ones(2, 2), torch.ones(2, 2)
-    told = SimpleNamespace(is_recompute=False)
-    assert policy(told, mm, kept, kept) is CheckpointPolicy.MUST_SAVE
-    assert policy(told, relu, kept) is CheckpointPolicy.PREFER_RECOMPUTE
-    policy.note(mm, (kept, kept), {}, kept)
-    policy.note(relu, (kept,), {}, other)
-    assert policy.keeps(kept.untyped_storage()._cdata)
-    assert not policy.keeps(other.untyped_storage()._cdata)
+    saved, not_saved = torch.ones(2, 2), torch.ones(2, 2)
+    policy_context = SimpleNamespace(is_recompute=False)
+    assert policy(policy_context, mm, saved, saved) is CheckpointPolicy.MUST_SAVE
+    assert policy(policy_context, relu, saved) is CheckpointPolicy.PREFER_RECOMPUTE
+    policy.note(mm, (saved, saved), {}, saved)
+    policy.note(relu, (saved,), {}, not_saved)
+    assert policy.keeps(saved.untyped_storage()._cdata)
+    assert not policy.keeps(not_saved.untyped_storage()._cdata)
     with pytest.raises(ConfigError, match="changes one in place"):
-        policy(told, torch.ops.aten.relu_.default, kept)
+        policy(policy_context, torch.ops.aten.relu_.default, saved)

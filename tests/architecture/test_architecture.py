@@ -1,4 +1,4 @@
-"""The shape of the project itself: what is frozen, what must not grow."""
+"""The structure of the project: what is frozen, and limits on growth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from support.rooms import imported, sources, tree, uses
+from support.rooms import imported_names, sources, tree, used_modules
 
 import bigtrain
 from bigtrain import cli
@@ -89,28 +89,32 @@ READ_INDIRECTLY = {
 def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
     text = re.compile(r"\bbigtrain\.(strategies\.\w+)")
     for module, path in sources().items():
-        named = {o for o in uses(module) if o.startswith("strategies.")}
+        named = {o for o in used_modules(module) if o.startswith("strategies.")}
         named |= set(text.findall(path.read_text()))
-        # The modules of one technique are a package and know each other.
-        own = ".".join(module.split(".")[:2])
-        # What is used of a library's inside is for all techniques that run on it.
+        # The modules of one technique form a package and may import each other.
+        package = ".".join(module.split(".")[:2])
+        # A library's adapter may be used by all techniques that run on the library.
         named -= ADAPTERS if module.startswith("strategies.") else set()
-        strangers = {other for other in named if ".".join(other.split(".")[:2]) != own}
-        assert not strangers or module == "core.registry", f"{module} names {strangers}"
+        strangers = {name for name in named if ".".join(name.split(".")[:2]) != package}
+        assert not strangers or module == "core.registry", (
+            f"{module} names other strategies: {strangers}"
+        )
 
 
 def test_foreign_engines_are_imported_by_strategies_alone():
     for module, path in sources().items():
         within = module.startswith("strategies.")
         nodes = ast.walk(tree(path)) if not within else iter(tree(path).body)
-        roots = {name.partition(".")[0] for node in nodes for name in imported(node)}
-        assert not roots & FOREIGN, f"{module}: {roots & FOREIGN} belong into a strategy's function"
+        roots = {name.partition(".")[0] for node in nodes for name in imported_names(node)}
+        assert not roots & FOREIGN, (
+            f"{module}: {roots & FOREIGN} may be imported only inside a strategy's function"
+        )
 
 
 def loaded(statement: str, *names: str) -> list[str]:
-    """Which of some modules a fresh interpreter has loaded after a statement."""
+    """The names of those modules that a fresh interpreter has loaded after a statement."""
     code = f"{statement}\nimport sys\nprint(*[n for n in {names!r} if n in sys.modules])"
-    # Not this process's own variables: what an import has set here would be there already.
+    # Only this minimal environment: variables that an import has set here would already be present.
     plain = {n: os.environ[n] for n in ("PATH", "HOME", "LD_LIBRARY_PATH") if n in os.environ}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60)
@@ -119,6 +123,9 @@ def loaded(statement: str, *names: str) -> list[str]:
 
 
 def test_the_engine_loads_nothing_that_only_some_runs_need():
+    """The engine does not import DeepSpeed, fairscale and other libraries that only some
+    runs need.
+    """
     names = ("torch", "deepspeed", "fairscale", "torchvision", "sklearn", "tensorboard")
     assert loaded("import bigtrain.engine.engine", *names) == ["torch"]
 
@@ -128,6 +135,7 @@ def test_the_engine_loads_nothing_that_only_some_runs_need():
     ["job.schema", "job.load", "errors", "units", "cli", "ranks.launcher_env", "ranks.launch"],
 )
 def test_what_answers_before_torch_is_loaded(module):
+    """Modules that answer before torch is loaded, such as the help, must not import it."""
     assert loaded(f"import bigtrain.{module}", "torch") == []
 
 
@@ -165,10 +173,12 @@ def test_the_public_names_are_sorted_and_resolve():
     for node in tree(sources()[""]).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for inner in node.body:
-                checked |= {n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported(inner)}
+                checked |= {
+                    n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported_names(inner)
+                }
         else:
-            at_runtime += [n for n in imported(node) if n.startswith("bigtrain")]
-    assert checked == {name: f"bigtrain.{place}" for name, place in bigtrain._MODULE_OF.items()}
+            at_runtime += [n for n in imported_names(node) if n.startswith("bigtrain")]
+    assert checked == {name: f"bigtrain.{module}" for name, module in bigtrain._MODULE_OF.items()}
     assert not at_runtime
     for name in bigtrain.__all__:
         assert getattr(bigtrain, name).__name__ == name
@@ -196,7 +206,7 @@ def test_help_is_there_at_once():
 
 
 def parser_of(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
-    """The actions of the parser that a call makes, at the moment when it would read arguments."""
+    """The actions of the parser that a call makes, captured when it would parse arguments."""
     parsers: list[argparse.ArgumentParser] = []
 
     def stop(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
@@ -211,7 +221,7 @@ def parser_of(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_the_command_line_is_frozen(monkeypatch):
-    """A new option is a new promise; a key of the job needs none."""
+    """A new option is a promise to users; a new key of the job needs none."""
     for starts_ranks in (True, False):
         actions = parser_of(
             lambda s=starts_ranks: arguments.train_arguments([], starts_ranks=s), monkeypatch
@@ -238,10 +248,11 @@ def test_the_options_of_each_command_are_frozen(name, monkeypatch):
 
 
 def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
+    """The options of `bigtrain checkpoint` are frozen."""
     *_, actions = arguments.checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
-    found = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
-    assert found == {name: own | everywhere for name, own in CHECKPOINT_ACTIONS.items()}
+    options = {name: set(parser._option_string_actions) for name, parser in actions.choices.items()}
+    assert options == {name: flags | everywhere for name, flags in CHECKPOINT_ACTIONS.items()}
 
 
 @pytest.mark.parametrize("name", preset_names("jobs"))
@@ -282,7 +293,7 @@ def test_every_technique_is_described_where_it_is_written(role: Role, name: str)
     for heading in HEADINGS:
         assert any(line.startswith(heading) for line in lines), f"{name}: {heading} is missing"
     example = next(line for line in lines if line.startswith("Example:"))
-    assert "train" in example, f"{name}: the example is one command to paste"
+    assert "train" in example, f"{name}: the example must be one command to paste"
     file = Path(module.__file__ or "")
     files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
     used = {n.attr for f in files for n in ast.walk(tree(f)) if _reads_options(n)}
@@ -310,8 +321,8 @@ def test_every_key_of_a_job_is_read_somewhere():
     wanted = {f"{s}.{key}" for s, kind in sections.items() for key in kind.model_fields}
     wanted |= {f"job.{key}" for key in Job.model_fields if key not in sections}
     kinds = {kind.__name__: name for name, kind in sections.items()} | {"Job": "job"}
-    found = {read for path in sources().values() for read in _reads(tree(path), kinds)}
-    dead = wanted - found
+    read_keys = {read for path in sources().values() for read in _reads(tree(path), kinds)}
+    dead = wanted - read_keys
     assert dead == set(READ_INDIRECTLY), (
         f"keys that nothing reads: {sorted(dead - set(READ_INDIRECTLY))}; listed as read "
         f"indirectly and read: {sorted(set(READ_INDIRECTLY) - dead)}"
@@ -323,7 +334,10 @@ def _is_section(kind: object) -> bool:
 
 
 def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = None) -> set[str]:
-    """`train.steps` for job.train.steps, self.job.train.steps, and train.steps of a TrainConfig."""
+    """The keys that an expression reads.
+
+    job.train.steps, self.job.train.steps, and train.steps of a TrainConfig read `train.steps`.
+    """
     scope = dict(scope or {})
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         for argument in (*node.args.args, *node.args.kwonlyargs):
@@ -332,20 +346,20 @@ def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = 
         for inner in ast.walk(node):  # `config: ModelConfig = spec.config`
             if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
                 scope[inner.target.id] = kinds.get(ast.unparse(inner.annotation), "")
-    found = set()
+    keys = set()
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         owner = node.value
         if isinstance(owner, ast.Attribute):
-            found.add(f"{owner.attr}.{node.attr}")
+            keys.add(f"{owner.attr}.{node.attr}")
         elif isinstance(owner, ast.Name):
-            found.add(f"{scope.get(owner.id) or owner.id}.{node.attr}")
+            keys.add(f"{scope.get(owner.id) or owner.id}.{node.attr}")
     for child in ast.iter_child_nodes(node):
-        found |= _reads(child, kinds, scope)
-    return found
+        keys |= _reads(child, kinds, scope)
+    return keys
 
 
 def own_files() -> list[Path]:
-    """Every file of the project that git has, or would take."""
+    """Every file of the project that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     paths = [ROOT / name for name in names.split("\0") if name]
@@ -360,16 +374,22 @@ def python_files() -> list[Path]:
 def test_files_and_functions_stay_readable_at_a_sitting():
     for path in python_files():
         lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 700, f"{path} has {lines} lines, at most 700. Cut it where its parts meet."
+        assert lines <= 700, f"{path} has {lines} lines, at most 700. Divide it by idea."
         if lines > 450:
             warnings.warn(f"{path} has {lines} lines: does it hold one idea?", stacklevel=1)
         is_product = path.relative_to(ROOT).parts[0] in ("bigtrain", "strategies")
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
-                assert length <= 70, f"{path}:{node.lineno}: {node.name} has {length} lines"
-            assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: pass it instead"
-            assert not (is_product and isinstance(node, ast.Assert)), f"{path}:{node.lineno}: raise"
+                assert length <= 70, (
+                    f"{path}:{node.lineno}: {node.name} has {length} lines, at most 70"
+                )
+            assert not isinstance(node, ast.Global), (
+                f"{path}:{node.lineno}: no `global`; pass the value as an argument"
+            )
+            assert not (is_product and isinstance(node, ast.Assert)), (
+                f"{path}:{node.lineno}: raise an error instead of asserting"
+            )
 
 
 def test_the_script_is_the_flow_and_nothing_else():
@@ -379,16 +399,18 @@ def test_the_script_is_the_flow_and_nothing_else():
 
 
 def test_the_project_speaks_of_itself_alone():
-    # Each written so that this line does not find itself.
+    # The patterns are written so that this line does not match itself.
     foreign = re.compile(r"TO[D]O|FIX[M]E|/wor[k]/|/roo[t]/|[Ii]ssu[e] #\d|[Ss]essio[n] \d")
-    found = []
+    lines_found = []
     for path in own_files():
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue
-        found += [f"{path}:{n}: {line}" for n, line in enumerate(lines, 1) if foreign.search(line)]
-    assert not found, "\n".join(found)
+        lines_found += [
+            f"{path}:{n}: {line}" for n, line in enumerate(lines, 1) if foreign.search(line)
+        ]
+    assert not lines_found, "\n".join(lines_found)
 
 
 def test_the_links_lead_to_the_folders_at_the_top():

@@ -1,8 +1,8 @@
-"""Docstrings name what exists: names in backticks, `Args:` and `Raises:`.
+"""Names in docstrings exist: names in backticks, and those in `Args:` and `Raises:`.
 
-A renamed function lives on in the sentences about it unless something reads them. A name counts as
-existing where a reader would look for it: in the function, its class or its module, among all
-definitions of bigtrain, among the words of a job, or in Python, torch and the other libraries.
+A renamed function stays in the sentences about it unless a test reads them. A name exists if a
+reader can find it: in the function, its class or its module, among all definitions of bigtrain,
+among the keys of a job, or in Python, torch and the other libraries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIBRARIES = (
     *("torch.optim.lr_scheduler", "torch.cuda.Event", "torch.nn.parallel"),
     "torch.nn.parallel.DistributedDataParallel",
 )
-"""Where a bare name that is not bigtrain's is looked for."""
+"""A bare name that is not bigtrain's is searched in these."""
 NOT_IMPORTED = (
     "deepspeed",
     "fairscale",
@@ -49,7 +49,7 @@ NOT_IMPORTED = (
     "tensorboard",
     "wandb",
 )
-"""Libraries that are not installed everywhere, or change the process that imports them."""
+"""Libraries that are not installed everywhere, or whose import changes the process."""
 DATA = re.compile(r"\.(jsonl?|html|safetensors|lock|log|txt|bin|pt|index|idx)$")
 CODE = re.compile(r"\.(py|md|yaml|yml|toml|sh)$")
 FOREIGN_CODE = re.compile(r"\.(h|cpp|cu|c|so)$")
@@ -65,7 +65,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Docstring:
-    """A docstring, and where its names are looked for first."""
+    """A docstring and its position."""
 
     module: str
     line: int
@@ -89,7 +89,7 @@ def nodes(module: str) -> list[ast.AST]:
 
 
 def docstrings(module: str) -> Iterator[Docstring]:
-    """Those of the module, its classes and functions, and those below an assignment."""
+    """The docstrings of a module, its classes, functions and assignments."""
 
     def walk(node: ast.AST, owners: tuple[ast.AST, ...]) -> Iterator[Docstring]:
         body = list(ast.iter_child_nodes(node))
@@ -110,15 +110,15 @@ def docstrings(module: str) -> Iterator[Docstring]:
 
 @cache
 def classes() -> dict[str, Members]:
-    """Every class of the product by its name; two of one name share their members."""
-    found: dict[str, Members] = {}
+    """Every class of the product by its name; two classes of the same name share an entry."""
+    members_by_name: dict[str, Members] = {}
     for module in sources():
         for node in nodes(module):
             if isinstance(node, ast.ClassDef):
-                members = found.setdefault(node.name, Members())
+                members = members_by_name.setdefault(node.name, Members())
                 members.bases += [ast.unparse(base).partition("[")[0] for base in node.bases]
                 members.names |= set(defined(node.body)) | attributes_set(node)
-    return found
+    return members_by_name
 
 
 def attributes_set(node: ast.ClassDef) -> set[str]:
@@ -134,7 +134,7 @@ def attributes_set(node: ast.ClassDef) -> set[str]:
 
 
 def defined(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that statements define: also in branches, but not inside of functions."""
+    """Names that statements define, also in branches, but not inside functions."""
     for node in body:
         if isinstance(node, ast.ClassDef | Function):
             yield node.name
@@ -168,26 +168,26 @@ def definitions() -> frozenset[str]:
 
 @cache
 def words() -> frozenset[str]:
-    """Words that mean something to a job or on the command line, and texts of one word in code."""
-    found = {*cli.COMMANDS, "record", "pace"}
+    """Words with a meaning in a job or on the command line, and one-word strings in the code."""
+    known = {*cli.COMMANDS, "record", "pace"}
     for path in [*ROOT.glob("configs/*/*.yaml")]:
-        found |= {path.stem, *re.findall(r"[\w.]+", path.read_text("utf-8"))}
+        known |= {path.stem, *re.findall(r"[\w.]+", path.read_text("utf-8"))}
     for module in sources():
         documents = {id(node.value) for node in nodes(module) if isinstance(node, ast.Expr)}
         for node in nodes(module):
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and id(node) not in documents and " " not in text:
-                found |= {text, *re.findall(r"[A-Za-z_][\w.]*", text)}
-    return frozenset(found)
+                known |= {text, *re.findall(r"[A-Za-z_][\w.]*", text)}
+    return frozenset(known)
 
 
 def is_job_key(name: str) -> bool:
-    """Whether it is a key of a job, whole ('train.steps') or from a section on ('optim')."""
+    """Whether a name is a key of a job, complete ('train.steps') or a section ('optim')."""
     model: Any = Job
     for part in name.split("."):
         fields = getattr(model, "model_fields", None)
         if fields is None:
-            return True  # below `model.args` and the like the keys are the user's
+            return True  # keys below `model.args` and similar mappings are the user's
         if part not in fields:
             return False
         kinds = [fields[part].annotation, *get_args(fields[part].annotation)]
@@ -197,7 +197,7 @@ def is_job_key(name: str) -> bool:
 
 @cache
 def library(name: str) -> Any:
-    """A module of the outermost level; None if there is none."""
+    """An outermost module by its name; None if it does not exist."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -206,7 +206,9 @@ def library(name: str) -> Any:
 
 @cache
 def foreign(dotted: str) -> bool:
-    """Whether a library has it; one of those that are not imported has everything."""
+    """Whether a library defines the name; libraries that are not imported count as defining
+    all names.
+    """
     parts = dotted.split(".")
     if parts[0] in NOT_IMPORTED:
         return True
@@ -228,22 +230,22 @@ def foreign(dotted: str) -> bool:
 
 @cache
 def aliases() -> dict[str, set[str]]:
-    """What modules of the product call the modules of libraries: nn is torch.nn."""
-    found: dict[str, set[str]] = {"F": {"torch.nn.functional"}}
+    """The aliases under which modules of the product import library modules: nn is torch.nn."""
+    modules: dict[str, set[str]] = {"F": {"torch.nn.functional"}}
     for module in sources():
         for node in nodes(module):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    found.setdefault(alias.asname or alias.name, set()).add(alias.name)
+                    modules.setdefault(alias.asname or alias.name, set()).add(alias.name)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     name = f"{node.module}.{alias.name}"
-                    found.setdefault(alias.asname or alias.name, set()).add(name)
-    return found
+                    modules.setdefault(alias.asname or alias.name, set()).add(name)
+    return modules
 
 
 def members_of(name: str) -> set[str]:
-    """The names of a class and of those bases that are the product's."""
+    """The names of a class and of its base classes in the product."""
     if name not in classes():
         return set()
     inherited = (members_of(base.rpartition(".")[2]) for base in classes()[name].bases)
@@ -253,11 +255,11 @@ def members_of(name: str) -> set[str]:
 def has_member(name: str, member: str) -> bool:
     """Whether a class or one of its bases, a library's included, has a member."""
     if name not in classes():
-        head, _, rest = name.partition(".")
+        head, _, tail = name.partition(".")
         full = aliases().get(head, {head, f"builtins.{head}"})
-        return any(foreign(".".join(filter(None, (f, rest, member)))) for f in full)
-    own = classes()[name]
-    return member in own.names or any(has_member(base, member) for base in own.bases)
+        return any(foreign(".".join(filter(None, (f, tail, member)))) for f in full)
+    members = classes()[name]
+    return member in members.names or any(has_member(base, member) for base in members.bases)
 
 
 def parameters(function: Function) -> set[str]:
@@ -295,7 +297,7 @@ def repository_files() -> frozenset[str]:
 
 
 def is_file(name: str) -> bool:
-    """Whether the repository has it, or the code names it; a library's file is not looked for."""
+    """Whether the repository contains the file or the code names it; library files are accepted."""
     if FOREIGN_CODE.search(name):
         return True
     if CODE.search(name) and any(f"/{path}".endswith(f"/{name}") for path in repository_files()):
@@ -304,12 +306,12 @@ def is_file(name: str) -> bool:
 
 
 def exists(name: str, docstring: Docstring) -> bool:
-    """Whether a name means something where it is read."""
+    """Whether a name exists for the reader of this docstring."""
     if "/" in name or any(kind.search(name) for kind in (DATA, CODE, FOREIGN_CODE)):
         return is_file(name)
-    first, *rest = name.split(".")
+    first, *tail = name.split(".")
     near = local_names(docstring) | module_names(docstring.module)
-    if not rest:
+    if not tail:
         return (
             name in near
             or is_placeholder(name)
@@ -322,42 +324,42 @@ def exists(name: str, docstring: Docstring) -> bool:
     if is_placeholder(name) or is_job_key(name) or name in words() or has_product(name):
         return True
     libraries = aliases().get(first, {first, f"builtins.{first}"})
-    if any(foreign(".".join([full, *rest])) for full in libraries):
+    if any(foreign(".".join([full, *tail])) for full in libraries):
         return True
     if first in classes() or not (first in near or first in definitions()):
         return False
-    last = rest[-1]
+    last = tail[-1]
     return last in definitions() or any(foreign(f"{library}.{last}") for library in LIBRARIES)
 
 
 def is_placeholder(name: str) -> bool:
-    """Whether a part in capitals stands for something: `model.NAME`, `first_WAY`."""
+    """Whether a part in capitals is a placeholder: `model.NAME`, `first_WAY`."""
     parts = re.split(r"[._]", name)
     has_lower = "." in name or not name.isupper()
     return has_lower and any(part.isupper() and len(part) > 1 for part in parts)
 
 
 def has_product(name: str) -> bool:
-    """Whether a module or a class of the product has it: 'rates.link_ranks', 'Job.train'."""
+    """Whether a module or class of the product defines it: 'rates.link_ranks', 'Job.train'."""
     parts = name.removeprefix("bigtrain.").split(".")
     for cut in range(len(parts), 0, -1):
-        head, rest = ".".join(parts[:cut]), parts[cut:]
+        head, tail = ".".join(parts[:cut]), parts[cut:]
         for module in sources():
             named = module == head or module.endswith(f".{head}")
-            if named and (not rest or (rest[0] in module_names(module) and has_members(rest))):
+            if named and (not tail or (tail[0] in module_names(module) and has_members(tail))):
                 return True
     return parts[0] in classes() and has_members(parts)
 
 
 def has_members(parts: list[str]) -> bool:
-    """Whether the second part is a member of the class that is the first; one part always is."""
+    """Whether the second part is a member of the class named first; True if there is one part."""
     if len(parts) == 1 or parts[0] not in classes():
         return len(parts) == 1 or parts[1] in definitions()
     return has_member(parts[0], parts[1])
 
 
 def quoted(text: str) -> Iterator[str]:
-    """The names in backticks: identifiers, dotted or called. Other words are the shell's."""
+    """The names in backticks: identifiers, dotted or called. Other words are shell commands."""
     for word in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
         match = re.fullmatch(r"([A-Za-z_][\w./]*?)(?:\(\)|\(\.\.\.\))?\.*", word)
         if match:
@@ -382,7 +384,7 @@ def listed(text: str, heading: str) -> list[str]:
 
 
 def missing_arguments(docstring: Docstring) -> list[str]:
-    """Entries of `Args:` that the function, or the class's constructor, does not take."""
+    """Entries of `Args:` that are not parameters of the function or of the class's constructor."""
     entries = listed(inspect.cleandoc(docstring.text), "Args")
     if not entries:
         return []
@@ -393,18 +395,18 @@ def missing_arguments(docstring: Docstring) -> list[str]:
         taken = local_names(docstring)
     else:
         return entries
-    return [one for entry in entries for one in entry.split(", ") if one not in taken]
+    return [name for entry in entries for name in entry.split(", ") if name not in taken]
 
 
 def missing_exceptions(docstring: Docstring) -> list[str]:
-    """Entries of `Raises:` that are no exception."""
+    """Entries of `Raises:` that are not exceptions."""
 
     def is_exception(name: str) -> bool:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type):
             return issubclass(kind, BaseException)
-        head, _, rest = name.partition(".")
-        paths = {f"{full}.{rest}" if rest else full for full in aliases().get(head, {head})}
+        head, _, tail = name.partition(".")
+        paths = {f"{full}.{tail}" if tail else full for full in aliases().get(head, {head})}
         return name in classes() or any(
             path.partition(".")[0] != "bigtrain" and foreign(path) for path in paths if "." in path
         )
@@ -414,7 +416,7 @@ def missing_exceptions(docstring: Docstring) -> list[str]:
 
 
 FIRST_WORD = re.compile(r"(?:\A|(?<=[.:;!?])\s|\n\s*\n)\s*(What\b[^.!?]*)([.!?]|\Z)")
-"""A sentence that begins with What, and its end."""
+"""A sentence that begins with "What", and its end."""
 
 
 def checked_modules() -> list[str]:
@@ -422,7 +424,7 @@ def checked_modules() -> list[str]:
 
 
 def comments(module: str) -> Iterator[tuple[int, str]]:
-    """The comments of a module with their lines; lines that follow each other are one."""
+    """The comments of a module with their lines; comments on consecutive lines are joined."""
     last = -1
     text = ""
     with tokenize.open(sources()[module]) as file:
@@ -439,7 +441,7 @@ def comments(module: str) -> Iterator[tuple[int, str]]:
 
 
 def noun_sentences(text: str) -> list[str]:
-    """The sentences that begin with What and are no question."""
+    """The sentences that begin with "What" and are not questions."""
     return [words for words, end in FIRST_WORD.findall(text) if end != "?"]
 
 
@@ -473,8 +475,8 @@ def test_no_sentence_begins_with_what_unless_it_is_a_question():
 
 
 def test_a_sentence_that_begins_with_what_is_found():
-    found = ["What lies", "What a save writes, in order"]
-    assert noun_sentences("A. What lies. What a save writes, in order") == found
+    sentences = ["What lies", "What a save writes, in order"]
+    assert noun_sentences("A. What lies. What a save writes, in order") == sentences
     assert noun_sentences("A way: What is it?\n\nSomewhat, and what follows.") == []
     assert noun_sentences("Summary\n\nWhat goes\naway.") == ["What goes\naway"]
 

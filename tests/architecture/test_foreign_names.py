@@ -1,4 +1,4 @@
-"""What is used of DeepSpeed's and fairscale's inside stands in their adapters, listed."""
+"""Only the adapters use internals of DeepSpeed and fairscale, and they list all that they use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.rooms import imported, sources, tree
+from support.rooms import imported_names, sources, tree
 
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED
 from bigtrain.strategies.fairscale_adapter import FAIRSCALE
@@ -22,7 +22,7 @@ PUBLIC = {
     "fairscale.nn.pipe.Pipe",
     "fairscale.optim.OSS",
 }
-"""What users of the libraries import, and so do techniques."""
+"""Modules that users of the libraries import, and that techniques may import, too."""
 NO_PRIVATE_NAMES_OF_THEIRS = {
     "_replace": "of a named tuple",
     "_cdata": "of torch's storages",
@@ -31,7 +31,7 @@ NO_PRIVATE_NAMES_OF_THEIRS = {
     "_non_persistent_buffers_set": "of torch's modules",
 }
 FOREIGN_OBJECTS = ("zero", "engine", "_engine", "coordinator", "bucket")
-"""What variables and attributes that hold objects of DeepSpeed's are called."""
+"""Names of variables and attributes that hold DeepSpeed's objects."""
 
 
 def outside() -> dict[str, ast.Module]:
@@ -39,17 +39,17 @@ def outside() -> dict[str, ast.Module]:
 
 
 def users() -> dict[str, ast.Module]:
-    """The modules that deal with objects of the libraries."""
+    """The modules that use objects of the libraries."""
     pattern = re.compile(r"strategies\.(zero\.on_|pipeline\.).*(deepspeed|fairscale)")
-    found = {name: node for name, node in outside().items() if pattern.match(name)}
+    adapters = {name: node for name, node in outside().items() if pattern.match(name)}
     assert {"strategies.zero.on_deepspeed.shards", "strategies.pipeline.fairscale_runner"} <= {
-        *found
+        *adapters
     }
-    return found
+    return adapters
 
 
 def attributes(node: ast.AST) -> Iterator[tuple[ast.expr, str, bool]]:
-    """Owner and name of each attribute, by a dot or by getattr and its kind; whether it is set."""
+    """For each attribute: owner, name, and whether it is set; getattr and the like are included."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute):
             yield inner.value, inner.attr, not isinstance(inner.ctx, ast.Load)
@@ -60,7 +60,7 @@ def attributes(node: ast.AST) -> Iterator[tuple[ast.expr, str, bool]]:
             if isinstance(name, ast.Constant):
                 yield owner, ast.literal_eval(name), inner.func.id in ("setattr", "delattr")
             elif last_word(owner) in FOREIGN_OBJECTS:
-                yield owner, "__dict__", True  # a name that is worked out could be any
+                yield owner, "__dict__", True  # a computed name could be any attribute
 
 
 def is_own(owner: ast.expr) -> bool:
@@ -77,11 +77,13 @@ def test_the_inside_of_a_library_is_imported_by_its_adapter_alone():
     path = re.compile(r"(deepspeed|fairscale)(\.[\w*]+)+")
     for module, node in outside().items():
         for inner in ast.walk(node):
-            names = [name if "." in name else f"{name}.*" for name in imported(inner)]
+            names = [name if "." in name else f"{name}.*" for name in imported_names(inner)]
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
                 names = [inner.value]
             strangers = {name for name in names if path.fullmatch(name)} - PUBLIC
-            assert not strangers, f"{module}: {strangers} belong into an adapter in strategies/"
+            assert not strangers, (
+                f"{module}: {strangers} may be imported only by an adapter in strategies/"
+            )
 
 
 def test_private_names_are_for_the_adapters():
@@ -92,10 +94,10 @@ def test_private_names_are_for_the_adapters():
             if not private or is_own(owner):
                 continue
             assert name in NO_PRIVATE_NAMES_OF_THEIRS, (
-                f"{module}: {ast.unparse(owner)}.{name} belongs into an adapter in strategies/"
+                f"{module}: only an adapter in strategies/ may use {ast.unparse(owner)}.{name}"
             )
             used.add(name)
-    assert used == set(NO_PRIVATE_NAMES_OF_THEIRS), "listed as torch's, and nowhere used"
+    assert used == set(NO_PRIVATE_NAMES_OF_THEIRS), "a name is listed as torch's but used nowhere"
 
 
 def test_only_the_adapters_replace_what_is_theirs():
@@ -131,12 +133,12 @@ def test_what_is_read_of_their_engines_and_optimizers_is_listed():
 
 @pytest.mark.parametrize("adapter", ADAPTER_OF)
 def test_what_is_listed_is_used(adapter):
-    words = {"muon_optimizer"}  # is only loaded
+    words = {"muon_optimizer"}  # only imported
     body = [n for n in tree(sources()[adapter]).body if not _is_the_list(n)]
     for node in (*body, *users().values()):
         words |= {name for _, name, _ in attributes(node)}
         for inner in ast.walk(node):
-            words |= {name.rpartition(".")[2] for name in imported(inner)}
+            words |= {name.rpartition(".")[2] for name in imported_names(inner)}
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
                 words |= {inner.value, inner.value.strip(".")}
             elif isinstance(inner, ast.keyword):

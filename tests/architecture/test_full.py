@@ -13,8 +13,8 @@ from support.full import EVERY_FULL, fewer, in_turn
 from support.zygote import interpreter, surroundings
 
 ROOT = Path(__file__).parents[2]
-# How many cases of each test run on demand only. What stands here is proven in fewer cases, or at
-# less length, by the same test in every run: that is to be so of whatever is added.
+# The number of cases of each test that run only on demand. Each of these is tested in every run in
+# fewer cases or at smaller length by the same test; this must hold for any entry that is added.
 FULL = {
     "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen"
     "_for_in_seconds": 1,
@@ -165,10 +165,10 @@ def test_nothing_is_left_for_another_day_but_what_stands_here(
     request: pytest.FixtureRequest,
 ) -> None:
     names = request.config.stash.get(EVERY_FULL, None)
-    if names is None:  # this run is of some files only
+    if names is None:  # this run contains only some files
         names = collected(ROOT, "-m", "full")
-    found = Counter(re.sub(r"\[.*", "", name.removeprefix("tests/")) for name in names)
-    assert found == FULL
+    counts = Counter(re.sub(r"\[.*", "", name.removeprefix("tests/")) for name in names)
+    assert counts == FULL
 
 
 def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_pa
 
 
 def daily(cases: list[Any]) -> list[tuple[Any, ...]]:
-    """The values of the parameters that are not full."""
+    """The values of the parameters of the cases that are not marked full."""
     return [case.values for case in cases if not case.marks]
 
 

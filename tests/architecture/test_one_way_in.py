@@ -1,4 +1,4 @@
-"""Files of others come in through `bigtrain.files` alone: whoever reads one otherwise is found."""
+"""Files from outside are read only through `bigtrain.files`; any other reader fails a test."""
 
 from __future__ import annotations
 
@@ -37,34 +37,37 @@ ALLOWED = {
     ("ranks.rendezvous", "os.open"): "the port that rank 0 writes for its own ranks",
     ("ranks.rendezvous", "read_text"): "the same",
 }
-"""Who may, and why: what is read there is not a file of others, or was opened by bigtrain.files."""
+"""Permitted readers and the reason: no file from outside, or one opened by bigtrain.files."""
 
 
 def direct_reads(node: ast.AST) -> list[str]:
-    """What reads or parses a file by itself in a tree."""
-    found = []
+    """The calls in a tree that read or parse a file directly."""
+    calls = []
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
             continue
         name = ast.unparse(call.func)
         if name in PARSERS and not _writes(call, 1):
-            found.append(name)
+            calls.append(name)
         elif isinstance(call.func, ast.Attribute) and call.func.attr in READERS:
-            found.append(call.func.attr)
+            calls.append(call.func.attr)
         elif name not in PARSERS and name.endswith(".open") and _opens_path(call):
-            found += [] if _writes(call, 0) else [".open"]
-    return found
+            calls += [] if _writes(call, 0) else [".open"]
+    return calls
 
 
 def _opens_path(call: ast.Call) -> bool:
-    """`path.open()` and `path.open("rb")`: what others call open takes something else."""
+    """`path.open()` and `path.open("rb")`; other methods named `open` take different arguments."""
     if not call.args:
         return not call.keywords or {k.arg for k in call.keywords} <= {"mode", "encoding", "errors"}
     return isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
 
 
-def _writes(call: ast.Call, place: int) -> bool:
-    modes = [*call.args[place : place + 1], *(k.value for k in call.keywords if k.arg == "mode")]
+def _writes(call: ast.Call, position: int) -> bool:
+    modes = [
+        *call.args[position : position + 1],
+        *(k.value for k in call.keywords if k.arg == "mode"),
+    ]
     return any(
         isinstance(mode, ast.Constant) and isinstance(mode.value, str) and {*mode.value} & {*"wax"}
         for mode in modes
@@ -72,16 +75,16 @@ def _writes(call: ast.Call, place: int) -> bool:
 
 
 def test_nobody_reads_a_file_of_others_by_himself():
-    found = {
+    readers = {
         (module, name)
         for module, path in sources().items()
         if module.partition(".")[0] not in ("files", "configs")
         for name in direct_reads(tree(path))
     }
-    strangers = sorted(found - set(ALLOWED))
-    assert not strangers, f"read it by a function of bigtrain.files: {strangers}"
-    gone = sorted(set(ALLOWED) - found)
-    assert not gone, f"nothing does that any longer: {gone}"
+    strangers = sorted(readers - set(ALLOWED))
+    assert not strangers, f"read these files by a function of bigtrain.files: {strangers}"
+    gone = sorted(set(ALLOWED) - readers)
+    assert not gone, f"remove these entries, which nothing uses any more: {gone}"
 
 
 @pytest.mark.parametrize(

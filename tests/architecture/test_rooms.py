@@ -1,4 +1,4 @@
-"""The rooms of the project: their order, their size, what each is for."""
+"""The rooms (folders of bigtrain): their order, their size, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import warnings
 from collections import Counter
 
 import pytest
-from support.rooms import ORDER, sources, tree, uses
+from support.rooms import ORDER, sources, tree, used_modules
 
 
 def room(module: str) -> str:
-    """The room of a module: its first folder; the modules at the root are rooms by themselves."""
+    """The room of a module: its first folder; each module at the root is a room by itself."""
     return module.partition(".")[0]
 
 
 def test_every_room_stands_in_the_order():
-    there = {room(module) for module in sources()} - {"", "configs"}
-    assert there == set(ORDER), "tests/support/rooms.py and the folders of bigtrain/ differ"
+    rooms = {room(module) for module in sources()} - {"", "configs"}
+    assert rooms == set(ORDER), "tests/support/rooms.py and the folders of bigtrain/ differ"
     assert len(ORDER) == len(set(ORDER))
 
 
 def test_imports_go_to_lower_rooms():
     height = {name: number for number, name in enumerate(ORDER)}
     wrong = [
-        f"{module} imports {other}"
+        f"{module} imports {imported}"
         for module in sources()
-        for other in uses(module)
-        if height.get(room(other), -1) > height.get(room(module), -1)
-        # The table names the techniques as text: they are imported when they are chosen.
+        for imported in used_modules(module)
+        if height.get(room(imported), -1) > height.get(room(module), -1)
+        # The registry names the techniques as text: they are imported when they are chosen.
         and module not in ("", "core.registry")
     ]
     assert not wrong, (
-        "imports may only go to rooms before one's own in tests/support/rooms.py:\n"
+        "a room may import only rooms listed above it in tests/support/rooms.py:\n"
         + ("\n".join(sorted(wrong)))
     )
 
@@ -52,18 +52,19 @@ def test_rooms_are_small_enough_to_look_around_in():
 def test_every_room_says_what_it_is_for():
     for module, path in sources().items():
         if path.stem == "__init__" and module and room(module) != "configs":
-            assert ast.get_docstring(tree(path)), f"{path} has no line of purpose"
+            assert ast.get_docstring(tree(path)), f"{path} has no docstring that states its purpose"
 
 
 def test_no_module_imports_itself_round_a_corner():
-    graph = {module: set(uses(module)) for module in sources()}
+    """The imports between modules have no cycle."""
+    graph = {module: set(used_modules(module)) for module in sources()}
     finished: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, "cycle: " + " -> ".join((*path, module))
         if module not in finished:
-            for other in sorted(graph[module]):
-                visit(other, (*path, module))
+            for imported in sorted(graph[module]):
+                visit(imported, (*path, module))
             finished.add(module)
 
     for module in graph:

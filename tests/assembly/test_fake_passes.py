@@ -1,4 +1,4 @@
-"""How often planning a run goes through the model on fake tensors: once for each question."""
+"""The number of passes of the model on fake tensors while a run is planned: one per question."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WORDS = [
     "model.args={num_layers: 4, width: 32, num_heads: 2, sequence_length: 32}",
 ]
 ROUTES, USES, CUT, SLICES = 2, 1, 2, 1
-"""Passes that look for routes (two, which may differ), for uses of parameters and the graph of the
-loss, for cuts (training and evaluation), and for slices."""
+"""Passes that look for routes (two, which may differ), for uses of parameters and the loss's graph,
+for cuts (training and evaluation), and for slices."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a model has that a plan does not hold, refused before any process group exists."""
+"""Features of a model that a plan cannot handle are refused before any process group exists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_is_refused_by_name_with_a_strategy_that_holds_it(net, strategy):
 
 
 class Own(nn.Linear):
-    """Clamps its weight when it is called: its gathered one, under fsdp."""
+    """Clamps its weight in the forward pass; under fsdp that would be its gathered weight."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -55,7 +55,7 @@ class Own(nn.Linear):
 
 
 class Codebook(nn.Module):
-    """Writes what follows from its own rows."""
+    """Writes a buffer that depends on the rank's rows of the batch."""
 
     def __init__(self):
         super().__init__()

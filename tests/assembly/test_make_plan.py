@@ -1,4 +1,4 @@
-"""What a plan refuses by mesh, backend and device together."""
+"""Combinations of mesh, backend and device that a plan refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEYS = {"train.global_batch_size": 8, "mesh.backend": "gloo"}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "what"),
+    ("strategy", "subject"),
     [
         ("1f1b", "the stages of a pipeline \\(mesh.pp=2\\)"),
         ("gpipe", "the stages of a pipeline"),
@@ -21,9 +21,9 @@ KEYS = {"train.global_batch_size": 8, "mesh.backend": "gloo"}
         ("parameter_server", "the ranks of strategy.replicate=parameter_server"),
     ],
 )
-def test_gloo_does_not_send_tensors_of_a_gpu_from_rank_to_rank(strategy: str, what: str) -> None:
+def test_gloo_does_not_send_tensors_of_a_gpu_from_rank_to_rank(strategy: str, subject: str) -> None:
     job = job_from_keys(strategy, KEYS)
-    with pytest.raises(ConfigError, match=f"{what}.* send each other tensors of a cuda device"):
+    with pytest.raises(ConfigError, match=f"{subject}.* send each other tensors of a cuda device"):
         make_plan(job, 2, "cuda")
     make_plan(job, 2, "cpu")
     make_plan(job_from_keys(strategy, {**KEYS, "mesh.backend": "auto"}), 2, "cuda")

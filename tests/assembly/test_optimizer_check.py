@@ -1,4 +1,6 @@
-"""Optimizers held against strategies: what is refused, and with which words."""
+"""Optimizers that do not fit a strategy are refused, and the messages name the reason and
+the fix.
+"""
 
 from __future__ import annotations
 

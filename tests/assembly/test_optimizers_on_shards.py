@@ -1,4 +1,4 @@
-"""What torch's optimizers do not do on the shards of fully_shard is refused beforehand."""
+"""An optimizer of torch that does not work on the shards of fully_shard is refused in advance."""
 
 from __future__ import annotations
 

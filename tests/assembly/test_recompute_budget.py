@@ -1,4 +1,6 @@
-"""A budget for what blocks keep: what is settled, and what of it is refused."""
+"""A budget for saved activations: the settings that it chooses, and the budgets that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from bigtrain.losses.loss import CrossEntropy
 from bigtrain.units import format_bytes
 
 
-def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
+def resolved_plan(budget: object, model=gpt_without, **keys: Any) -> Any:
+    """The plan of one process with this budget, resolved for the model."""
     job = job_from_keys(
         "single", {"train.global_batch_size": 8, f"{RECOMPUTE}.budget": budget, **keys}
     )
@@ -31,27 +34,27 @@ def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
 
 
 def test_a_budget_with_room_for_all_keeps_all():
-    found = settled("1GiB")
-    assert set(found.plan.techniques["recompute"].blocks.values()) == {"keep"}
-    assert "4 everything;" in found.notes[0]
+    plan = resolved_plan("1GiB")
+    assert set(plan.plan.techniques["recompute"].blocks.values()) == {"keep"}
+    assert "4 everything;" in plan.notes[0]
 
 
 def test_the_smallest_peak_is_named_and_reached():
     with pytest.raises(ConfigError, match="smallest peak that this job reaches") as caught:
-        settled(1000)
+        resolved_plan(1000)
     message = str(caught.value)
     assert "in the backward phase" in message
     assert "Use strategy.recompute.budget=" in message
     least = int(message.split("Use strategy.recompute.budget=")[1].split(",")[0])
-    assert f"budget {format_bytes(least)}" in settled(least).notes[0]
+    assert f"budget {format_bytes(least)}" in resolved_plan(least).notes[0]
     with pytest.raises(ConfigError, match="smallest peak"):
-        settled(least - 1)
+        resolved_plan(least - 1)
 
 
 def test_a_share_of_the_device_is_a_budget():
-    assert "4 everything;" in settled("50%").notes[0]
-    assert "4 everything;" in settled(0.5).notes[0]
-    assert "4 everything;" in settled("0.5").notes[0]
+    assert "4 everything;" in resolved_plan("50%").notes[0]
+    assert "4 everything;" in resolved_plan(0.5).notes[0]
+    assert "4 everything;" in resolved_plan("0.5").notes[0]
 
 
 def test_no_example_no_budget():
@@ -71,12 +74,12 @@ class Unpredictable(nn.Module):
 
 def test_a_model_that_cannot_be_forecast_has_no_budget():
     with pytest.raises(ConfigError, match=r"there is none: .*Use strategy.recompute.mode=full"):
-        settled(1000, model=Unpredictable)
+        resolved_plan(1000, model=Unpredictable)
 
 
 def test_a_model_without_blocks_has_no_budget():
     with pytest.raises(ConfigError, match=r"no blocks to choose for.*layers="):
-        settled(1000, model=nn.Identity)
+        resolved_plan(1000, model=nn.Identity)
 
 
 REFUSED = [
@@ -142,8 +145,8 @@ def test_one_word_says_it():
 
 
 def test_what_a_budget_chose_is_written_into_the_plan_and_read_back():
-    keep = settled("1GiB").plan
-    least = settled(keep.batch.micro_size * 10**6)
+    keep = resolved_plan("1GiB").plan
+    least = resolved_plan(keep.batch.micro_size * 10**6)
     described = describe_plan(least.plan)["strategy"]["recompute"]
     assert set(described["blocks"]) == {f"blocks.{number}" for number in range(4)}
     keys = {RECOMPUTE: described, "train.global_batch_size": 8}

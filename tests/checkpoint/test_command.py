@@ -1,4 +1,4 @@
-"""`bigtrain checkpoint`: what it prints and returns, and every way in which it refuses."""
+"""`bigtrain checkpoint`: its output, its return values and all its refusals."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def write(folder, step=4, **changed):
 
 def run(capsys, *words):
     status = main([str(word) for word in words])
-    told = capsys.readouterr()
-    assert not told.err
-    return status, told.out
+    captured = capsys.readouterr()
+    assert not captured.err
+    return status, captured.out
 
 
 def run_json(capsys, *words):
@@ -71,26 +71,26 @@ def test_the_command_is_there_and_says_what_it_can_do(tmp_path):
 
 def test_inspect_says_what_is_in_it(tmp_path, capsys):
     path = write(tmp_path)
-    for place in (tmp_path, tmp_path / "checkpoints", path):
-        status, text = run(capsys, "inspect", place)
+    for folder in (tmp_path, tmp_path / "checkpoints", path):
+        status, text = run(capsys, "inspect", folder)
         assert status == 0
         assert "step 4, 32 samples, 2 ranks" in text
         assert "strategy ddp, mesh pp 1 x dp 2 x tp 1" in text
         assert "model gpt, optimizer adamw" in text
         assert "a.weight" not in text
     assert "model.a.weight" in run(capsys, "inspect", path, "--tensors")[1]
-    status, found = run_json(capsys, "inspect", path)
-    assert (found["step"], found["format"], found["strategy"]) == (4, 2, "ddp")
-    model, optimizer = found["parts"]["model"], found["parts"]["optimizer"]
+    status, document = run_json(capsys, "inspect", path)
+    assert (document["step"], document["format"], document["strategy"]) == (4, 2, "ddp")
+    model, optimizer = document["parts"]["model"], document["parts"]["optimizer"]
     assert (model["tensors"], model["elements"], model["bytes"]) == (2, 7, 32)
     assert model["dtypes"] == {"float32": 1, "int64": 1}
-    assert {name: one["bytes"] for name, one in optimizer["slots"].items()} == {
+    assert {name: entry["bytes"] for name, entry in optimizer["slots"].items()} == {
         "exp_avg": 24,
         "step": 4,
     }
     about = {"name": "model.a.weight", "dtype": "float32", "shape": [2, 3], "bytes": 24}
-    assert about in found["tensors"]
-    sizes = {one["name"]: one["bytes"] for one in found["files"]}
+    assert about in document["tensors"]
+    sizes = {entry["name"]: entry["bytes"] for entry in document["files"]}
     assert sizes == {n: (path / n).stat().st_size for n in sizes}
 
 
@@ -134,8 +134,8 @@ def test_a_reader_that_has_enough_is_no_failure(tmp_path):
 
 def test_verify_names_every_file_that_is_damaged(tmp_path, capsys):
     path = write(tmp_path)
-    status, found = run_json(capsys, "verify", path)
-    assert (status, found["damaged"], len(found["files"])) == (0, 0, 5)
+    status, document = run_json(capsys, "verify", path)
+    assert (status, document["damaged"], len(document["files"])) == (0, 0, 5)
     file = path / "model-00001-of-00001.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
@@ -145,12 +145,12 @@ def test_verify_names_every_file_that_is_damaged(tmp_path, capsys):
     assert f"{file} is damaged: its contents changed on disk." in text
     assert "optimizer.safetensors.index.json is missing." in text
     assert "2 of 5 damaged" in text
-    status, found = run_json(capsys, "verify", tmp_path)
-    assert (status, found["damaged"]) == (1, 2)
+    status, document = run_json(capsys, "verify", tmp_path)
+    assert (status, document["damaged"]) == (1, 2)
     (path / "manifest.json").write_text("{")
-    status, found = run_json(capsys, "verify", path)
-    assert (status, [one["name"] for one in found["files"]]) == (1, ["manifest.json"])
-    assert "is not readable" in found["files"][0]["damage"]
+    status, document = run_json(capsys, "verify", path)
+    assert (status, [entry["name"] for entry in document["files"]]) == (1, ["manifest.json"])
+    assert "is not readable" in document["files"][0]["damage"]
 
 
 def test_diff_says_how_far_two_are_apart(tmp_path, capsys):
@@ -159,18 +159,18 @@ def test_diff_says_how_far_two_are_apart(tmp_path, capsys):
     changed[1, 2] = 5.5
     second = write(tmp_path / "b", **{"a.weight": changed, "a.count": None, "more": torch.ones(1)})
     status, text = run(capsys, "diff", first, second)
-    assert status == 0  # a difference is what was asked for, as with git
+    assert status == 0  # as with git, a difference is a result and not a failure
     assert "1 of 3 tensors differ, 2 are equal" in text
     assert f"only in {first}: model.a.count" in text
     assert f"only in {second}: model.more" in text
-    status, found = run_json(capsys, "diff", first, second, "--exit-code")
+    status, document = run_json(capsys, "diff", first, second, "--exit-code")
     assert status == 1
-    assert found["only_in_first"] == ["model.a.count"]
-    assert found["only_in_second"] == ["model.more"]
-    (one,) = found["different"]
-    assert (one["name"], one["elements"]) == ("model.a.weight", 1)
-    assert one["absolute"] == pytest.approx(0.5)
-    assert one["relative"] == pytest.approx(0.5 / 5.5)
+    assert document["only_in_first"] == ["model.a.count"]
+    assert document["only_in_second"] == ["model.more"]
+    (difference,) = document["different"]
+    assert (difference["name"], difference["elements"]) == ("model.a.weight", 1)
+    assert difference["absolute"] == pytest.approx(0.5)
+    assert difference["relative"] == pytest.approx(0.5 / 5.5)
     assert run(capsys, "diff", first, tmp_path / "a", "--exit-code")[0] == 0
 
 
@@ -185,8 +185,8 @@ def test_diff_of_what_is_no_number_of_other_shapes_and_of_other_types(tmp_path, 
         x=torch.tensor([1.0, math.nan]),
         y=torch.zeros(2),
     )
-    status, found = run_json(capsys, "diff", first, second)
-    rows = {one["name"]: one for one in found["different"]}
+    status, document = run_json(capsys, "diff", first, second)
+    rows = {difference["name"]: difference for difference in document["different"]}
     assert set(rows) == {"model.a.weight", "model.x", "model.y"}
     assert (rows["model.x"]["absolute"], rows["model.x"]["elements"]) == ("inf", 1)
     assert rows["model.y"]["shapes"] == [[1], [2]]
@@ -204,8 +204,10 @@ def test_export_makes_one_file_that_others_read(tmp_path, capsys):
     with safe_open(out, framework="pt") as file:
         assert set(file.keys()) == {"a.weight", "a.count"}
         assert torch.equal(file.get_tensor("a.weight"), TENSORS["model.a.weight"])
-    status, found = run_json(*(capsys, "export", tmp_path, tmp_path / "half.pt", "--dtype", "bf16"))
-    assert (status, found["tensors"]) == (0, 2)
+    status, document = run_json(
+        *(capsys, "export", tmp_path, tmp_path / "half.pt", "--dtype", "bf16")
+    )
+    assert (status, document["tensors"]) == (0, 2)
     loaded = torch.load(tmp_path / "half.pt", weights_only=True)
     assert loaded["a.weight"].dtype == torch.bfloat16
     assert torch.equal(loaded["a.count"], TENSORS["model.a.count"])
@@ -246,8 +248,8 @@ def test_convert_says_what_it_made_and_what_it_left_out(tmp_path, capsys):
     assert "data start from the beginning. Use --samples N to set it." in text
     assert f"Go on from it with: bigtrain train --resume {path}" in text
     words = ("convert", tmp_path / "w.pt", tmp_path / "again", "--samples", "9", "--tie", "b=a")
-    status, found = run_json(capsys, *words)
-    assert (found["model"], found["samples_seen"], found["step"]) == (2, 9, 0)
+    status, document = run_json(capsys, *words)
+    assert (document["model"], document["samples_seen"], document["step"]) == (2, 9, 0)
     opened = Checkpoint(tmp_path / "again" / "step-0")
     assert torch.equal(opened.read("model.b"), opened.read("model.a"))
     with pytest.raises(ConfigError, match=r"convert: --step -1: at least 0 is needed"):

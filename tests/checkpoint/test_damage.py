@@ -1,4 +1,4 @@
-"""Nothing that is not what was written is ever read."""
+"""A checkpoint whose bytes have changed is never loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint of a run that has done a step."""
+    """A checkpoint of a run of one step."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(4, 24, generator=generator), torch.tensor([0, 1, 2, 3])
     with engine() as running:
@@ -40,28 +40,30 @@ def written(tmp_path_factory):
 
 
 def damage(draw, path):
-    """Damage a copy of a checkpoint at a random place; what was done, and which files it hit."""
+    """Damage a copy of a checkpoint at a random place; return the kind of damage and the
+    files hit.
+    """
     files = sorted(one for one in path.iterdir() if one.stat().st_size)
     file = draw.choice(files)
     data = file.read_bytes()
     kind = draw.choice(("bit", "bit", "bit", "cut", "gone", "swap", "longer", "zeros"))
     if kind == "bit":
-        place = draw.randrange(8 * len(data))
+        bit = draw.randrange(8 * len(data))
         changed = bytearray(data)
-        changed[place // 8] ^= 1 << place % 8
+        changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
     elif kind == "cut":
         file.write_bytes(data[: draw.randrange(len(data))])
     elif kind == "gone":
         file.unlink()
     elif kind == "swap":
-        other = draw.choice([one for one in files if one != file])
-        held = other.read_bytes()
-        other.write_bytes(data)
-        file.write_bytes(held)
+        second_file = draw.choice([one for one in files if one != file])
+        swapped_content = second_file.read_bytes()
+        second_file.write_bytes(data)
+        file.write_bytes(swapped_content)
     elif kind == "longer":
         file.write_bytes(data + draw.randbytes(draw.randint(1, 64)))
-    else:  # a page that the disk has lost
+    else:  # a page that the disk has lost reads as zeros
         begin = draw.randrange(len(data))
         lost = bytes(min(512, len(data) - begin))
         if data[begin : begin + len(lost)] == lost:
@@ -70,8 +72,10 @@ def damage(draw, path):
     return kind, file.name
 
 
-def refused(written, tmp_path, number, seed):
-    """How many of so many damages of each kind were refused, by opening it and by the engine."""
+def count_refused_damages(written, tmp_path, number, seed):
+    """Draw `number` damages of a checkpoint; count those of each kind that opening or loading
+    refuses.
+    """
     draw, counts = random.Random(seed), Counter()
     copy = tmp_path / "step-1"
     with engine() as running:
@@ -84,7 +88,7 @@ def refused(written, tmp_path, number, seed):
                 Checkpoint(copy)
             with pytest.raises(CheckpointError):
                 running.load(copy)
-            # What is said names the file, or that nothing says any longer what the files are.
+            # The message names the file, or says that the list of files itself is damaged.
             assert name in str(opened.value) or "manifest" in str(opened.value) or kind == "swap"
             counts[kind] += 1
         after = running.runner.module.state_dict()
@@ -94,12 +98,12 @@ def refused(written, tmp_path, number, seed):
 
 
 def test_forty_random_damages_are_refused_and_nothing_of_them_is_loaded(written, tmp_path):
-    assert sum(refused(written, tmp_path, 40, 5).values()) == 40
+    assert sum(count_refused_damages(written, tmp_path, 40, 5).values()) == 40
 
 
 @pytest.mark.full
 def test_a_thousand_random_damages_are_refused(written, tmp_path, capsys):
-    counts = refused(written, tmp_path, 1000, 6)
+    counts = count_refused_damages(written, tmp_path, 1000, 6)
     with capsys.disabled():
         print(f"\n{counts.total()} damages of a checkpoint, all refused: {dict(counts)}")
     assert counts.total() == 1000
@@ -114,11 +118,11 @@ def test_the_checkpoint_that_was_damaged_is_otherwise_read(written, tmp_path):
 
 
 def test_a_manifest_of_another_checkpoint_is_noticed(written, tmp_path):
-    """Whole by its own hash, and not this one's."""
+    """The manifest's hash is right, but it belongs to a different checkpoint."""
     shutil.copytree(written, tmp_path / "step-1")
     with engine() as running:
-        other = running.save(tmp_path / "other")
-    shutil.copy(other / "manifest.json", tmp_path / "step-1")
+        second_checkpoint = running.save(tmp_path / "other")
+    shutil.copy(second_checkpoint / "manifest.json", tmp_path / "step-1")
     with pytest.raises(DamagedCheckpointError):
         Checkpoint(tmp_path / "step-1")
-    assert json.loads((other / "manifest.json").read_text())["format"] == 2
+    assert json.loads((second_checkpoint / "manifest.json").read_text())["format"] == 2

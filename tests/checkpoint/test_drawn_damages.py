@@ -1,4 +1,4 @@
-"""Damages of every kind, as `benchmarks/faults.py --damage` draws them by the thousand."""
+"""Damages of every kind, drawn as by `benchmarks/faults.py --damage`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from bigtrain.checkpoint.manifest import Manifest
 
 
 def test_two_damages_of_each_kind_are_refused_and_gone_back_from() -> None:
-    found = damages.damage_all(2 * len(damages.KINDS), seed=11)
-    assert found["failures"] == []
-    assert {row["damages"] for row in found["by_kind"].values()} == {2}
+    report = damages.damage_all(2 * len(damages.KINDS), seed=11)
+    assert report["failures"] == []
+    assert {row["damages"] for row in report["by_kind"].values()} == {2}
 
 
 @pytest.mark.full
 def test_a_thousand_damages_are_refused_and_gone_back_from() -> None:
-    found = damages.damage_all(1000, seed=12)
-    assert found["failures"] == []
-    assert json.loads(json.dumps(found))["damages"] == 1000
+    report = damages.damage_all(1000, seed=12)
+    assert report["failures"] == []
+    assert json.loads(json.dumps(report))["damages"] == 1000
 
 
 def test_a_damage_that_is_let_through_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(Manifest, "find_damage", lambda *_: None)
-    found = damages.damage_all(2 * len(damages.KINDS), seed=13, say=said.append)
-    assert found["failed"] == len(said) > 3
-    through = {kind for kind, row in found["by_kind"].items() if row["failed"]}
-    assert len(through & {"bits", "page", "swapped", "older"}) > 1  # a bit may hit a header
+    report = damages.damage_all(2 * len(damages.KINDS), seed=13, say=messages.append)
+    assert report["failed"] == len(messages) > 3
+    through = {kind for kind, row in report["by_kind"].items() if row["failed"]}
+    # A changed bit may hit a header, which is checked separately
+    assert len(through & {"bits", "page", "swapped", "older"}) > 1

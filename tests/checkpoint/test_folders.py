@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has, whatever else lies in it, and which of them stay."""
+"""Finding the checkpoints of a folder among other files, and deleting old ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH = torch.randn(4, 24, generator=torch.Generator().manual_seed(2)), torch.ar
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with the checkpoints step-1 and step-2."""
+    """The folder of a run with the checkpoints step-1 and step-2."""
     written: Path = damages.written_run(tmp_path / "run")
     return written
 
@@ -46,6 +46,7 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def test_many_that_are_none_are_said_in_a_few_lines(run: Path) -> None:
+    """Many damaged checkpoints are reported in a few lines."""
     checkpoints = run / "checkpoints"
     (checkpoints / "latest").unlink()
     junk(checkpoints, range(100, 600))
@@ -64,20 +65,21 @@ def test_many_that_are_none_are_said_in_a_few_lines(run: Path) -> None:
 
 
 def test_what_is_not_whole_does_not_count_among_those_that_are_kept(run: Path) -> None:
+    """A damaged checkpoint does not count towards the number of checkpoints to keep."""
     checkpoints = run / "checkpoints"
     engine: Engine
-    with damages.small_engine() as engine:  # keeps 3
+    with damages.small_engine() as engine:  # keeps three checkpoints
         engine.load(checkpoints / "step-2")
         junk(checkpoints, range(50, 60))
         for expected in ([1, 2, 3], [2, 3, 4]):
             engine.step(BATCH)
             engine.save(checkpoints)
             assert steps_in(checkpoints) == [*expected, *range(50, 60)]
-        # As soon as three whole ones are newer, they go.
+        # As soon as three whole checkpoints are newer, the damaged ones are deleted.
         engine.step(BATCH)
         engine.save(checkpoints)
         assert steps_in(checkpoints) == [3, 4, 5]
-        # One that has lost a file counts no more, either.
+        # A checkpoint that has lost a file does not count either.
         next((checkpoints / "step-4").glob("model-*")).unlink()
         engine.step(BATCH)
         engine.save(checkpoints)
@@ -88,7 +90,7 @@ def test_what_is_not_whole_does_not_count_among_those_that_are_kept(run: Path) -
 def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(
     run: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """To begin anew would be to lose what is there."""
+    """To start from the beginning would discard the run's progress."""
     checkpoints, real = run / "checkpoints", os.listdir
 
     def refuse(path: Any = ".") -> Any:
@@ -120,7 +122,8 @@ def test_one_that_may_not_be_looked_into_counts_as_damaged(
         patched.setattr(os, "stat", refuse)
         assert is_complete(new)
         for path in new.iterdir():
-            path.rename(path.with_suffix(".away"))  # so that nothing of it can be opened, too
+            # So that its other files cannot be opened either
+            path.rename(path.with_suffix(".away"))
         lines = resume(engine.job, engine, run)
         assert engine.steps_done == 1
     assert lines[0].startswith(f"warning: {new}/manifest.json is not readable: ")
@@ -160,8 +163,8 @@ def test_best_names_a_checkpoint_of_its_own_folder(run: Path) -> None:
     checkpoints = run / "checkpoints"
     for text, expected in (("step-1", "step-1"), ("../x", None), ("step-9", None), ("", None)):
         (checkpoints / "best").write_text(text)
-        found = best_checkpoint(checkpoints)
-        assert (found and found.name) == expected
+        best = best_checkpoint(checkpoints)
+        assert (best and best.name) == expected
 
 
 def test_a_checkpoint_says_what_it_needs(run: Path) -> None:

@@ -1,4 +1,6 @@
-"""What is taken over of other libraries' checkpoints, what is refused, and that no code runs."""
+"""Conversion of other libraries' checkpoints: what is converted, what is refused, no
+code is run.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 pytestmark = [
-    # dcp.save says that it is alone, and torch that it looks at all of a sparse tensor.
+    # dcp.save warns that it runs in one process, and torch that it validates sparse tensors.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:Validating sparse tensor"),
 ]
 
 
 class Evil:
-    """What runs a command where it is unpickled as anything."""
+    """An object that runs a command when an unrestricted unpickler loads it."""
 
     def __init__(self, proof):
         self.proof = str(proof)
@@ -49,7 +51,8 @@ def net():
     return nn.Sequential(OrderedDict(up=nn.Linear(3, 4), norm=nn.BatchNorm1d(4)))
 
 
-def converted(source, folder, **options):
+def convert_source(source, folder, **options):
+    """Convert a checkpoint into `folder / "made"` and open the result."""
     return Checkpoint(convert(open_source(source), folder / "made", **options).path)
 
 
@@ -57,9 +60,9 @@ def assert_holds(checkpoint, wanted):
     model = {n.removeprefix("model."): n for n in checkpoint.names if n.startswith("model.")}
     assert model.keys() == wanted.keys()
     for name, value in wanted.items():
-        found = checkpoint.read(model[name])
-        assert found.dtype == value.dtype
-        assert torch.equal(found, value), name
+        tensor = checkpoint.read(model[name])
+        assert tensor.dtype == value.dtype
+        assert torch.equal(tensor, value), name
 
 
 WRAPPED = {
@@ -74,7 +77,7 @@ WRAPPED = {
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_weights_are_found_in_what_torch_save_wrote(wrap, tmp_path):
     torch.save(wrap(net().state_dict()), tmp_path / "w.pt")
-    checkpoint = converted(tmp_path / "w.pt", tmp_path)
+    checkpoint = convert_source(tmp_path / "w.pt", tmp_path)
     assert_holds(checkpoint, net().state_dict())
     assert checkpoint.meta["step"] == 0
     assert checkpoint.meta["converted_from"] == "state dict in w.pt"
@@ -94,7 +97,7 @@ def test_tensors_of_any_layout_in_memory_are_read_in_order(tmp_path):
         "flags": torch.tensor([True, False]),
     }
     torch.save(values, tmp_path / "w.pth")
-    assert_holds(converted(tmp_path / "w.pth", tmp_path), values)
+    assert_holds(convert_source(tmp_path / "w.pth", tmp_path), values)
 
 
 def test_a_folder_as_the_hub_has_it(tmp_path):
@@ -106,7 +109,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
     (tmp_path / "config.json").write_text('{"architectures": ["Net"]}')
-    checkpoint = converted(tmp_path, tmp_path / "new", step=7, samples_seen=56)
+    checkpoint = convert_source(tmp_path, tmp_path / "new", step=7, samples_seen=56)
     assert_holds(checkpoint, state)
     assert (checkpoint.path.name, checkpoint.meta["samples_seen"]) == ("step-7", 56)
     assert (checkpoint.path / "config.json").read_text() == '{"architectures": ["Net"]}'
@@ -120,7 +123,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path):
 
 def test_older_files_of_torch_in_a_folder_as_the_hub_has_it(tmp_path):
     torch.save(net().state_dict(), tmp_path / "pytorch_model.bin")
-    assert_holds(converted(tmp_path, tmp_path / "new"), net().state_dict())
+    assert_holds(convert_source(tmp_path, tmp_path / "new"), net().state_dict())
 
 
 def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
@@ -137,7 +140,7 @@ def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
         files[file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     meta = {"format": 1, "step": 5, "samples_seen": 40, "random": [], "seed": 9, "files": files}
     (old / "state.json").write_text(json.dumps(meta))
-    checkpoint = converted(tmp_path, tmp_path)
+    checkpoint = convert_source(tmp_path, tmp_path)
     assert checkpoint.manifest.format == 2
     assert_holds(checkpoint, values)
     assert checkpoint.meta["seed"] == 9
@@ -151,7 +154,7 @@ def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
 
 
 def zero_folder(folder, stage, version="0.19.8", **more):
-    """What DeepSpeed writes for two parameters, one trained, one frozen, and a buffer; 2 ranks."""
+    """A DeepSpeed checkpoint of 2 ranks: a trained and a frozen parameter, and a buffer."""
     folder.mkdir(exist_ok=True)
     trained, frozen = torch.arange(5.0), torch.arange(3.0) + 10
     module = {"trained": trained.half(), "frozen": frozen.half(), "buffer": torch.tensor([4])}
@@ -160,9 +163,9 @@ def zero_folder(folder, stage, version="0.19.8", **more):
     for rank, piece in enumerate(pieces):
         fragments = torch.cat([frozen, torch.zeros(1)]).view(2, 2)[rank] if stage == 3 else frozen
         empty = torch.empty(0).half()
-        held = {**module, "trained": empty.clone(), "frozen": empty} if stage == 3 else module
+        on_rank = {**module, "trained": empty.clone(), "frozen": empty} if stage == 3 else module
         described = {
-            "module": held,
+            "module": on_rank,
             "buffer_names": ["buffer"],
             "param_shapes": [OrderedDict(trained=torch.Size([5]))],
             "frozen_param_shapes": OrderedDict(frozen=torch.Size([3])),
@@ -188,16 +191,16 @@ def zero_folder(folder, stage, version="0.19.8", **more):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_parameters_buffers_and_uneven_pieces_of_deepspeed(stage, tmp_path):
-    """And steps that its own kernels count in the groups."""
-    checkpoint = converted(zero_folder(tmp_path / "source", stage), tmp_path)
+    """Steps that DeepSpeed's kernels count in the groups are converted, too."""
+    checkpoint = convert_source(zero_folder(tmp_path / "source", stage), tmp_path)
     frozen = torch.arange(3.0) + 10
     wanted = {"trained": torch.arange(5.0), "frozen": frozen, "buffer": torch.tensor([4])}
     if stage == 2:
         assert torch.equal(checkpoint.read("model.frozen"), frozen)
     assert_holds(checkpoint, wanted)
     for key, added in (("exp_avg", 1), ("exp_avg_sq", 2)):
-        found = checkpoint.read(f"optimizer.trained.{key}")
-        assert torch.equal(found, torch.arange(5.0) + added)
+        tensor = checkpoint.read(f"optimizer.trained.{key}")
+        assert torch.equal(tensor, torch.arange(5.0) + added)
     assert checkpoint.read("optimizer.trained.step") == 4
     assert (checkpoint.meta["step"], checkpoint.meta["samples_seen"]) == (4, 32)
 
@@ -263,12 +266,12 @@ def test_no_code_in_a_pickle_is_ever_run(make, tmp_path):
         refused.value
     )
     assert not proof.exists()
-    pickle.loads(pickle.dumps(evil))  # it would have
+    pickle.loads(pickle.dumps(evil))  # the standard unpickler would have run it
     assert proof.exists()
 
 
 def test_no_code_in_a_piece_of_dcp_is_ever_run(tmp_path):
-    """The description is as it should be, and the tensor is none."""
+    """The metadata is correct, but the tensor's file contains something else."""
     source, proof = tmp_path / "source", tmp_path / "ran"
     dcp.save({"w": torch.zeros(64)}, checkpoint_id=str(source), no_dist=True)
     (piece,) = source.glob("*.distcp")
@@ -279,21 +282,21 @@ def test_no_code_in_a_piece_of_dcp_is_ever_run(tmp_path):
         convert(open_source(source), tmp_path / "made")
     metadata = (source / ".metadata").read_bytes()
     described = pickle.loads(metadata)
-    for place in described.storage_data.values():
-        place.length = piece.stat().st_size
+    for storage_info in described.storage_data.values():
+        storage_info.length = piece.stat().st_size
     (source / ".metadata").write_bytes(pickle.dumps(described))
     with pytest.raises(CheckpointError, match=r"more than tensors.*system"):
         convert(open_source(source), tmp_path / "made")
     assert not proof.exists()
-    for place in described.storage_data.values():
-        place.relative_path = "../elsewhere"
+    for storage_info in described.storage_data.values():
+        storage_info.relative_path = "../elsewhere"
     (source / ".metadata").write_bytes(pickle.dumps(described))
     with pytest.raises(CheckpointError, match=r"names the file \.\./elsewhere, outside of it"):
         open_source(source)
 
 
 def test_classes_of_deepspeed_are_not_looked_up(tmp_path, monkeypatch):
-    """A name of its module is data: nothing of that name is imported or called."""
+    """A class name of its module is treated as data: nothing is imported or called."""
     calls = []
 
     class Scaler:
@@ -325,7 +328,7 @@ def test_optimizer_state_under_numbers_is_left_out_and_named(tmp_path):
     source = open_source(tmp_path / "source")
     assert (source.step, source.optimizer) == (12, {})
     assert source.notes[0].startswith("12 tensors of the optimizer's state were left out: they")
-    assert_holds(converted(tmp_path / "source", tmp_path), model.state_dict())
+    assert_holds(convert_source(tmp_path / "source", tmp_path), model.state_dict())
 
 
 def test_two_models_in_one_are_refused(tmp_path):
@@ -342,7 +345,7 @@ def test_what_lies_beside_the_model_is_left_out_and_named(tmp_path):
     state = {"model": net().state_dict(), "ema": net().state_dict(), "rng": torch.get_rng_state()}
     dcp.save(state, checkpoint_id=str(tmp_path / "source"), no_dist=True)
     assert open_source(tmp_path / "source").notes == ("Left out: ema, rng.",)
-    assert_holds(converted(tmp_path / "source", tmp_path), net().state_dict())
+    assert_holds(convert_source(tmp_path / "source", tmp_path), net().state_dict())
 
 
 def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path):
@@ -384,7 +387,7 @@ def test_where_a_converted_checkpoint_goes(tmp_path):
 
 
 def test_a_conversion_holds_a_few_pieces_and_not_the_whole(tmp_path):
-    """192 MiB of weights; three pieces of 16 MiB, and the tensors of two of them."""
+    """Converting 192 MiB of weights needs three pieces of 16 MiB and the tensors of two of them."""
     whole = {f"w{number}": torch.full((1 << 20,), float(number)) for number in range(48)}
     torch.save(whole, tmp_path / "w.pt")
     del whole
@@ -409,9 +412,9 @@ print((peak() - before) // 1024)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM exists only on Linux")
 def test_a_process_that_converts_grows_by_a_few_pieces(tmp_path):
-    """The heap as well: 512 MiB of weights in tensors of 16 MiB."""
+    """The process's peak grows little, too, for 512 MiB of weights in tensors of 16 MiB."""
     whole = {f"w{number}": torch.full((1 << 22,), float(number)) for number in range(32)}
     torch.save(whole, tmp_path / "w.pt")
     words = [sys.executable, "-c", CONVERTS, str(tmp_path / "w.pt"), str(tmp_path / "new")]

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed and torch have written themselves are gone on from."""
+"""Runs continue from checkpoints that DeepSpeed and torch have written."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from bigtrain.checkpoint.read import Checkpoint
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
-def goes_on(path, strategies, losses):
+def assert_continues(path, strategies, losses):
+    """Assert that each (strategy, ranks) continues from the path with these losses."""
     for strategy, ranks in strategies:
-        found = run_ranks(continued_from, ranks, strategy, str(path))[0]
-        assert found == pytest.approx(losses, rel=1e-6), strategy
+        continued = run_ranks(continued_from, ranks, strategy, str(path))[0]
+        assert continued == pytest.approx(losses, rel=1e-6), strategy
 
 
 @needs_deepspeed
@@ -43,17 +44,19 @@ def test_a_folder_of_deepspeed_is_gone_on_from(stage, tmp_path):
     assert {n.rpartition(".")[2] for n in opened.names if n.startswith("optimizer.")} == {
         *("exp_avg", "exp_avg_sq", "step")
     }
-    goes_on(made.path, [("fsdp", 2), ("single", 1)] if stage == 3 else [("ddp", 2)], losses)
+    assert_continues(
+        made.path, [("fsdp", 2), ("single", 1)] if stage == 3 else [("ddp", 2)], losses
+    )
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_fp32_values_are_those_that_deepspeeds_own_script_finds(stage, tmp_path):
-    """In bf16, with two groups of parameters and one that is not trained."""
+    """In bf16, with two groups of parameters and one parameter that is not trained."""
     source = tmp_path / "source"
     wanted = run_ranks(deepspeed_bf16, 2, stage, str(source), flavour="deepspeed")[0]
     opened = Checkpoint(convert(open_source(source), tmp_path / "new").path)
-    assert len(wanted) >= 7  # of stage 1 it leaves out what is not trained
+    assert len(wanted) >= 7  # for stage 1 DeepSpeed's script omits frozen parameters
     for name, value in wanted.items():
         assert torch.equal(opened.read(f"model.{name}").float(), value.float()), name
     assert "model.up.bias" in opened.names
@@ -69,7 +72,7 @@ def test_a_folder_of_torchs_distributed_checkpoint_is_gone_on_from(tmp_path):
     assert "8 tensors of the model, 21 of the optimizer" in done.stdout
     assert f"Go on from it with: bigtrain train --resume {run / 'step-3'}" in done.stdout
     assert Checkpoint(run / "step-3").meta["samples_seen"] == 24
-    goes_on(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
+    assert_continues(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -78,11 +81,11 @@ def test_a_file_of_fsdp1_is_gone_on_from(tmp_path):
     made = convert(open_source(tmp_path / "last.pth.tar"), tmp_path / "run", samples_seen=24)
     assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
     assert made.source.notes == ("Left out: epoch.",)
-    goes_on(made.path, [("fsdp", 2), ("single", 1)], losses)
+    assert_continues(made.path, [("fsdp", 2), ("single", 1)], losses)
 
 
 def of_lightning(weights, moments):
-    """As Lightning's file is, by its keys; the model is an attribute of its module."""
+    """A file like Lightning's, by its keys; the model is an attribute of its module."""
     state = {f"model.{name}": value for name, value in weights.items()}
     return {
         **{"epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.5.0", "loops": {}},
@@ -92,6 +95,7 @@ def of_lightning(weights, moments):
 
 
 def of_a_trainer(weights, moments):
+    """A file like that of a plain trainer."""
     return {"state_dict": weights, "optimizer": moments, "epoch": 3, "arch": "tiny"}
 
 
@@ -103,4 +107,4 @@ def test_a_trainer_s_file_is_gone_on_from(wrap, tmp_path):
     notes = " ".join(made.source.notes)
     assert "they were matched to the model's tensors in order" in notes
     assert ("Removed from all names: model. (--strip '' keeps" in notes) == (wrap is of_lightning)
-    goes_on(made.path, [("ddp", 2)], losses)
+    assert_continues(made.path, [("ddp", 2)], losses)

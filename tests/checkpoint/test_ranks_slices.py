@@ -1,4 +1,4 @@
-"""Slices are saved as whole tensors: opened under any strategy, and any other's under slices."""
+"""Slices are saved as whole tensors: any strategy opens them, and slices open any checkpoint."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Mesh = dict[str, int]
 
 
 def gpt(words: int = WORDS) -> nn.Module:
-    """Queries, keys and values in one weight; heads and words that two ranks have unequally."""
+    """One weight for queries, keys and values; uneven numbers of heads and words on two ranks."""
     sizes = {"num_layers": 2, "width": 24, "num_heads": 3, "vocab_size": words}
     return GPT(GPTConfig(**sizes, sequence_length=6, tie_embeddings=True))
 
 
 def conv() -> nn.Module:
-    """BatchNorm on sliced channels; no random numbers."""
+    """A network with BatchNorm on sliced channels and without random numbers."""
     model = BlockConv(inplace=False)
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
@@ -47,7 +47,7 @@ def conv() -> nn.Module:
 
 
 def batch_of(make: Any, step: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step."""
+    """The global batch of a step: (inputs, targets)."""
     numbers = torch.Generator().manual_seed(step)
     if make is conv:
         images = torch.randn(ROWS, 1, 8, 8, generator=numbers)
@@ -76,19 +76,21 @@ def run(
     make: Any = gpt,
     steps: int = 2,
 ) -> tuple[Path, list[float]]:
-    """Two steps from a checkpoint or the beginning; what is saved then, and two more losses."""
+    """Run two steps from a checkpoint or the beginning, save, and run two more; return their
+    losses.
+    """
     mesh = {"mesh.pp": context.pp_size, "mesh.tp": context.tp_size}
     job = job_from_keys(strategy, {**mesh, **keys})
-    place, size = context.dp_rank, ROWS // context.dp_size
+    data_rank, size = context.dp_rank, ROWS // context.dp_size
     inputs, targets = batch_of(make, 0)
     example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
     optimizer = optimizer_factory(job.optim, 0)
     with Engine(make, CrossEntropy(), optimizer, job, context, example=example) as engine:
 
         def step() -> float:
-            own = slice(place * size, (place + 1) * size)
+            rank_rows = slice(data_rank * size, (data_rank + 1) * size)
             inputs, targets = batch_of(make, engine.steps_done)
-            return engine.step((inputs[own], targets[own])).loss
+            return engine.step((inputs[rank_rows], targets[rank_rows])).loss
 
         if load is not None:
             engine.load(load)
@@ -125,7 +127,7 @@ OTHERS: dict[str, Case] = {
 def runs(
     context: RunContext, strategy: str, folder: Path, loads: list[Path | None]
 ) -> dict[str, list[tuple[Path, list[float]]]]:
-    """From each of these, of both models; what is loaded is in a folder of the model's name."""
+    """Run both models from each of these checkpoints; each is in a folder named after the model."""
     norms = {"strategy.slice.slices": SLICED_NORMS} if "tensor" in strategy else {}
     keys = {gpt: FP64, conv: {**FP64, **norms}}
     return {
@@ -140,29 +142,29 @@ def runs(
     }  # fmt: skip
 
 
-def begun(case: Case, folder: Path, *loads: Path) -> Any:
-    """Of rank 0; see `runs`."""
+def run_on_rank_0(case: Case, folder: Path, *loads: Path) -> Any:
+    """The result of rank 0; see `runs`."""
     strategy, mesh = case
     ranks = math.prod(mesh.values())
     return run_ranks(runs, ranks, strategy, folder, [*loads] or [None], timeout_s=120, **mesh)[0]
 
 
-def assert_same(found: Path, expected: Path, *, buffers: bool) -> None:
-    """The same tensors to rounding: names, shapes, values."""
-    one, other = Checkpoint(found), Checkpoint(expected)
-    assert one.tensors.keys() == other.tensors.keys()
-    for name, tensor in one.tensors.items():
-        assert tensor.shape == other.tensors[name].shape, name
-    for far in compare_states(one, other):
+def assert_same(path: Path, expected: Path, *, buffers: bool) -> None:
+    """Assert that two checkpoints have the same names, shapes and values up to rounding."""
+    actual, wanted = Checkpoint(path), Checkpoint(expected)
+    assert actual.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in actual.tensors.items():
+        assert tensor.shape == wanted.tensors[name].shape, name
+    for far in compare_states(actual, wanted):
         if buffers or not far.name.endswith(("running_mean", "running_var", "tracked")):
             assert far.relative < 1e-9, far
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Of one process: the folder, and what `runs` gives."""
+    """The run of one process: its folder, and the result of `runs`."""
     folder = tmp_path_factory.mktemp("single")
-    return folder, begun(("single", {"dp": 1}), folder)
+    return folder, run_on_rank_0(("single", {"dp": 1}), folder)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +173,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_slices_are_saved_whole_and_opened_from_whole_ones(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
-    source, one = whole
+    source, single = whole
     strategy = {**CASES, **MORE}[case]
-    saved = begun(strategy, tmp_path / "saved")
-    loaded = begun(strategy, tmp_path / "loaded", source)
-    back = begun(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
+    saved = run_on_rank_0(strategy, tmp_path / "saved")
+    loaded = run_on_rank_0(strategy, tmp_path / "loaded", source)
+    back = run_on_rank_0(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
     for name in ("gpt", "conv"):
-        ((path, losses),) = one[name]
-        # A replica's running statistics are of its own samples.
+        ((path, losses),) = single[name]
+        # The running statistics of a replica depend on its samples.
         assert_same(saved[name][0][0], path, buffers=strategy[1].get("dp", 1) == 1)
         assert_same(loaded[name][0][0], path, buffers=True)
         for again in (saved, loaded, back):
@@ -189,21 +191,21 @@ def test_slices_are_saved_whole_and_opened_from_whole_ones(
 def test_other_strategies_open_what_slices_have_saved_and_the_other_way_round(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
-    _, one = whole
-    of_stages = begun(CASES["1f1b+tensor"], tmp_path / "stages")
-    begun(OTHERS[case], tmp_path / "other", tmp_path / "stages")
-    back = begun(CASES["fsdp+tensor"], tmp_path / "back", tmp_path / "other")
+    _, single = whole
+    of_stages = run_on_rank_0(CASES["1f1b+tensor"], tmp_path / "stages")
+    run_on_rank_0(OTHERS[case], tmp_path / "other", tmp_path / "stages")
+    back = run_on_rank_0(CASES["fsdp+tensor"], tmp_path / "back", tmp_path / "other")
     for name in ("gpt", "conv"):
         assert_same(back[name][0][0], of_stages[name][0][0], buffers=True)
-        assert back[name][0][1] == pytest.approx(one[name][0][1], rel=1e-11)
+        assert back[name][0][1] == pytest.approx(single[name][0][1], rel=1e-11)
 
 
 def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Path) -> None:
-    plain = begun(OTHERS["fsdp"], tmp_path / "plain")
-    sliced = begun(CASES["fsdp+tensor"], tmp_path / "sliced")
+    plain = run_on_rank_0(OTHERS["fsdp"], tmp_path / "plain")
+    sliced = run_on_rank_0(CASES["fsdp+tensor"], tmp_path / "sliced")
     assert_same(sliced["conv"][0][0], plain["conv"][0][0], buffers=True)
-    said = describe_checkpoint(Checkpoint(sliced["conv"][0][0]))
-    assert said["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
+    description = describe_checkpoint(Checkpoint(sliced["conv"][0][0]))
+    assert description["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -216,7 +218,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
     "bf16 weights": ("tensor", {"train.precision": "bf16", "optim.master_weights": False}, 1e-2),
     "beside": ("tensor", {"train.precision": "fp64", "checkpoint.asynchronous": True}, 1e-11),
 }
-"""What is more of a job, and how far one process may be from it: each third is one test."""
+"""Additional keys of a job, and the tolerance compared with one process; each third is one test."""
 
 
 def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
@@ -226,25 +228,25 @@ def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
 
 
 def options(context: RunContext, folder: Path, chosen: list[str]) -> dict[str, Any]:
-    """Of each of them: the losses after a save, and after it was opened again."""
-    found = {}
+    """For each option: the losses after a save, and after the checkpoint was opened again."""
+    losses_by_option = {}
     for option in chosen:
         strategy, keys, _ = keys_of(option, folder)
         path, losses = run(context, strategy, keys, folder / option)
         _, again = run(context, strategy, keys, folder / f"{option}, again", path)
-        found[option] = losses, again
-    return found
+        losses_by_option[option] = losses, again
+    return losses_by_option
 
 
 def options_in_one_process(
     context: RunContext, folder: Path, chosen: list[str]
 ) -> dict[str, list[float]]:
-    found = {}
+    losses = {}
     for option in chosen:
         strategy, keys, _ = keys_of(option, folder)
         single = strategy.replace("tensor_sequence", "single").replace("tensor", "single")
-        found[option] = run(context, single, keys, folder / "one", folder / option / "step-2")[1]
-    return found
+        losses[option] = run(context, single, keys, folder / "one", folder / option / "step-2")[1]
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -253,11 +255,11 @@ def options_in_one_process(
 def test_what_optimizers_keep_in_slices_is_saved_and_opened(tmp_path: Path, part: int) -> None:
     chosen = [*OPTIONS][part::3]
     ranks = run_ranks(options, 2, tmp_path, chosen, tp=2, timeout_s=120)
-    (one,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
-    for found in ranks:
-        for option, (losses, again) in found.items():
+    (single,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
+    for rank_losses in ranks:
+        for option, (losses, again) in rank_losses.items():
             assert again == losses, option  # bit for bit
-            assert one[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
+            assert single[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_4bit"])
@@ -267,19 +269,19 @@ def test_state_of_whole_parameters_is_refused_with_slices(name: str) -> None:
         make_plan(job, 2, "cpu")
 
 
-def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
-    """A save of a state in which one rank has another number; what is said."""
+def save_drifted_state(context: RunContext, folder: Path, name: str, changed_rank: int) -> str:
+    """Save a state in which one rank has a different number; return the message."""
     job = job_from_keys("ddp+tensor", {**FP64, "mesh.tp": 2})
     inputs, targets = batch_of(gpt, 0)
     example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
     with Engine(
         gpt, CrossEntropy(), partial(torch.optim.AdamW, lr=0.1), job, context, example=example
     ) as engine:
-        own = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
-        engine.step((inputs[own], targets[own]))
+        rank_rows = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
+        engine.step((inputs[rank_rows], targets[rank_rows]))
         path = engine.save(folder)
         assert path.is_dir()
-        if context.rank == place:
+        if context.rank == changed_rank:
             with torch.no_grad():
                 parameter = engine.runner.module.get_parameter("blocks.1.mlp_norm.weight")
                 state = engine.runner.optimizer.state[parameter]
@@ -296,7 +298,7 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "said"),
+    ("name", "changed_rank", "expected_message"),
     [
         ("parameter", 3, "model.blocks.1.mlp_norm.weight is not the same on rank 3 as on rank 2"),
         (
@@ -308,15 +310,16 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
     ],
 )
 def test_whole_tensors_that_differ_are_named_before_anything_is_written(
-    tmp_path: Path, name: str, place: int, said: str
+    tmp_path: Path, name: str, changed_rank: int, expected_message: str
 ) -> None:
-    for message in run_ranks(drifting, 4, tmp_path, name, place, tp=2):
-        assert message.startswith(f"step 2: {said}")
+    for message in run_ranks(save_drifted_state, 4, tmp_path, name, changed_rank, tp=2):
+        assert message.startswith(f"step 2: {expected_message}")
         assert "train.deterministic=true" in message
         assert "no checkpoint was written" in message
 
 
-def of_another_size(context: RunContext, folder: Path, load: Path) -> str:
+def load_other_size(context: RunContext, folder: Path, load: Path) -> str:
+    """The message of loading a checkpoint into a larger vocabulary; empty if it loads."""
     try:
         run(context, "tensor", FP64, folder, load, partial(gpt, words=WORDS + 4))
     except CheckpointError as error:
@@ -328,13 +331,13 @@ def test_a_checkpoint_of_another_model_is_refused_also_where_it_is_sliced(
     tmp_path: Path, whole: tuple[Path, Any]
 ) -> None:
     path = whole[1]["gpt"][0][0]
-    for message in run_ranks(of_another_size, 2, tmp_path, path, tp=2):
+    for message in run_ranks(load_other_size, 2, tmp_path, path, tp=2):
         assert "model.embedding.token.weight has shape (29, 24) in the checkpoint" in message
         assert "its dim 0 is 33 long in the model" in message
 
 
 def streams(context: RunContext, folder: Path, load: Path | None) -> tuple[float, str]:
-    """What a rank draws after a save or a resume."""
+    """Random numbers that a rank draws after a save or a resume."""
     keys = {**FP64, "mesh.tp": context.tp_size}
     strategy = "ddp" if context.tp_size == 1 else "ddp+tensor"
     path, _ = run(context, strategy, keys, folder, load, steps=1)
@@ -346,8 +349,8 @@ def test_ranks_of_one_tp_group_draw_alike_also_after_a_run_of_another_mesh(tmp_p
     as_before = run_ranks(streams, 4, tmp_path / "again", Path(alike[0][1]), tp=2)
     apart = run_ranks(streams, 4, tmp_path / "whole", Path(alike[0][1]))
     together = run_ranks(streams, 4, tmp_path / "back", Path(apart[0][1]), tp=2)
-    for found in (alike, as_before, together):
-        drawn = [number for number, _ in found]
+    for draws in (alike, as_before, together):
+        drawn = [number for number, _ in draws]
         assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     assert [number for number, _ in alike] == [number for number, _ in as_before]
     assert len({number for number, _ in apart}) == 4

@@ -1,4 +1,6 @@
-"""A tied parameter of two stages whose replicas split its fp32 values at different elements."""
+"""A parameter tied between two stages, whose replicas split its fp32 values at different
+elements.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.parity import adamw
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
 
 class WideTied(nn.Module):
-    """The stages share the embedding, and have different numbers of other parameters."""
+    """The stages share the embedding and have different numbers of other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +57,12 @@ def test_it_is_saved_once_and_goes_on_under_any_strategy(
             WideTied,
             pp > 1,
         )
-        return run_ranks(continued, world_size, *arguments, pp=pp, tp=tp)[0]
+        return run_ranks(continue_run, world_size, *arguments, pp=pp, tp=tp)[0]
 
     path, losses = run(strategy, ranks, None, 2, tp)
     again, resumed = run(strategy, ranks, path, 2, tp)
     assert resumed == losses
     _, alone = run("single", 1, path, 1, 1)
-    assert alone == pytest.approx(losses, rel=5e-3)  # sums in bf16, in another order
+    assert alone == pytest.approx(losses, rel=5e-3)  # sums in bf16 in a different order
     _, back = run("zero1_torch", 2, again, 1, 1)
     assert back == pytest.approx(losses, rel=5e-3)

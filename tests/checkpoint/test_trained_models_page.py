@@ -1,4 +1,4 @@
-"""The page on trained models: its commands and blocks, one after the other, in one folder."""
+"""The commands and code blocks of the page on trained models run in order in one folder."""
 
 from __future__ import annotations
 

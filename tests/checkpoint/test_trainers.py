@@ -1,4 +1,4 @@
-"""Files of other trainers: found by their content, the model by its key, the optimizer by names."""
+"""Files of other trainers: recognized by content, the model by its key, the optimizer by names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def net() -> nn.Module:
 
 
 def values(source: Any, part: str = "model") -> dict[str, torch.Tensor]:
+    """The values of a source's part, by name."""
     state = getattr(source, part)
     return {name: tensor.values().reshape(tensor.shape) for name, tensor in state.items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 NAMES = [
@@ -109,10 +110,10 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
         ("params_ema", 3),
         ("a.b", 4),
     ):
-        found = open_source(file, key=key)
-        assert_same(values(found), weights_times(factor))
-        assert any("Left out: " in note for note in found.notes)
-    for key, said in (
+        source = open_source(file, key=key)
+        assert_same(values(source), weights_times(factor))
+        assert any("Left out: " in note for note in source.notes)
+    for key, message in (
         (
             "net",
             r"there is no 'net' in .*, did you mean 'nets'\? Dicts there: 'nets', 'params_ema'",
@@ -120,7 +121,7 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
         ("nets.ema", r"there is no 'ema' in .* Dicts there: 'generator', 'discriminator'"),
         ("nets.step", r"'step' is not a dict"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             open_source(file, key=key)
     (tmp_path / ".metadata").touch()
     with pytest.raises(ConfigError, match=r"--key ema chooses in a file of torch.save, and"):
@@ -130,24 +131,24 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
 @pytest.mark.parametrize("key", ["net", "params", "generator", "ema", "backbone"])
 def test_the_only_model_is_found_under_any_key(key, tmp_path):
     optimizer = torch.optim.Adam(net().parameters()).state_dict()
-    # A tensor beside it, as the number of an epoch may be, is not taken for a model's.
+    # A lone tensor in the file, such as an epoch number, is not mistaken for a model.
     for number in (1, torch.ones(1)):
         torch.save({key: net().state_dict(), "optim": optimizer, "n": number}, tmp_path / "w")
         assert_same(values(open_source(tmp_path / "w")), net().state_dict())
         assert_same(values(open_source(tmp_path / "w", key=key)), net().state_dict())
-    # State of modules that is no tensor does not make it a trainer's file.
+    # A module's extra state that is not a tensor does not make the file a trainer's.
     extra = {"fp8": {"scale": torch.ones(1)}}
     torch.save({**net().state_dict(), "up._extra_state": extra}, tmp_path / "w")
-    found = open_source(tmp_path / "w")
-    assert_same(values(found), net().state_dict())
-    assert found.notes == ("Left out: up._extra_state.",)
+    source = open_source(tmp_path / "w")
+    assert_same(values(source), net().state_dict())
+    assert source.notes == ("Left out: up._extra_state.",)
 
 
 def test_a_model_beside_a_tensor_is_found(tmp_path):
     torch.save({"epoch": torch.tensor(3), "state_dict": net().state_dict()}, tmp_path / "w.pt")
-    found = open_source(tmp_path / "w.pt")
-    assert_same(values(found), net().state_dict())
-    assert found.notes == ("Left out: epoch.",)
+    source = open_source(tmp_path / "w.pt")
+    assert_same(values(source), net().state_dict())
+    assert source.notes == ("Left out: epoch.",)
     torch.save({"model": net().state_dict(), "weights": weights_times(2)}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"'model' \(9 tensors\), 'weights' \(9 tensors\)"):
         open_source(tmp_path / "w.pt")
@@ -169,9 +170,9 @@ def test_prefixes_are_taken_away(tmp_path, capsys):
     keys = {f"module.encoder_k.{name}": value * 2 for name, value in weights.items()}
     torch.save({"epoch": 1, "state_dict": {**queries, **keys, "module.queue": torch.ones(2)}}, file)
     for prefix in ("module.encoder_q.", "encoder_q."):
-        found = open_source(file, strip=prefix)
-        assert_same(values(found), weights)
-        assert "Left out: 10 tensors whose names do not begin with encoder_q." in found.notes
+        source = open_source(file, strip=prefix)
+        assert_same(values(source), weights)
+        assert "Left out: 10 tensors whose names do not begin with encoder_q." in source.notes
     with pytest.raises(
         ConfigError, match=r"--strip q.: no name .* begin with encoder_k., encoder_q., q"
     ):
@@ -184,7 +185,8 @@ def test_prefixes_are_taken_away(tmp_path, capsys):
     assert "19 tensors of the model" in capsys.readouterr().out
 
 
-def of_lightning(prefix: str) -> dict[str, Any]:
+def lightning_file(prefix: str) -> dict[str, Any]:
+    """A file like Lightning's, with names below `prefix`."""
     state = {f"{prefix}{name}": value for name, value in net().state_dict().items()}
     return {"state_dict": state, "pytorch-lightning_version": "2.1", "global_step": 5}
 
@@ -192,35 +194,38 @@ def of_lightning(prefix: str) -> dict[str, Any]:
 def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_path):
     file = tmp_path / "last.ckpt"
     for prefix in ("model.", "net.", "module.model."):
-        torch.save(of_lightning(prefix), file)
-        found = open_source(file)
-        assert_same(values(found), net().state_dict())
-        assert found.step == 5
-        kept = open_source(file, strip="")
+        torch.save(lightning_file(prefix), file)
+        source = open_source(file)
+        assert_same(values(source), net().state_dict())
+        assert source.step == 5
+        unstripped = open_source(file, strip="")
         plain = prefix.removeprefix("module.")
-        assert {name.removeprefix(plain) for name in kept.model} == {*net().state_dict()}
-        assert all(name.startswith(plain) for name in kept.model)
-    torch.save({"state_dict": of_lightning("model.")["state_dict"]}, file)  # of nobody's
+        assert {name.removeprefix(plain) for name in unstripped.model} == {*net().state_dict()}
+        assert all(name.startswith(plain) for name in unstripped.model)
+    # Without Lightning's other keys
+    torch.save({"state_dict": lightning_file("model.")["state_dict"]}, file)
     assert all(name.startswith("model.") for name in open_source(file).model)
-    two = of_lightning("model.")
+    two = lightning_file("model.")
     two["state_dict"]["loss.weight"] = torch.ones(2)
     torch.save(two, file)
     assert "model.up.weight" in open_source(file).model
     assert_same(values(open_source(file, strip="model.")), net().state_dict())
 
 
-def trained(named: bool, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained_model(named: bool, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after a few steps, with parameters by name or in groups."""
     model = net()
     parameters: Any = list(model.named_parameters() if named else model.parameters())
-    given = [{"params": parameters[n::groups]} for n in range(groups)]
-    optimizer = torch.optim.AdamW(given if groups > 1 else parameters)
+    parameter_groups = [{"params": parameters[n::groups]} for n in range(groups)]
+    optimizer = torch.optim.AdamW(parameter_groups if groups > 1 else parameters)
     for _ in range(2):
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(1))).sum().backward()
         optimizer.step()
     return model, optimizer
 
 
-def wanted(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The moments of the optimizer as (parameter name).(slot)."""
     return {
         f"{name}.{slot}": value
         for name, parameter in model.named_parameters()
@@ -230,25 +235,28 @@ def wanted(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 @pytest.mark.parametrize(("named", "groups"), [(False, 1), (True, 1), (True, 2)])
 def test_moments_come_over_where_their_parameters_are_known(named, groups, tmp_path):
-    model, optimizer = trained(named, groups)
+    model, optimizer = trained_model(named, groups)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "w.pt")
-    found = open_source(tmp_path / "w.pt")
-    assert_same(values(found, "optimizer"), wanted(model, optimizer))
-    assert found.step == 2
-    assert any("they were matched to" in note for note in found.notes) is not named
+    source = open_source(tmp_path / "w.pt")
+    assert_same(values(source, "optimizer"), moments_of(model, optimizer))
+    assert source.step == 2
+    assert any("they were matched to" in note for note in source.notes) is not named
 
 
-def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Any]:
+def state_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
+) -> dict[str, Any]:
+    """The optimizer's state by the names of the parameters, below `prefix`."""
     return {f"{prefix}{n}": dict(optimizer.state[p]) for n, p in model.named_parameters()}
 
 
 def test_moments_under_names_come_over(tmp_path):
-    model, optimizer = trained(False)
-    nested = by_name(model, optimizer, "_fsdp_wrapped_module.")
+    model, optimizer = trained_model(False)
+    nested = state_by_name(model, optimizer, "_fsdp_wrapped_module.")
     flat = {
         f"state.{name}.{slot}": value
-        for name, slots in by_name(model, optimizer).items()
+        for name, slots in state_by_name(model, optimizer).items()
         for slot, value in slots.items()
     }
     for key, state in (
@@ -260,35 +268,35 @@ def test_moments_under_names_come_over(tmp_path):
         ),
     ):
         torch.save({"net": model.state_dict(), key: state}, tmp_path / "w.pt")
-        found = open_source(tmp_path / "w.pt")
-        assert_same(values(found, "optimizer"), wanted(model, optimizer))
-        assert (found.step, found.notes) == (2, ())
+        source = open_source(tmp_path / "w.pt")
+        assert_same(values(source, "optimizer"), moments_of(model, optimizer))
+        assert (source.step, source.notes) == (2, ())
 
 
 def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
     def note(state: dict[str, Any], weights: dict[str, Any] | None = None) -> str:
         model = weights or net().state_dict()
         torch.save({"model": model, "optimizer": state}, tmp_path / "w.pt")
-        found = open_source(tmp_path / "w.pt")
-        assert not found.optimizer
-        assert found.step is None
-        return " ".join(found.notes)
+        source = open_source(tmp_path / "w.pt")
+        assert not source.optimizer
+        assert source.step is None
+        return " ".join(source.notes)
 
-    _, optimizer = trained(False, 2)
+    _, optimizer = trained_model(False, 2)
     assert "was left out: its 2 groups have numbers instead of names." in note(
         optimizer.state_dict()
     )
-    model, optimizer = trained(False)
+    model, optimizer = trained_model(False)
     more = {**net().state_dict(), "frozen": torch.ones(2)}
     assert "it has 6 parameters by number, and the model has 7 tensors" in note(
         optimizer.state_dict(), more
     )
-    other = torch.optim.AdamW(reversed(list(model.parameters())))
-    other.step()
+    reordered = torch.optim.AdamW(reversed(list(model.parameters())))
+    reordered.step()
     assert "its exp_avg of parameter 0 has the shape [4], and up.weight has [4, 3]" in note(
-        other.state_dict()
+        reordered.state_dict()
     )
-    strange = {f"x.{name}": value for name, value in by_name(model, optimizer).items()}
+    strange = {f"x.{name}": value for name, value in state_by_name(model, optimizer).items()}
     assert "it has 'x.up.weight', and the model has not" in note(
         {"state": strange, "param_groups": []}
     )
@@ -296,7 +304,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
 
 
 def test_an_optimizer_is_that_of_the_model_that_was_found_and_not_of_a_chosen_one(tmp_path):
-    model, optimizer = trained(True)
+    model, optimizer = trained_model(True)
     state = {"model": model.state_dict(), "ema": weights_times(2)}
     torch.save({**state, "optimizer": optimizer.state_dict()}, tmp_path / "w.pt")
     assert open_source(tmp_path / "w.pt").optimizer
@@ -311,19 +319,19 @@ def test_momentum_that_is_not_there_yet_is_not_taken(tmp_path):
     state = optimizer.state_dict()
     state["state"][0]["momentum_buffer"] = None
     torch.save({"model": model.state_dict(), "optimizer": state, "iteration": 4}, tmp_path / "w.pt")
-    found = open_source(tmp_path / "w.pt")
-    assert found.step == 4
-    assert len(found.optimizer) == 5
-    assert "up.weight.momentum_buffer" not in found.optimizer
+    source = open_source(tmp_path / "w.pt")
+    assert source.step == 4
+    assert len(source.optimizer) == 5
+    assert "up.weight.momentum_buffer" not in source.optimizer
 
 
 def test_numbers_of_numpy_beside_the_model_are_left_out(tmp_path):
-    """As a best accuracy and a curve, with the words that the script was started with."""
+    """A best accuracy, a curve and the script's arguments."""
     state = {"state_dict": net().state_dict(), "best": np.float64(3.5), "curve": np.arange(3)}
     torch.save({**state, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
-    found = open_source(tmp_path / "last.pth.tar")
-    assert_same(values(found), net().state_dict())
-    assert found.notes == ("Left out: args, best, curve.",)
+    source = open_source(tmp_path / "last.pth.tar")
+    assert_same(values(source), net().state_dict())
+    assert source.notes == ("Left out: args, best, curve.",)
 
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Strategies side by side, as a user does it: rows, failures, limits, Ctrl-C, the page."""
+"""`bigtrain compare` as a user runs it: rows, failures, limits, Ctrl-C, and the page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bigtrain(folder, *words):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """One comparison, looked at by several tests: two that work and four that do not."""
+    """One comparison for several tests: two strategies that work and four that do not."""
     folder = tmp_path_factory.mktemp("compare")
     for name, text in ODD.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -69,6 +69,7 @@ def test_rows_that_ran_have_every_figure(compared):
 
 
 def test_a_row_has_the_seconds_that_its_run_foretold(tmp_path):
+    """A row shows the seconds that the run predicted."""
     rank = {"peak_bytes": 5, "predicted_peak_bytes": 4, "process_peak_bytes": 6, "phase": "forward"}
     (tmp_path / "memory.json").write_text(json.dumps({"ranks": [{**rank, "breakdown": {}}]}))
     step = {"step_seconds": 0.2, "samples": 8, "loss": 1.0}
@@ -92,7 +93,7 @@ def test_timeline_has_the_phases_of_a_step_and_its_peak(compared):
 
 
 def test_each_failure_costs_its_own_row_and_says_why(compared):
-    _, document, said = compared
+    _, document, output = compared
     rows = {row["strategy"]: row for row in document["rows"]}
     assert rows["fairscale_fsdp"]["status"] == "refused"
     assert "CUDA" in rows["fairscale_fsdp"]["reason"]
@@ -100,35 +101,37 @@ def test_each_failure_costs_its_own_row_and_says_why(compared):
     assert "signal 11" in rows["crashes"]["reason"]
     assert rows["hangs"]["status"] == "time limit"
     assert "not done after 15 s" in rows["hangs"]["reason"]
-    assert "5/5 hangs: time limit" in said
+    assert "5/5 hangs: time limit" in output
     assert not left_over(compared[0])
 
 
 def left_over(folder):
-    """Processes whose command line names the folder, or that work in it."""
-    found = []
+    """Processes whose command line names the folder or whose current folder it is."""
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.readlink(process / "cwd") == str(folder) and int(process.name) != os.getpid():
-                found.append(process.name)
+                processes.append(process.name)
         except OSError:
             continue
-    return found
+    return processes
 
 
 def test_results_lie_in_one_folder(compared):
-    folder, document, said = compared
-    place = folder / "runs/compare-1"
-    assert json.loads((place / "compare.json").read_text()) == document
-    assert (place / "single/memory.json").is_file()
-    assert (place / "hangs.log").is_file()
-    assert "results in runs/compare-1" in said
+    folder, document, output = compared
+    results_folder = folder / "runs/compare-1"
+    assert json.loads((results_folder / "compare.json").read_text()) == document
+    assert (results_folder / "single/memory.json").is_file()
+    assert (results_folder / "hangs.log").is_file()
+    assert "results in runs/compare-1" in output
     svg = (folder / "bars.svg").read_text()
     assert "bar-ddp-parameters" in svg
 
 
 def test_page_is_whole_and_right_in_a_browser(compared):
-    """A real Chromium: nothing is fetched, nothing complains, every bar has its number."""
+    """In a real Chromium: nothing is fetched, no errors are logged, and every bar has
+    its number.
+    """
     folder, document, _ = compared
     from playwright import sync_api
 
@@ -146,12 +149,12 @@ def chromium():
     import shutil
 
     names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
+    browser_path = next((path for path in map(shutil.which, names) if path), None)
+    if browser_path is None:
         if os.environ.get("CI"):
-            pytest.fail("there is no chromium, and CI installs it")
+            pytest.fail("chromium is missing, although CI installs it")
         pytest.skip("needs chromium: sudo apt-get install chromium")
-    return found
+    return browser_path
 
 
 def check_page(browser, file, width, rows):
@@ -179,7 +182,7 @@ def check_page(browser, file, width, rows):
         ".map(e => e.textContent)"
     )
     assert cut == []
-    # Nothing is cut off or pushes the page wider than the screen, and the text can be read.
+    # No text is cut off or widens the page beyond the screen, and all text is large enough to read.
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     sizes = page.evaluate(
         """() => [...document.querySelectorAll('svg text')]
@@ -191,7 +194,7 @@ def check_page(browser, file, width, rows):
     page.close()
 
 
-# Before the interpreter's farewell, which touches pages of all libraries: those are not the run's.
+# Before the interpreter's shutdown, which touches pages of all libraries and would raise the peak.
 HELD = """
 import os, pathlib, threading, time
 
@@ -208,7 +211,7 @@ if "RANK" in os.environ:
 
 @pytest.mark.alone
 def test_process_peak_is_what_is_read_from_outside(tmp_path):
-    """Each rank's VmHWM, read from another process when the rank has reported its own."""
+    """Compared with each rank's VmHWM, read by another process after the rank's report."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--strategy", "ddp", *LENET]
     command += ["train.global_batch_size=128", "train.steps=8", "checkpoint.at_end=false"]
@@ -254,12 +257,12 @@ def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
             time.sleep(0.2)
         time.sleep(2)
         os.killpg(process.pid, signal.SIGINT)
-        out, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+        out, output = process.communicate(timeout=60)
+    assert process.returncode == 130, output
     document = json.loads(out)
     assert document["stopped"]
     assert [row["strategy"] for row in document["rows"]] == ["single"]
-    assert "stopped: 1 of 2 strategies are done" in said
+    assert "stopped: 1 of 2 strategies are done" in output
     end = time.monotonic() + 5
     while left_over(tmp_path) and time.monotonic() < end:
         time.sleep(0.1)
@@ -288,14 +291,14 @@ def test_a_stop_from_outside_ends_every_child(tmp_path):
 def test_job_whose_checkpoint_is_gone_is_refused_before_anything_runs(tmp_path):
     words = ["checkpoint.resume=nowhere", "memory.on_oom=adapt", "--strategies", "single"]
     done = bigtrain(tmp_path, "compare", *words, "--steps", "2", "--json", *LENET)
-    assert done.returncode == 2  # the job itself names a checkpoint that is not there
+    assert done.returncode == 2  # the job itself names a missing checkpoint
     assert "there is no checkpoint at 'nowhere'" in done.stderr
 
 
 def test_two_comparisons_at_once_do_not_meet(tmp_path):
     command = [interpreter(), "-m", "bigtrain", "compare", "--strategies", "ddp", "-n", "2"]
     command += ["--steps", "2", "--json", *LENET]
-    both = [
+    both_processes = [
         subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -306,11 +309,11 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
         )
         for _ in range(2)
     ]
-    found = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], found
+    outputs = [process.communicate(timeout=240) for process in both_processes]
+    assert [process.returncode for process in both_processes] == [0, 0], outputs
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["compare-1", "compare-2"]
-    one, two = (json.loads(out)["rows"][0] for out, _ in found)
-    assert one["losses"] == two["losses"]
+    first_row, two = (json.loads(out)["rows"][0] for out, _ in outputs)
+    assert first_row["losses"] == two["losses"]
 
 
 @pytest.mark.full
@@ -335,9 +338,9 @@ def test_bisection_finds_the_edge(limit, first):
         tried.append(value)
         return None if value <= limit else f"{value} is too much"
 
-    found, reason = find_largest(fault, first)
-    assert limit - limit // 32 <= found <= limit
-    assert reason == f"{found + 1} is too much" or limit > 32
+    largest, reason = find_largest(fault, first)
+    assert limit - limit // 32 <= largest <= limit
+    assert reason == f"{largest + 1} is too much" or limit > 32
     assert len(tried) == len(set(tried)) <= 16
 
 
@@ -351,6 +354,7 @@ def row(name, peak, speed):
 
 
 def test_front_is_what_nothing_beats():
+    """The front contains exactly the rows that no other row dominates."""
     rows = [row("a", 100, 10), row("b", 50, 8), row("c", 60, 7), row("d", 200, 10), row("e", 40, 1)]
     assert [r.strategy for r in pareto_front(rows)] == ["e", "b", "a"]
 
@@ -407,15 +411,15 @@ def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
 def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert run_guarded(lambda: main(words)) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
     assert not list(tmp_path.glob("runs/*/*"))
 
 
 @pytest.mark.parametrize("width", [80, 100, 140, 175])
 def test_the_table_is_cut_at_no_width(width):
-    """What does not fit a terminal is left to the page, and no cell is shortened."""
+    """Columns that do not fit the terminal are left to the page; no cell is shortened."""
     breakdown = dict.fromkeys(MEMORY_KINDS, 123 * 2**20)
     names = ("single", "ddp", "zero1_torch_offload_disk", "1f1b")
     rows = [
@@ -436,13 +440,13 @@ def test_the_table_is_cut_at_no_width(width):
     ]
     console = Console(width=width, file=io.StringIO())
     console.print(comparison_table(rows, "gpt", None, width))
-    said = console.file.getvalue()
-    assert "…" not in said
-    assert max(map(len, said.splitlines())) <= width
+    output = console.file.getvalue()
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= width
     for name in names:
-        assert f"│ {name} " in said
-    assert ("params" in said) is (width >= 130)
-    assert ("sent" in said) is (width >= 165)
+        assert f"│ {name} " in output
+    assert ("params" in output) is (width >= 130)
+    assert ("sent" in output) is (width >= 165)
 
 
 def test_the_largest_difference_of_losses_is_a_number():

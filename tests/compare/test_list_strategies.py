@@ -1,4 +1,4 @@
-"""`bigtrain strategies`: the table, the explanations and the JSON say what `make_plan` says."""
+"""`bigtrain strategies`: table, explanations and JSON agree with `make_plan`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine h
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
-    """All presets, as the command prints them."""
+    """All presets by name, from the command's JSON."""
     done = run([interpreter("deepspeed"), "-m", "bigtrain", "strategies", "--json"])
     assert done.status == 0, done.output
-    found = json.loads(done.output)  # nothing else was printed, on standard error neither
-    return {row["name"]: row for row in found}
+    document = json.loads(done.output)  # nothing else was printed, not on standard error either
+    return {row["name"]: row for row in document}
 
 
 def test_every_preset_is_there_with_all_that_the_json_promises(rows):
@@ -79,18 +79,19 @@ def test_what_combines(rows, name, addition, works, reason):
 
 
 def test_what_a_preset_does_already_is_its_own(rows):
-    own = {
+    """A preset that includes an addition says so."""
+    included = {
         (name, addition)
         for name, row in rows.items()
         for addition, answer in row["combines"].items()
         if answer["own"]
     }
-    assert ("ddp_checkpointing", "recompute_full") in own
-    assert ("single_selective", "recompute_selective") in own
-    assert ("single_offload_disk", "optimizer_disk") in own
-    assert ("single_activations_disk", "activations_disk") in own
-    assert {("gpipe", "cut_1f1b"), ("1f1b", "cut_1f1b"), ("1f1b", "accumulation")} <= own
-    assert not {addition for name, addition in own if name in ("single", "ddp", "fsdp")}
+    assert ("ddp_checkpointing", "recompute_full") in included
+    assert ("single_selective", "recompute_selective") in included
+    assert ("single_offload_disk", "optimizer_disk") in included
+    assert ("single_activations_disk", "activations_disk") in included
+    assert {("gpipe", "cut_1f1b"), ("1f1b", "cut_1f1b"), ("1f1b", "accumulation")} <= included
+    assert not {addition for name, addition in included if name in ("single", "ddp", "fsdp")}
 
 
 def test_how_many_ranks_a_preset_needs(rows):
@@ -98,7 +99,8 @@ def test_how_many_ranks_a_preset_needs(rows):
     assert (rows["1f1b"]["ranks"], rows["1f1b"]["runs_on"]) == (2, [2, 4])
     assert (rows["hybrid"]["ranks"], rows["hybrid"]["runs_on"]) == (2, [2, 4])
     assert rows["ddp"]["ranks"] == 1
-    # Pairs that shard within themselves need another pair to be a pipeline's replica.
+    # A preset that already shards within a pair of ranks needs another pair as a pipeline's
+    # replica.
     assert rows["hybrid"]["combines"]["cut_1f1b"]["ranks"] == 4
 
 
@@ -127,38 +129,40 @@ def test_the_words_do_on_the_command_line_what_is_said_of_them(rows, name, addit
 
 
 def grouped(capsys, monkeypatch, width):
-    """The list by its headings: the names below each, and all lines."""
+    """The names below each heading of the list, and all lines."""
     monkeypatch.setenv("COLUMNS", str(width))
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
-    found, heading = {}, ""
+    names_by_heading, heading = {}, ""
     for line in lines[: lines.index("")]:
         if not line.startswith(" "):
             heading = line
         elif line[2] != " ":
-            found.setdefault(heading, []).append(line.split()[0])
-    return found, lines
+            names_by_heading.setdefault(heading, []).append(line.split()[0])
+    return names_by_heading, lines
 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_list_has_every_preset_once_below_its_need(capsys, monkeypatch, width):
-    found, lines = grouped(capsys, monkeypatch, width)
-    assert list(found) == list(NEEDS.values())
-    listed = [name for names in found.values() for name in names]
+    names_by_heading, lines = grouped(capsys, monkeypatch, width)
+    assert list(names_by_heading) == list(NEEDS.values())
+    listed = [name for names in names_by_heading.values() for name in names]
     assert sorted(n for n in listed if not n.startswith("+")) == sorted(whole_strategies())
     assert len(listed) == len(set(listed))
-    assert {"ddp", "single"} == set(found[NEEDS["nothing"]])
-    assert {"zero1", "oss", "+offload_disk"} <= set(found[NEEDS["optimizer"]])
-    assert {"zero2", "fsdp_zero2", "sharded_ddp"} <= set(found[NEEDS["gradients"]])
-    assert {"zero3", "fsdp", "+offload_parameters_cpu"} <= set(found[NEEDS["parameters"]])
-    assert {"+full", "+budget", "ddp_checkpointing"} <= set(found[NEEDS["activations"]])
-    assert {"1f1b", "1f1b_zero1", "layer_split"} <= set(found[NEEDS["model"]])
-    assert {"tensor", "tensor_sequence", "3d"} == set(found[NEEDS["layer"]])
-    assert {"local_sgd", "diloco"} == set(found[NEEDS["slow links"]])
-    assert {"ring", "parameter_server", "sync_sgd"} <= set(found[NEEDS["learning"]])
+    assert {"ddp", "single"} == set(names_by_heading[NEEDS["nothing"]])
+    assert {"zero1", "oss", "+offload_disk"} <= set(names_by_heading[NEEDS["optimizer"]])
+    assert {"zero2", "fsdp_zero2", "sharded_ddp"} <= set(names_by_heading[NEEDS["gradients"]])
+    assert {"zero3", "fsdp", "+offload_parameters_cpu"} <= set(
+        names_by_heading[NEEDS["parameters"]]
+    )
+    assert {"+full", "+budget", "ddp_checkpointing"} <= set(names_by_heading[NEEDS["activations"]])
+    assert {"1f1b", "1f1b_zero1", "layer_split"} <= set(names_by_heading[NEEDS["model"]])
+    assert {"tensor", "tensor_sequence", "3d"} == set(names_by_heading[NEEDS["layer"]])
+    assert {"local_sgd", "diloco"} == set(names_by_heading[NEEDS["slow links"]])
+    assert {"ring", "parameter_server", "sync_sgd"} <= set(names_by_heading[NEEDS["learning"]])
     if width == 140:
-        assert len(lines) < 90  # a line each
+        assert len(lines) < 90  # one line for each preset
     assert "To use one: bigtrain train -n 2 --strategy NAME" in lines
 
 
@@ -190,8 +194,8 @@ def test_what_a_technique_says_of_itself_is_where_it_is_listed(tmp_path, monkeyp
     )
     for far, need in ((True, "slow links"), (False, "nothing")):
         path = tmp_path / f"own_{far}.yaml"
-        said = f"strategy: {{replicate: {{name: 'own_need:Own', far: {far}}}}}\n"
-        path.write_text(said)
+        strategy_text = f"strategy: {{replicate: {{name: 'own_need:Own', far: {far}}}}}\n"
+        path.write_text(strategy_text)
         (row,) = strategy_list([str(path)])
         assert (row["need"], row["summary"].split(" (")[0]) == (need, "does its own")
     (row,) = strategy_list(["zero1_torch+full"])

@@ -1,4 +1,6 @@
-"""Functions of `Assembly.after_update` are called once a step, after the update, everywhere."""
+"""Functions given to `Assembly.after_update` are called once a step, after the update, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from bigtrain.losses.loss import CrossEntropy
 SEEN = NotesUpdates.seen
 
 
-def watched(context, cases):
-    """What was noted under each of some jobs."""
+def recorded_calls(context, cases):
+    """The recorded calls under each job."""
     rows = []
     for strategy, keys in cases:
         SEEN.clear()
-        own = {"strategy.replicate": "support.odd_strategies:NotesUpdates", **keys}
-        job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **own})
+        all_keys = {"strategy.replicate": "support.odd_strategies:NotesUpdates", **keys}
+        job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **all_keys})
         loss = CrossEntropy()
         samples = tokens(24, ignored=False)
         inputs, targets = samples.inputs[:1], samples.targets[:1]
@@ -45,5 +47,5 @@ PIPELINE = [("1f1b", {"mesh.pp": 2, "train.micro_batch_size": 1})]
 
 @pytest.mark.parametrize(("ranks", "pp", "cases"), [(2, 1, REPLICAS), (4, 2, PIPELINE)])
 def test_it_is_called_once_a_step_on_every_rank(ranks, pp, cases):
-    for rows in run_ranks(watched, ranks, cases, pp=pp):
+    for rows in run_ranks(recorded_calls, ranks, cases, pp=pp):
         assert rows == [[(True, True)] * 3] * len(cases)

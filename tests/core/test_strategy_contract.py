@@ -1,4 +1,4 @@
-"""The table of a strategy's methods is whole, and replicas that differ have names of their own."""
+"""The documented table of a strategy's methods is complete, and replicas have distinct names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
 
 
 def rows(title: str) -> set[str]:
-    """The names in the first column of a table of the contributing page."""
+    """The names in the first column of a table in CONTRIBUTING.md."""
     table = PAGE[PAGE.index(title) :].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
@@ -28,11 +28,13 @@ def rows(title: str) -> set[str]:
     [("| method |", Strategy), ("| method of a `CutStrategy` |", CutStrategy)],
 )
 def test_the_contributing_page_lists_every_method_of_the_contract(title, contract):
-    own = {n for n, value in vars(contract).items() if callable(value) or type(value) is property}
-    own = {name for name in own if not name.startswith(("_", "model_"))}
+    methods = {
+        n for n, value in vars(contract).items() if callable(value) or type(value) is property
+    }
+    methods = {name for name in methods if not name.startswith(("_", "model_"))}
     if contract is Strategy:
-        own |= {"name", "role", "summary"}
-    assert rows(title) == own - ({"traits"} if contract is CutStrategy else set())
+        methods |= {"name", "role", "summary"}
+    assert rows(title) == methods - ({"traits"} if contract is CutStrategy else set())
 
 
 def tensors(value: float) -> dict[str, StateTensor]:

@@ -1,4 +1,4 @@
-"""The traffic that each strategy states is that of real ranks."""
+"""The traffic that each strategy states equals the traffic of real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.full import fewer
 from support.nets import BlockConv, BlockLM, tokens
 from support.parity import adamw
 from support.ranks import run_ranks
-from support.traffic import stated
+from support.traffic import traffic_of_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,8 +38,8 @@ OPERATIONS = {
 }
 
 
-class Wire(TorchDispatchMode):
-    """Notes every exchange: the kind and the bytes of the whole tensor, in the order they come."""
+class ExchangeLog(TorchDispatchMode):
+    """Records every exchange in order: its kind and the bytes of the whole tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,18 +48,18 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             sent = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            # Losses, norms, counts, flags are numbers in fp64, gathered as a list of tensors; for
-            # ties stages ask in integers.
+            # Losses, norms, counts and flags are fp64 numbers, gathered as a list of tensors;
+            # stages exchange integers about tied parameters.
             number = sent and sent[0].dtype == torch.float64
             number = number and (sent[0].numel() == 1 or func.__name__.startswith("allgather_."))
             if sent and not number and sent[0].dtype != torch.int32:
                 name = func.__name__.partition(".")[0]
-                if name not in ("send", "recv_"):  # no messages of a technique's own
+                if name not in ("send", "recv_"):  # not the small control messages of a technique
                     self.seen.append((OPERATIONS.get(name, name), max(t.nbytes for t in sent)))
         return func(*args, **(kwargs or {}))
 
 
-def exchanged(context, make, samples, strategy, keys):
+def record_step(context, make, samples, strategy, keys):
     """The fifth step's exchanges as (kind, bytes), and the traffic that the strategy states."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
     loss = CrossEntropy()
@@ -78,15 +78,15 @@ def exchanged(context, make, samples, strategy, keys):
             micro_batch_size=engine.plan.batch.micro_size,
         )
         for number, batch in zip(range(5), loader, strict=False):
-            with Wire() as wire:
+            with ExchangeLog() as log:
                 engine.step(batch)
             assert number < 5
         rank = forecast_rank(
             engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank
         )
-        said = stated(rank.profiles[0], engine.plan)
+        stated_traffic = traffic_of_plan(rank.profiles[0], engine.plan)
         report = engine.memory()
-        return wire.seen, said, engine.plan.batch.accumulation_steps, report
+        return log.seen, stated_traffic, engine.plan.batch.accumulation_steps, report
 
 
 def images() -> TensorSamples:
@@ -142,14 +142,14 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def totals(seen, said, micro_batches):
-    """Bytes and messages by kind: of the ranks, and as stated."""
+def totals(seen, stated_traffic, micro_batches):
+    """Bytes and messages by kind: of the real ranks, and as stated."""
     sent, calls = Counter(), Counter()
     for kind, nbytes in seen:
         sent[kind] += nbytes
         calls[kind] += 1
     expected, messages = Counter(), Counter()
-    for traffic in said:
+    for traffic in stated_traffic:
         if traffic.kind not in EXCHANGES or traffic.kind in ("send", "receive"):
             continue
         expected[traffic.kind] += traffic.step_bytes(micro_batches)
@@ -161,19 +161,27 @@ def totals(seen, said, micro_batches):
 def test_real_ranks_exchange_what_is_stated(case):
     world_size, make, data, strategy, keys = CASES[case]
     mesh = {"pp": 2, "dp": 2} if keys is MESH else {}
-    found = run_ranks(
-        exchanged, world_size, make, data(), strategy, keys, force_group=True, timeout_s=120, **mesh
+    results = run_ranks(
+        record_step,
+        world_size,
+        make,
+        data(),
+        strategy,
+        keys,
+        force_group=True,
+        timeout_s=120,
+        **mesh,
     )
-    for rank in found[0][-1].ranks:
+    for rank in results[0][-1].ranks:
         assert (rank.volume is not None) is COUNTS_EXCHANGES
         assert rank.volume in (None, rank.predicted_volume), rank.rank
-    for seen, said, micro_batches, _ in found:
-        sent, calls, expected, messages = totals(seen, said, micro_batches)
+    for seen, stated_traffic, micro_batches, _ in results:
+        sent, calls, expected, messages = totals(seen, stated_traffic, micro_batches)
         assert sent.keys() == expected.keys()
         for kind, nbytes in sent.items():
             assert nbytes == pytest.approx(expected[kind], abs=16), kind
             if kind == "broadcast" and data is images:
-                continue  # one message for each buffer, whose number a profile does not have
+                continue  # one message per buffer; a profile does not know their number
             # Only DeepSpeed knows which gradients share a bucket.
             spare = 0.5 * calls[kind] if kind == "reduce" else 0
             assert messages[kind] == pytest.approx(calls[kind], abs=spare), kind
@@ -183,30 +191,31 @@ def test_real_ranks_exchange_what_is_stated(case):
     ("strategy", "width"), [("zero3", 32), ("zero3", 256), ("zero3_checkpointing", 32)]
 )
 def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(strategy, width):
-    """With a width of 256 biases and norms stay whole, and are gathered once a step."""
+    """With a width of 256 biases and norms are not sharded, and are gathered once a step."""
     make = partial(BlockLM, width=width)
-    given = (make, text(), strategy, TWO)
-    found = run_ranks(exchanged, 2, *given, force_group=True, timeout_s=120)
+    arguments = (make, text(), strategy, TWO)
+    results = run_ranks(record_step, 2, *arguments, force_group=True, timeout_s=120)
     parameter = make().embedding.weight.nbytes
-    for rank in found[0][-1].ranks:
+    for rank in results[0][-1].ranks:
         gathered, foreseen = (
             v.sent.pop("all_gather") for v in (rank.volume, rank.predicted_volume)
         )
-        assert gathered - foreseen == parameter * 2 * found[0][2] // 2  # see below
+        assert gathered - foreseen == parameter * 2 * results[0][2] // 2  # see below
         assert rank.volume.sent == rank.predicted_volume.sent
-    for seen, said, micro_batches, _ in found:
-        sent, calls, expected, messages = totals(seen, said, micro_batches)
+    for seen, stated_traffic, micro_batches, _ in results:
+        sent, calls, expected, messages = totals(seen, stated_traffic, micro_batches)
         assert sent.keys() == expected.keys() == {"all_gather", "reduce_scatter"}
-        # The head's and the embedding's: one parameter, gathered for each of them.
+        # The head's and the embedding's weight: one parameter, gathered for each of them.
         tied = 4 * make().embedding.weight.numel() * 2 * micro_batches
         assert sent["all_gather"] == pytest.approx(expected["all_gather"] + tied, rel=0.005)
         assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"], rel=0.005)
         assert messages["all_gather"] == pytest.approx(calls["all_gather"], rel=0.2)
         assert messages["reduce_scatter"] == pytest.approx(calls["reduce_scatter"], rel=0.5)
-        assert any(t.every == "step" for t in said) == (width == 256)
+        assert any(t.every == "step" for t in stated_traffic) == (width == 256)
 
 
-def untied() -> GPT:
+def untied_gpt() -> GPT:
+    """A GPT whose head is not tied to its embedding."""
     sizes = {"num_layers": 4, "width": 32, "num_heads": 4, "vocab_size": 64}
     return GPT(GPTConfig(**sizes, sequence_length=16, tie_embeddings=False))
 
@@ -217,7 +226,7 @@ def words() -> TensorSamples:
 
 
 A_BOUNDARY = 4 * 8 * 16 * 32
-"""Bytes between two blocks of a step's eight rows, in fp32."""
+"""Bytes between two blocks for the eight rows of a step, in fp32."""
 
 
 @pytest.mark.skipif(not COUNTS_EXCHANGES, reason="torch before 2.14 has no such hooks")
@@ -235,13 +244,14 @@ A_BOUNDARY = 4 * 8 * 16 * 32
     ],
 )
 def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, times):
-    """As often as a stage boundary is passed forward to or back from a rank: a tp-th of it."""
+    """Each time a stage boundary crosses, a rank sends one part of `tp`."""
     at = {1: ["blocks.2"]}.get(times, ["blocks.1", "blocks.2", "blocks.3"])
-    given = {**TWO, "strategy.cut.at": at}
-    volumes = volumes_of(strategy, given, pp=2, tp=tp)
+    keys = {**TWO, "strategy.cut.at": at}
+    volumes = volumes_of(strategy, keys, pp=2, tp=tp)
     for volume in volumes:
         assert volume.sent["send"] == volume.received["receive"] == times * A_BOUNDARY // tp
-    if strategy.endswith("tensor_sequence"):  # what crosses is not gathered on either side
+    # Sequence shards cross without a gather on either side
+    if strategy.endswith("tensor_sequence"):
         (alone, _) = volumes_of("tensor_sequence", TWO, tp=tp)
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             of_stages = sum(volume.sent[kind] for volume in volumes[::tp])
@@ -251,8 +261,8 @@ def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, t
 def volumes_of(strategy, keys, **mesh):
     """Each rank sends and receives the stated bytes in a step."""
     keys = {**keys, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
-    given = (untied, words(), strategy, keys)
-    found = run_ranks(exchanged, math.prod(mesh.values()), *given, timeout_s=200, **mesh)
-    for rank in found[0][-1].ranks:
+    arguments = (untied_gpt, words(), strategy, keys)
+    results = run_ranks(record_step, math.prod(mesh.values()), *arguments, timeout_s=200, **mesh)
+    for rank in results[0][-1].ranks:
         assert rank.volume == rank.predicted_volume, rank.rank
-    return [rank.volume for rank in found[0][-1].ranks]
+    return [rank.volume for rank in results[0][-1].ranks]

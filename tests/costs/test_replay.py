@@ -1,4 +1,4 @@
-"""The replay of a step, against the whole step storage by storage."""
+"""The replay of a step's memory, compared with a full simulation of every storage."""
 
 import random
 from itertools import pairwise
@@ -11,7 +11,9 @@ from bigtrain.schedules.orders import SCHEDULES, SINGLE_STAGE_SCHEDULES, Action,
 
 
 def passes(dice, parts, *, gradients):
-    """A random micro-batch: storages of all kinds, in any part, and gradients that stay."""
+    """The recorded passes of a random micro-batch: storages of all kinds, and gradients
+    that stay.
+    """
     ticks = [7]
     for _ in range(parts):
         ticks.append(ticks[-1] + dice.randint(3, 8))
@@ -31,8 +33,8 @@ def passes(dice, parts, *, gradients):
     return RecordedPass(Timeline(tuple(spans), phases), tuple(ticks[1:-1]), end)
 
 
-def in_full(actions, pieces):
-    """Every action of every micro-batch one after the other, with each storage's lifetime."""
+def simulate_fully(actions, pieces):
+    """Simulate every action of every micro-batch in order, with each storage's lifetime."""
     firsts = {}
     for stage, kind, number in actions:
         if kind in "BW":
@@ -40,28 +42,29 @@ def in_full(actions, pieces):
     split = {(stage, number) for stage, kind, number in actions if kind == "W"}
     clock, places, phases = 0, {}, []
     for stage, kind, number in actions:
-        way = "first" if firsts[stage] == number else "later"
-        one = pieces[stage][f"{way}_split" if (stage, number) in split else way]
-        ticks = (one.begin, *one.starts, one.end + 1)
+        variant = "first" if firsts[stage] == number else "later"
+        recorded = pieces[stage][f"{variant}_split" if (stage, number) in split else variant]
+        ticks = (recorded.begin, *recorded.starts, recorded.end + 1)
         point = {"F": 0, "B": 1, "I": 1, "W": 2}[kind]
-        places.setdefault((stage, number), (one, []))[1].append(clock)
+        places.setdefault((stage, number), (recorded, []))[1].append(clock)
         phases.append((clock, "backward" if point else "forward"))
         clock += ticks[point + 1] - ticks[point]
     spans = []
-    for one, begins in places.values():
-        ticks = (one.begin, *one.starts, one.end + 1)
+    for recorded, begins in places.values():
+        ticks = (recorded.begin, *recorded.starts, recorded.end + 1)
 
         def moved(tick, ticks=ticks, begins=begins):
-            """A tick, by the action it falls in."""
+            """A tick of the record as a tick of the step, by the action that contains it."""
             for (start, stop), begin in zip(pairwise(ticks), begins, strict=True):
                 if tick < stop:
                     return begin + tick - start
             return begins[-1] + ticks[-1] - ticks[-2]
 
-        for span in one.timeline.spans:
-            # Dead at a tick is dead after the one before: no later action comes in between.
+        for span in recorded.timeline.spans:
+            # A storage that is dead at a tick is dead after the tick before: no later action comes
+            # between.
             death = moved(span.death - 1) + 1
-            if span.kind == "gradients" and span.death > one.end:
+            if span.kind == "gradients" and span.death > recorded.end:
                 death = clock
             spans.append(Span(span.nbytes, span.kind, moved(span.birth), death))
     return Timeline(tuple(spans), tuple(phases))
@@ -86,7 +89,7 @@ def test_the_peak_is_that_of_the_whole_step(schedule, seed):
     pp = dice.choice([1, 2, 4])
     for actions in schedule_orders(schedule, pp, 1 if schedule in SINGLE_STAGE_SCHEDULES else 2, 8):
         pieces = random_pieces(dice, {action.stage for action in actions})
-        short, whole = replay_actions(actions, pieces), in_full(actions, pieces)
+        short, whole = replay_actions(actions, pieces), simulate_fully(actions, pieces)
         beside = Breakdown(parameters=1000, optimizer=5)
         assert short.peak(beside) == whole.peak(beside)
 
@@ -108,7 +111,7 @@ def test_any_order_of_any_stages():
                 if not going[key]:
                     del going[key]
         pieces = random_pieces(dice, range(3))
-        assert replay_actions(actions, pieces).peak() == in_full(actions, pieces).peak()
+        assert replay_actions(actions, pieces).peak() == simulate_fully(actions, pieces).peak()
 
 
 SMALL = RecordedPass(
@@ -126,13 +129,16 @@ SMALL = RecordedPass(
 )
 
 
-def both(one, way=""):
-    """A stage of which the micro-batch that makes the gradients goes as all others."""
-    return {f"first{way}": one, f"later{way}": one}
+def same_variants(recorded, suffix=""):
+    """A stage whose first micro-batch, which allocates gradients, is otherwise like the
+    later ones.
+    """
+    return {f"first{suffix}": recorded, f"later{suffix}": recorded}
 
 
 def test_what_waits_and_what_stays():
-    piece = both(SMALL)
+    """Activations wait for the backward pass; gradients stay after it."""
+    piece = same_variants(SMALL)
     two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
     peak = replay_actions(two, {1: piece}).peak()
     assert (peak.phase, peak.breakdown) == (
@@ -145,20 +151,24 @@ def test_what_waits_and_what_stays():
 
 
 def test_between_two_actions_more_may_be_on_its_way_than_beside_them():
+    """Between two actions a boundary tensor in transit can exceed the peak inside an action."""
     two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
-    peak = replay_actions(two, {1: both(SMALL)}, (0, 5, 0), (0, 0, 90)).peak()
+    peak = replay_actions(two, {1: same_variants(SMALL)}, (0, 5, 0), (0, 0, 90)).peak()
     assert (peak.phase, peak.breakdown) == ("forward", Breakdown(activations=200, temporary=90))
 
 
 def test_a_split_that_was_not_recorded_holds_no_less():
-    piece = both(SMALL)
+    """A backward pass replayed in two parts without a record of the parts uses at least as
+    much memory.
+    """
+    piece = same_variants(SMALL)
     forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")
-    other = [Action(1, "F", 1), Action(1, "I", 1)]
-    peak = replay_actions([forward, inputs, *other], {1: piece}).peak()
+    second_micro_batch = [Action(1, "F", 1), Action(1, "I", 1)]
+    peak = replay_actions([forward, inputs, *second_micro_batch], {1: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=40)
-    peak = replay_actions([forward, inputs, *other, weights], {1: piece}).peak()
+    peak = replay_actions([forward, inputs, *second_micro_batch, weights], {1: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=40, gradients=50)
-    # torch's stage 0 leaves I out.
+    # torch's first stage skips the input gradient pass I.
     first = [Action(0, kind, number) for kind, number in [("F", 0), ("F", 1), ("I", 0), ("I", 1)]]
     peak = replay_actions(first, {0: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=7)
@@ -166,23 +176,25 @@ def test_a_split_that_was_not_recorded_holds_no_less():
     assert peak.breakdown == Breakdown(activations=200, temporary=20, gradients=50)
 
 
-def gathering(*spans):
+def recorded_pass(*spans):
+    """A recorded pass with these spans; its backward pass begins at tick 4."""
     timeline = Timeline(spans, ((0, "forward"), (4, "backward")))
     return RecordedPass(timeline, (4,), 6)
 
 
 def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
-    kept = Span(10, "activations", 1, 6)
+    """Gathered parameters exist once, and the next backward pass of the stage frees them."""
+    activation = Span(10, "activations", 1, 6)
     arrives = Span(1000, "parameters", 1, 6), Span(7, "temporary", 1, 2)
     again = Span(1000, "parameters", 5, 6), Span(900, "temporary", 4, 5)
-    alike = gathering(kept, *arrives)
-    then = gathering(kept, *again)
-    piece = {1: both(alike) | both(then, "_resumed")}
+    alike = recorded_pass(activation, *arrives)
+    then = recorded_pass(activation, *again)
+    piece = {1: same_variants(alike) | same_variants(then, "_resumed")}
     forward = [Action(1, "F", 0), Action(1, "F", 1)]
     assert replay_actions(forward[:1], piece).peak().breakdown == Breakdown(
         parameters=1000, activations=10, temporary=7
     )
-    # The second one finds it gathered, and adds only its own storages.
+    # The second forward pass finds the parameters gathered, and adds only its activations.
     assert replay_actions(forward, piece).peak().breakdown == Breakdown(
         parameters=1000, activations=20
     )
@@ -190,34 +202,37 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     assert replay_actions(back, piece).peak().breakdown == Breakdown(
         parameters=1000, activations=20
     )
-    # The second one back gathers for itself.
-    other = {**piece, 2: both(gathering(Span(5000, "activations", 1, 6)))}
+    # The second backward pass gathers for itself.
+    two_stages = {**piece, 2: same_variants(recorded_pass(Span(5000, "activations", 1, 6)))}
     step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
     # Nothing is gathered any more.
-    assert replay_actions(step, other).peak().breakdown == Breakdown(activations=5000 + 10)
+    assert replay_actions(step, two_stages).peak().breakdown == Breakdown(activations=5000 + 10)
     assert replay_actions([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
 
 
 def test_a_backward_pass_after_several_forward_passes_goes_astray():
-    usual = gathering(Span(1, "activations", 1, 6))
-    astray = gathering(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
-    piece = {1: both(usual) | both(astray, "_strayed")}
-    there = [Action(1, "F", 0), Action(1, "F", 1)]
-    assert replay_actions([*there[:1], Action(1, "B", 0)], piece).peak().bytes == 1
-    assert replay_actions([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
-    # It forgets them: with one forward pass since then it is as usual again.
+    """A backward pass after several forward passes uses the record of that case (`_strayed`)."""
+    usual = recorded_pass(Span(1, "activations", 1, 6))
+    astray = recorded_pass(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
+    piece = {1: same_variants(usual) | same_variants(astray, "_strayed")}
+    forwards = [Action(1, "F", 0), Action(1, "F", 1)]
+    assert replay_actions([*forwards[:1], Action(1, "B", 0)], piece).peak().bytes == 1
+    assert replay_actions([*forwards, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
+    # The backward pass ends that case: after one more forward pass the usual record applies again.
     then = [Action(1, "B", 0), Action(1, "F", 2), Action(1, "B", 1)]
-    assert replay_actions([*there, *then], piece, (0, 0, 0, 0, 100)).peak().bytes == 2 + 100
+    assert replay_actions([*forwards, *then], piece, (0, 0, 0, 0, 100)).peak().bytes == 2 + 100
 
 
 def test_the_last_micro_batch_may_go_otherwise():
-    less = gathering(Span(1, "activations", 1, 6))
-    piece = {1: both(less) | both(SMALL, "_last")}
+    """The last micro-batch may have a different record."""
+    less = recorded_pass(Span(1, "activations", 1, 6))
+    piece = {1: same_variants(less) | same_variants(SMALL, "_last")}
     actions = [Action(1, "F", number) for number in range(3)]
     assert replay_actions(actions, piece).peak().breakdown == Breakdown(
         activations=102, temporary=7
     )
-    back = [*actions, Action(1, "I", 2), Action(1, "W", 2)]  # whole, where others are in parts
+    # The last backward pass was recorded whole, others in parts
+    back = [*actions, Action(1, "I", 2), Action(1, "W", 2)]
     assert replay_actions(back, piece).peak().breakdown == Breakdown(
         activations=102, temporary=20, gradients=50
     )

@@ -1,4 +1,4 @@
-"""The replay of a step, against the bytes that torch's own passes hold on real tensors."""
+"""The replay of a step, compared with the bytes that torch's passes hold in real tensors."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tracked:
-    """A middle stage of a pipeline, and the storages of its micro-batches between two actions."""
+    """A middle stage of a pipeline, and the storages of its micro-batches between actions."""
 
     def __init__(self, *, gradients):
         torch.manual_seed(0)
@@ -70,7 +70,8 @@ class Tracked:
         stage_backward_weight(self.model.parameters(), groups)
 
 
-def recorded(kinds, *, gradients):
+def record_passes(kinds, *, gradients):
+    """The recorded pass of a micro-batch, from its actions in order."""
     stage, starts = Tracked(gradients=gradients), []
     for kind in kinds:
         starts.append(stage.tracker.clock + 1)
@@ -99,7 +100,11 @@ def test_the_peak_is_what_torch_holds(order):
         stage.act(kind, number)
     measured = stage.tracker.peak_bytes - stage.beside
 
-    whole = {way: recorded("FB", gradients=way == "later") for way in ("first", "later")}
-    split = {f"{way}_split": recorded("FIW", gradients=way == "later") for way in whole}
+    whole = {
+        variant: record_passes("FB", gradients=variant == "later") for variant in ("first", "later")
+    }
+    split = {
+        f"{variant}_split": record_passes("FIW", gradients=variant == "later") for variant in whole
+    }
     assert replay_actions(actions, {1: whole | split}).peak().bytes == measured
     assert replay_actions(actions, {1: whole}).peak().bytes >= measured

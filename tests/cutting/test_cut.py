@@ -17,9 +17,9 @@ from support.cut_runs import (
     batch,
     common_points,
     compare,
-    made,
+    make_model,
     stages_of,
-    traced,
+    trace_case,
 )
 from support.cutting_configured import (
     CheckedSettings,
@@ -43,14 +43,15 @@ from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.errors import ConfigError
 
 
-def unchanged(model: Any, x: Tensor) -> Tensor:
+def identity(model: Any, x: Tensor) -> Tensor:
+    """Return the input."""
     return x
 
 
 class Chain(nn.Module):
-    """Four layers; `between` is called with the output of the second."""
+    """Four layers; `between` is called with the model and the output of the second layer."""
 
-    def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
+    def __init__(self, between: Callable[[Any, Tensor], Tensor] = identity) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(linear() for _ in range(4)))
         self.between = between
@@ -61,19 +62,20 @@ class Chain(nn.Module):
 
 
 def cut_of(case: Case, at: str) -> Any:
-    model, traced_model, batches = traced(case)
-    found, _ = traced_model.trace(batches[0], training=True)
-    call = next(index for index, call in enumerate(found.calls) if call.name == at)
-    return model, batches[0], cut_at(found, [call], traced_model)
+    """The model of a case, a micro-batch, and the model's cut before the module `at`."""
+    model, traced_model, batches = trace_case(case)
+    trace, _ = traced_model.trace(batches[0], training=True)
+    call = next(index for index, call in enumerate(trace.calls) if call.name == at)
+    return model, batches[0], cut_at(trace, [call], traced_model)
 
 
 def test_no_batch_is_kept() -> None:
-    """A batch of real numbers is gone when its step is over; only its shapes are remembered."""
-    _, traced_model, batches = traced(next(iter(CASES.values())))
-    own = batches[0].map(torch.clone)
-    traced_model.trace(own, training=True)
-    gone = [weakref.ref(tensor) for tensor in own.tensors()]
-    del own
+    """The real tensors of a batch are freed after its step; only its shapes are remembered."""
+    _, traced_model, batches = trace_case(next(iter(CASES.values())))
+    copied = batches[0].map(torch.clone)
+    traced_model.trace(copied, training=True)
+    gone = [weakref.ref(tensor) for tensor in copied.tensors()]
+    del copied
     assert gone
     assert not any(tensor() is not None for tensor in gone)
 
@@ -81,30 +83,32 @@ def test_no_batch_is_kept() -> None:
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> None:
-    model, traced_model, batches = traced(CASES[name])
+    model, traced_model, batches = trace_case(CASES[name])
     points, _ = common_points(traced_model, batches[0])
-    found, _ = traced_model.trace(batches[0], training=True)
-    cut = cut_at(found, [points[len(points) // 2].call], traced_model)
+    trace, _ = traced_model.trace(batches[0], training=True)
+    cut = cut_at(trace, [points[len(points) // 2].call], traced_model)
     every = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert set(cut.owners) == every == cut.tensor_names_of(range(cut.stages))
     tied = dict(cut.ties)
     for name, _ in model.named_parameters():
         assert (name in tied) == (len(cut.owners[name]) > 1)
     for index, stage in enumerate(stages_of(cut, model)):
-        held: dict[int, int] = {}
+        stages_by_tensor: dict[int, int] = {}
         pending: list[Any] = [m.__dict__ for m in stage._whole.module.modules()]
         while pending:
             value = pending.pop()
             if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
-                held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+                stages_by_tensor[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             elif isinstance(value, dict):
                 pending += value.values()
             elif isinstance(value, (list, tuple)):
                 pending += value
-        own = [*model.named_parameters(), *model.named_buffers()]
-        wanted = sum(t.untyped_storage().nbytes() for n, t in own if index in cut.owners[n])
+        model_tensors = [*model.named_parameters(), *model.named_buffers()]
+        wanted = sum(
+            t.untyped_storage().nbytes() for n, t in model_tensors if index in cut.owners[n]
+        )
         constants = model.table.nbytes if isinstance(model, Constants) else 0
-        assert sum(held.values()) == wanted + constants
+        assert sum(stages_by_tensor.values()) == wanted + constants
 
 
 def test_a_stripped_recurrent_layer_keeps_no_weights_in_its_lists() -> None:
@@ -129,17 +133,17 @@ def test_autocast_gives_the_same_numbers() -> None:
         inputs = inputs.float() if inputs.is_floating_point() else inputs
         traced_model = TracedModel(model, Squares(), CPU, Numerics(autocast=True))
         points, _ = common_points(traced_model, batch(inputs))
-        found, _ = traced_model.trace(batch(inputs), training=True)
+        trace, _ = traced_model.trace(batch(inputs), training=True)
         dtypes = set()
         for point in points:
-            cut = cut_at(found, [point.call], traced_model)
+            cut = cut_at(trace, [point.call], traced_model)
             compare(model, cut, [batch(inputs)])
             dtypes |= {tensor.dtype for tensor in stages_of(cut, model)[0].outgoing(batch(inputs))}
         assert torch.bfloat16 in dtypes
 
 
 def test_what_looks_at_values_is_refused_by_name() -> None:
-    model = made(Case(ValueDependent, rows))
+    model = make_model(Case(ValueDependent, rows))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match=r"'gate' fails: the value of a tensor decides"):
         traced_model.trace(batch(rows()), training=True)
@@ -164,7 +168,7 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
     make: Any, offered: set[str], why: str
 ) -> None:
-    _, traced_model, batches = traced(Case(make, rows))
+    _, traced_model, batches = trace_case(Case(make, rows))
     points, refused = common_points(traced_model, batches[0])
     assert {point.name for point in points} <= offered
     assert any(why in reason for reason in refused.values()), refused
@@ -172,20 +176,21 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
 
 @pytest.mark.parametrize("make", [Settings, CheckedSettings])
 def test_a_configuration_is_cut_where_nobody_needs_what_changes_of_it(make: Any) -> None:
-    """transformers' classifiers settle `config.problem_type` in the last code of the first pass."""
-    _, traced_model, batches = traced(Case(lambda: Configured(make), rows))
+    """transformers' classifiers set `config.problem_type` in the last code of the first pass."""
+    _, traced_model, batches = trace_case(Case(lambda: Configured(make), rows))
     points, refused = common_points(traced_model, batches[0])
     assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
-    assert traced_model.fake_model.get_submodule("").config.kind is None  # left as it was
+    assert traced_model.fake_model.get_submodule("").config.kind is None  # unchanged
 
 
-def drawn(model: nn.Module, x: Tensor) -> Tensor:
+def scale_randomly(model: nn.Module, x: Tensor) -> Tensor:
+    """Scale by a random number of Python."""
     return x * random.random()
 
 
 def test_random_numbers_of_python_are_refused() -> None:
     state = random.getstate()
-    traced_model = TracedModel(Chain(drawn).double(), Squares(), CPU, Numerics())
+    traced_model = TracedModel(Chain(scale_randomly).double(), Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match="the forward pass draws from random, and each stage"):
         traced_model.trace(batch(rows()), training=True)
     assert random.getstate() == state
@@ -202,24 +207,26 @@ def test_different_parameters_on_the_same_memory_stay_together() -> None:
     model = Chain().double()
     model.layers[3].weight.data = model.layers[0].weight.data
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
-    points, _ = legal_points(found)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
+    points, _ = legal_points(trace)
     with pytest.raises(ConfigError, match="'layers.0.weight' and 'layers.3.weight' are different"):
-        cut_at(found, [points[1].call], traced_model)
+        cut_at(trace, [points[1].call], traced_model)
 
 
 class Steps:
-    """Counts outside of any module, where no traced_model looks."""
+    """A counter outside of any module, which the trace does not see."""
 
     taken = 0
 
 
 def every_other_time(model: Any, x: Tensor) -> Tensor:
+    """Take a different path after three calls."""
     Steps.taken += 1
     return x.tanh() if Steps.taken > 3 else x
 
 
 def another_shape(model: Any, x: Tensor) -> Tensor:
+    """Return a different shape after three calls."""
     Steps.taken += 1
     return x[:1] if Steps.taken > 3 else x
 
@@ -229,29 +236,30 @@ def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     Steps.taken = 0
     model = Chain(between).double()
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
-    call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
-    cut = cut_at(found, [call], traced_model)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
+    call = next(i for i, c in enumerate(trace.calls) if c.name == "layers.3")
+    cut = cut_at(trace, [call], traced_model)
     Steps.taken = 10
     stage = stages_of(cut, model)[0].train()
     with pytest.raises(ConfigError, match="another path through the model than when it was traced"):
         stage(micro_batch=batch(rows()), scale=1.0)
 
 
-def gained_later(model: Any, x: Tensor) -> Tensor:
+def use_gain_after_three_calls(model: Any, x: Tensor) -> Tensor:
+    """Use a parameter only after three calls."""
     Steps.taken += 1
     return x * model.gain if Steps.taken > 3 else x
 
 
 def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
     Steps.taken = 0
-    model = Chain(gained_later)
+    model = Chain(use_gain_after_three_calls)
     model.gain = nn.Parameter(torch.ones(8))
     model = model.double()
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
-    call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
-    cut = cut_at(found, [call], traced_model)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
+    call = next(i for i, c in enumerate(trace.calls) if c.name == "layers.3")
+    cut = cut_at(trace, [call], traced_model)
     Steps.taken = 10
     stage = stages_of(cut, model)[0].train()
     with pytest.raises(ConfigError, match=r"it reaches .*, computed with gain, instead of \('lay"):
@@ -259,7 +267,7 @@ def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
 
 
 class Alternates(nn.Module):
-    """Leaves out a layer in every other call, by a count that all of its code reads."""
+    """Skips a layer in every other call, by a count that all of its code reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +281,7 @@ class Alternates(nn.Module):
 
 
 def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
-    _, traced_model, batches = traced(Case(Alternates, rows))
+    _, traced_model, batches = trace_case(Case(Alternates, rows))
     with pytest.raises(ConfigError) as raised:
         choose_cut(traced_model, batches[0], CutRequest(2))
     assert str(raised.value) == (
@@ -281,7 +289,7 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
         "be cut before 'middle' and 1 others: the model's own code does other things from call to "
         "call. Use a strategy without a cut."
     )
-    _, traced_model, batches = traced(Case(Chain, rows))
+    _, traced_model, batches = trace_case(Case(Chain, rows))
     with pytest.raises(
         ConfigError, match=r"9 stages, .* at 3 places: at most 4 stages\. Use mesh.pp=4, or"
     ):
@@ -348,14 +356,14 @@ class Held:
 
 
 class Deep:
-    """A tensor in an object in an object."""
+    """A tensor in an object that is inside another object."""
 
     def __init__(self, x: Tensor) -> None:
         self.inner = Held(x)
 
 
 class Hiding(nn.Module):
-    """Returns a tensor, and the same out of reach."""
+    """Returns a tensor, and the same tensor inside nested objects."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -376,26 +384,27 @@ class Hiding(nn.Module):
 
 
 def test_tensors_in_objects_within_objects_are_refused() -> None:
-    model = made(Case(Hiding, rows))
+    model = make_model(Case(Hiding, rows))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
     for at in ("c", "d"):
-        call = next(index for index, call in enumerate(found.calls) if call.name == at)
+        call = next(index for index, call in enumerate(trace.calls) if call.name == at)
         with pytest.raises(ConfigError, match="the result of 'b' has tensors in objects within"):
-            cut_at(found, [call], traced_model)
+            cut_at(trace, [call], traced_model)
 
 
 def test_a_gradient_hook_on_a_parameter_of_two_stages_is_refused() -> None:
     model = Language().double()
     model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(words()), training=True)
-    call = next(index for index, call in enumerate(found.calls) if call.name == "blocks.1")
+    trace, _ = traced_model.trace(batch(words()), training=True)
+    call = next(index for index, call in enumerate(trace.calls) if call.name == "blocks.1")
     with pytest.raises(ConfigError, match="'embed.weight' has a gradient hook"):
-        cut_at(found, [call], traced_model)
+        cut_at(trace, [call], traced_model)
 
 
 def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
+    """A placeholder that reaches an operation raises instead of being computed with."""
     model, micro_batch, cut = cut_of(Case(Chain, rows), "layers.2")
     stage = stages_of(cut, model)[1].train()
     bias = stage.layers[0].bias
@@ -406,13 +415,13 @@ def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
 
 def test_ranks_can_compare_their_scripts() -> None:
     model, micro_batch, cut = cut_of(Case(Chain, rows), "layers.2")
-    one, two = (stage.train().fingerprint(micro_batch) for stage in stages_of(cut, model))
-    other, micro_batch, cut = cut_of(Case(Chain, rows), "layers.3")
-    assert one == two != stages_of(cut, other)[0].train().fingerprint(micro_batch)
+    first, two = (stage.train().fingerprint(micro_batch) for stage in stages_of(cut, model))
+    different, micro_batch, cut = cut_of(Case(Chain, rows), "layers.3")
+    assert first == two != stages_of(cut, different)[0].train().fingerprint(micro_batch)
 
 
 def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
-    model = made(Case(Counting, rows))
+    model = make_model(Case(Counting, rows))
     before = copy.deepcopy(model.state_dict())
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
     traced_model.trace(batch(rows()), training=True)
@@ -422,17 +431,18 @@ def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
 
 
 def test_a_ghost_says_what_the_real_tensor_would() -> None:
+    """A placeholder answers questions about shape, type and device as the real tensor would."""
     real = torch.randn(4, 6, dtype=torch.float64, requires_grad=True).t()
     placeholder = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
-    for found in (
+    for tensor in (
         placeholder,
         (placeholder * 2).sum(0),
         placeholder @ placeholder.T,
         placeholder + torch.ones(4, 6).T,
     ):
-        assert isinstance(found, PlaceholderTensor)
-        assert found.device == CPU
-        assert found.requires_grad
+        assert isinstance(tensor, PlaceholderTensor)
+        assert tensor.device == CPU
+        assert tensor.requires_grad
     assert placeholder.stride() == real.stride()
     assert not placeholder.detach().requires_grad
     assert not (placeholder > 0).requires_grad

@@ -1,4 +1,4 @@
-"""The partition into stages, against every partition there is."""
+"""The partition into stages, compared with all possible partitions."""
 
 import itertools
 import math
@@ -26,20 +26,21 @@ def random_pieces(dice, n):
 
 
 def cost(layers, cuts, bandwidth, factor, in_flight):
-    """Seconds and bytes of each stage, and bytes over the cuts: by the definition."""
+    """Seconds and bytes of each stage, and the bytes over each cut, by their definitions."""
     n = len(layers.seconds)
-    seconds, held = [], []
+    seconds, stage_bytes = [], []
     for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, n))):
         sent = sum(layers.crossing[cut] for cut in (a, b) if 0 < cut < n)
         seconds.append(math.fsum(layers.seconds[a:b]) + sent / bandwidth)
         inside = set(range(a, b))
         params = sum(size for size, users in layers.params if inside & set(users))
         saved = sum(size for size, users in layers.saved if inside & set(users))
-        held.append(math.ceil(factor * params) + in_flight[stage] * saved)
-    return seconds, held, sum(layers.crossing[cut] for cut in cuts)
+        stage_bytes.append(math.ceil(factor * params) + in_flight[stage] * saved)
+    return seconds, stage_bytes, sum(layers.crossing[cut] for cut in cuts)
 
 
-def every(layers, stages, *rest):
+def all_partitions(layers, stages, *rest):
+    """Yield every partition with its `cost`."""
     n = len(layers.seconds)
     for cuts in itertools.combinations(range(1, n), stages - 1):
         yield cuts, *cost(layers, cuts, *rest)
@@ -53,25 +54,25 @@ def test_the_best_of_all_partitions(seed):
     layers = random_pieces(dice, n)
     bandwidth = dice.choice([math.inf, 100.0, 1000.0])
     in_flight = [stages - s for s in range(stages)]
-    rest = (bandwidth, 4.0, in_flight)
-    rows = list(every(layers, stages, *rest))
+    options = (bandwidth, 4.0, in_flight)
+    rows = list(all_partitions(layers, stages, *options))
     memory = None
-    if dice.random() < 0.7:  # what some partition needs, so that there is one that fits
+    if dice.random() < 0.7:  # the memory of some partition, so that one fits
         memory = dice.choice(rows)[2]
         rows = [row for row in rows if all(h <= m for h, m in zip(row[2], memory, strict=True))]
     best = min(max(row[1]) for row in rows)
     ties = [row for row in rows if max(row[1]) <= best * (1 + 1e-12)]
     most_even = min(sum(s * s for s in row[1]) for row in ties)
 
-    found = partition(
+    result = partition(
         layers, stages, bandwidth=bandwidth, state_factor=4.0, in_flight=in_flight, memory=memory
     )
-    assert found.slowest == pytest.approx(best, rel=1e-12)
-    assert found.proven
-    assert sum(s * s for s in found.seconds) <= most_even + 1e-6 * best * best
-    seconds, held, _ = cost(layers, found.cuts, *rest)
-    assert found.seconds == pytest.approx(seconds, rel=1e-12)
-    assert found.bytes == tuple(held)
+    assert result.slowest == pytest.approx(best, rel=1e-12)
+    assert result.proven
+    assert sum(s * s for s in result.seconds) <= most_even + 1e-6 * best * best
+    seconds, stage_bytes, _ = cost(layers, result.cuts, *options)
+    assert result.seconds == pytest.approx(seconds, rel=1e-12)
+    assert result.bytes == tuple(stage_bytes)
 
 
 def test_a_shared_tensor_counts_once_in_each_stage():
@@ -81,16 +82,17 @@ def test_a_shared_tensor_counts_once_in_each_stage():
         params=[(100, [0, 2]), (10, [1, 1])],
         saved=[(7, [0, 1]), (1, [2])],
     )
-    found = partition(
+    result = partition(
         layers, 3, bandwidth=math.inf, state_factor=2, in_flight=[3, 2, 1], memory=None
     )
-    assert found.bytes == (200 + 21, 20 + 14, 200 + 1)
+    assert result.bytes == (200 + 21, 20 + 14, 200 + 1)
     whole = partition(layers, 1, bandwidth=math.inf, state_factor=2, in_flight=[1], memory=None)
     assert whole.bytes == (220 + 8,)
     assert whole.cuts == ()
 
 
 def test_sending_is_part_of_a_stage():
+    """The seconds of sending count as seconds of the stage."""
     layers = LayerCosts(seconds=[1.0] * 4, crossing=[0, 10, 100, 10], params=[], saved=[])
     in_flight = [1, 1]
     free = partition(
@@ -112,7 +114,7 @@ def test_what_would_fit_is_said(seed):
     dice = random.Random(seed)
     layers = random_pieces(dice, 7)
     in_flight = [3, 2, 1]
-    needed = min(max(row[2]) for row in every(layers, 3, math.inf, 4.0, in_flight))
+    needed = min(max(row[2]) for row in all_partitions(layers, 3, math.inf, 4.0, in_flight))
     options = {"bandwidth": math.inf, "state_factor": 4.0, "in_flight": in_flight}
     partition(layers, 3, **options, memory=[needed] * 3)
     with pytest.raises(ConfigError, match=rf"stage \d needs {needed} bytes .* has {needed - 1} "):
@@ -127,20 +129,23 @@ def test_stages_that_share_a_device_share_its_memory(seed):
     in_flight = [3, 2, 2, 1]
     options = {"bandwidth": math.inf, "state_factor": 4.0, "in_flight": in_flight}
 
-    def together(held):
-        return [sum(h for h, d in zip(held, devices, strict=True) if d == rank) for rank in (0, 1)]
+    def together(stage_bytes):
+        return [
+            sum(h for h, d in zip(stage_bytes, devices, strict=True) if d == rank)
+            for rank in (0, 1)
+        ]
 
-    rows = list(every(layers, 4, math.inf, 4.0, in_flight))
+    rows = list(all_partitions(layers, 4, math.inf, 4.0, in_flight))
     best_fit = sorted(max(together(row[2])) for row in rows)
     room = best_fit[len(best_fit) // 3]
     fitting = [row for row in rows if max(together(row[2])) <= room]
-    found = partition(layers, 4, **options, memory=[room] * 4, devices=devices)
-    assert max(together(found.bytes)) <= room
+    result = partition(layers, 4, **options, memory=[room] * 4, devices=devices)
+    assert max(together(result.bytes)) <= room
     best = min(max(row[1]) for row in fitting)
-    assert found.slowest >= best * (1 - 1e-12)
-    assert found.slowest <= best * 1.25
-    if found.proven:
-        assert found.slowest == pytest.approx(best, rel=1e-12)
+    assert result.slowest >= best * (1 - 1e-12)
+    assert result.slowest <= best * 1.25
+    if result.proven:
+        assert result.slowest == pytest.approx(best, rel=1e-12)
     with pytest.raises(ConfigError, match=r"no cut into 4 stages fits the memory: at best"):
         partition(layers, 4, **options, memory=[best_fit[0] - 1] * 4, devices=devices)
 

@@ -9,7 +9,7 @@ from support.cut_runs import (
     RECOMPUTED,
     common_points,
     compare,
-    traced,
+    trace_case,
 )
 from support.cutting_nets import CASES
 
@@ -19,21 +19,21 @@ from bigtrain.cutting.cut import cut_at
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
-    model, traced_model, batches = traced(CASES[name])
+    model, traced_model, batches = trace_case(CASES[name])
     points, refused = common_points(traced_model, batches[0])
     assert points, refused
-    found, _ = traced_model.trace(batches[0], training=True)
+    trace, _ = traced_model.trace(batches[0], training=True)
     for point in points:
-        compare(model, cut_at(found, [point.call], traced_model), [batches[0], batches[-1]])
+        compare(model, cut_at(trace, [point.call], traced_model), [batches[0], batches[-1]])
 
 
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_four_stages_change_nothing(name: str) -> None:
-    model, traced_model, batches = traced(CASES[name])
+    model, traced_model, batches = trace_case(CASES[name])
     points, _ = common_points(traced_model, batches[0])
-    found, _ = traced_model.trace(batches[0], training=True)
+    trace, _ = traced_model.trace(batches[0], training=True)
     chosen = random.Random(0)
     for _ in range(3):
         calls = sorted(chosen.sample([p.call for p in points], min(3, len(points))))
-        compare(model, cut_at(found, calls, traced_model), batches)
+        compare(model, cut_at(trace, calls, traced_model), batches)

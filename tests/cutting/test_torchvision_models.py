@@ -1,11 +1,11 @@
 """Every classification and segmentation model of torchvision, cut into 2 and into 4 stages.
 
-Up to `NUMBERS` parameters a model is run in float32 on small images: the loss, every gradient and
-every buffer in training, and the output in evaluation, against the whole model. A larger model
-takes seconds for each of these, so its stages run on fake tensors: shapes and types of the loss,
-of every buffer and of the output, for 4 stages also which parameters get a gradient, against the
-whole model. Of each family of models one at least is compared in numbers, if need be a large one
-(`LARGE`). One of each family is always tested, the others are marked `full`.
+A model of up to `NUMBERS` parameters runs in float32 on small images, and is compared with the
+whole model: the loss, every gradient and buffer in training, and the output in evaluation. A larger
+model would take seconds for each of these, so its stages run on fake tensors and only shapes and
+types are compared: of the loss, the buffers and the output, and for 4 stages also which parameters
+get a gradient. Of each family at least one model is compared in numbers, even if it is large
+(`LARGE`). One of each family is tested in every run, the others are marked `full`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES = {"vit": 224, "maxvit": 224, "inception": 299, "googlenet": 32, "alexnet"
 
 
 def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RegNet computes its widths with tensors, and reads them."""
+    """RegNet computes its widths with tensors and reads them, so it cannot be built on meta."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with torch.device("cpu"):
@@ -50,7 +50,8 @@ def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def described(name: str) -> nn.Module:
+def describe_model(name: str) -> nn.Module:
+    """The model on the meta device."""
     options = {"weights_backbone": None} if name in SEGMENTATION else {}
     with torch.device("meta"), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockParams, "from_init_params", on_the_cpu(BlockParams.from_init_params))
@@ -61,7 +62,9 @@ def described(name: str) -> nn.Module:
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """With values that keep numbers in range, made faster than the model's own."""
+    """Fill the model with values that keep activations in range, faster than its own
+    initialization.
+    """
     model = model.to_empty(device=CPU)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -83,24 +86,24 @@ def example(name: str) -> MicroBatch:
     return MicroBatch(images, torch.randint(0, 5, (2,)), 2, 2)
 
 
-def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
-    """Cuts into stages with equal FLOPs and bytes."""
-    found, _ = traced_model.trace(micro_batch, training=True)
+def balanced_cut(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
+    """The cut into stages with equal FLOPs and bytes."""
+    trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
-    there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
-    points = [p for p in legal_points(found)[0] if (p.name, p.number) in there]
-    work = [(cost.tick, cost.flops + cost.nbytes) for cost in found.costs]
+    evaluated_points = {(point.name, point.number) for point in legal_points(evaluated)[0]}
+    points = [p for p in legal_points(trace)[0] if (p.name, p.number) in evaluated_points]
+    work = [(cost.tick, cost.flops + cost.nbytes) for cost in trace.costs]
     total = sum(amount for _, amount in work)
     before = {p.call: sum(amount for tick, amount in work if tick < p.tick) for p in points}
     chosen: set[int] = set()
     for stage in range(1, stages):
         left = [call for call in before if call not in chosen]
         chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
-    return cut_at(found, sorted(chosen), traced_model)
+    return cut_at(trace, sorted(chosen), traced_model)
 
 
 def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
-    """Stage after stage; the loss in training, else the output."""
+    """Run the stages in order; return the loss in training, otherwise the output."""
     boundary: Any = ()
     for stage in stages:
         expected = stage.train(training).incoming(micro_batch)
@@ -110,18 +113,18 @@ def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> An
 
 
 def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:
-    found = []
+    stages = []
     for index in range(cut.stages):
         tree = copy_modules(model)
         cut.strip(tree, [index], CPU)
-        found.append(cut.stage(tree, index, loss, CPU))
-    return found
+        stages.append(cut.stage(tree, index, loss, CPU))
+    return stages
 
 
 def run(
     model: nn.Module, micro_batch: MicroBatch, loss: Any, cut: Cut | None, *, backward: bool = True
 ) -> dict[str, Tensor]:
-    """All that comes out of a step of training, and of an evaluation."""
+    """All results of a training step and of an evaluation, by name."""
     stages = [] if cut is None else stages_of(cut, model, loss)
     torch.manual_seed(0)
     if cut is None:
@@ -130,15 +133,15 @@ def run(
         total = chain(stages, micro_batch, training=True)
     if backward:
         total.backward()
-    found = {"loss": total.detach()}
-    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found |= {f"{n} after": b.clone() for n, b in model.named_buffers()}
+    results = {"loss": total.detach()}
+    results |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    results |= {f"{n} after": b.clone() for n, b in model.named_buffers()}
     with torch.no_grad():
         if cut is None:
             output = model.eval()(micro_batch.inputs)
         else:
             output = chain(stages, micro_batch, training=False)
-    return found | {f"output {i}": t for i, t in enumerate(tree_tensors(output))}
+    return results | {f"output {i}": t for i, t in enumerate(tree_tensors(output))}
 
 
 def fresh(model: nn.Module, *, numbers: bool) -> nn.Module:
@@ -151,9 +154,9 @@ def test_a_cut_model_is_the_whole_model(name: str) -> None:
     torch.manual_seed(0)
     micro_batch = example(name)
     loss = CrossEntropy(255, 1, 0.0) if name in SEGMENTATION else CrossEntropy()
-    model = described(name)
+    model = describe_model(name)
     traced_model = TracedModel(model, loss, CPU, Numerics())
-    cuts = [balanced(traced_model, micro_batch, stages) for stages in (2, 4)]
+    cuts = [balanced_cut(traced_model, micro_batch, stages) for stages in (2, 4)]
     names = {name for name, _ in model.named_parameters()}
     for cut in cuts:
         assert names <= set().union(*(cut.tensor_names_of([stage]) for stage in range(cut.stages)))

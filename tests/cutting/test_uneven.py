@@ -1,4 +1,4 @@
-"""A cut that leaves one rank most of the work is said, with the tensor that is behind it."""
+"""A cut that gives one rank most of the work is reported, with the tensor that forces it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def tokens() -> MicroBatch:
     return MicroBatch(ids, ids, 24, 4)
 
 
-def chosen(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-def]
+def chosen_cut(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-def]
+    """The cut that is chosen for this request."""
     traced_model = TracedModel(model, CrossEntropy(), torch.device("cpu"), Numerics())
     return choose_cut(traced_model, tokens(), request)
 
 
 class Lists(nn.Module):
-    """Its blocks leave tensors in an attribute of the model, which the head reads."""
+    """Its blocks store tensors in an attribute of the model, which the head reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +40,10 @@ class Lists(nn.Module):
         self.head = nn.Linear(16, 13)
 
     def forward(self, ids: Tensor) -> Tensor:
-        kept = [self.embed(ids)]
+        hidden_states = [self.embed(ids)]
         for block in self.blocks:
-            kept.append(block(kept[-1]))
-        return self.head(torch.stack(kept).sum(0))
+            hidden_states.append(block(hidden_states[-1]))
+        return self.head(torch.stack(hidden_states).sum(0))
 
 
 class OneHeavyLayer(nn.Module):
@@ -58,30 +59,30 @@ class OneHeavyLayer(nn.Module):
 @pytest.mark.parametrize("blocks", [4, 8, 12])
 def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     model, stages = CachingLM(blocks), 2
-    found = chosen(model, CutRequest(stages))
-    shares = [s / sum(found.partition.seconds) for s in found.partition.seconds]
+    cut = chosen_cut(model, CutRequest(stages))
+    shares = [s / sum(cut.partition.seconds) for s in cut.partition.seconds]
     assert max(shares) > 0.6
-    assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in found.uneven
-    assert "the model cannot be cut before 'blocks." in found.uneven
-    assert ".key' returns is passed on past it" in found.uneven
-    Blueprint.of(model)  # with the cache switched off nothing is in the way
-    found = chosen(model, CutRequest(stages))
-    assert found.uneven == ""
+    assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in cut.uneven
+    assert "the model cannot be cut before 'blocks." in cut.uneven
+    assert ".key' returns is passed on past it" in cut.uneven
+    Blueprint.of(model)  # without the cache every block can be cut
+    cut = chosen_cut(model, CutRequest(stages))
+    assert cut.uneven == ""
 
 
 @pytest.mark.parametrize(
-    ("make", "request_", "said"),
+    ("make", "request_", "message"),
     [
-        (Lists, CutRequest(2), ""),  # a list in the model's own code is no obstacle
+        (Lists, CutRequest(2), ""),  # a list in the outermost forward can be cut
         (OneHeavyLayer, CutRequest(2), "between 'head' and the end no module is called"),
         (Lists, CutRequest(2, at=("head",)), "strategy.cut.at asks for it. Leave it out to"),
         (CachingLM, CutRequest(1), ""),
     ],
 )
-def test_what_is_said_of_other_cuts(make, request_, said):
-    found = chosen(make(), request_).uneven
-    assert said in found
-    assert bool(found) is bool(said)
+def test_what_is_said_of_other_cuts(make, request_, message):
+    note = chosen_cut(make(), request_).uneven
+    assert message in note
+    assert bool(note) is bool(message)
 
 
 def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():
@@ -92,7 +93,7 @@ def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():
         r"'blocks.0.key' returns is passed on past it, but not by arguments and results: "
         r"by an attribute, or by an object in which.* Let the layer return the tensor",
     ):
-        chosen(CachingLM(), CutRequest(2, at=("blocks.2",)))
+        chosen_cut(CachingLM(), CutRequest(2, at=("blocks.2",)))
 
 
 def test_the_notes_of_a_plan_have_it():
@@ -105,4 +106,4 @@ def test_the_notes_of_a_plan_have_it():
 
 
 def test_stages_that_share_a_rank_say_nothing():
-    assert chosen(Lists(), CutRequest(4, devices=(0, 1, 0, 1))).uneven == ""
+    assert chosen_cut(Lists(), CutRequest(4, devices=(0, 1, 0, 1))).uneven == ""

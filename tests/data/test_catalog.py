@@ -1,3 +1,5 @@
+"""Data sources by name or import path: listed ones, a user's functions and classes, refusals."""
+
 import subprocess
 import sys
 import types
@@ -15,7 +17,7 @@ from bigtrain.losses.tasks import ClassificationTask
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A user's own module."""
+    """A user's module with data sources."""
     module = types.ModuleType("mine")
     monkeypatch.setitem(sys.modules, "mine", module)
 

@@ -1,4 +1,4 @@
-"""Damaged image files are refused with their path and the fix, before anything is trained."""
+"""Damaged image files are refused with their path and the fix, before training starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def small_sets(tmp_path_factory):
+    """The small data sets in a temporary folder."""
     root = tmp_path_factory.mktemp("small")
     for name in SIZES:
         write_small(name, root / name, share=0.05)
@@ -44,13 +45,13 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture
-def small(written, tmp_path):
-    """Makes a copy of a data set, which a test may damage."""
+def small(small_sets, tmp_path):
+    """A function that copies a data set, so that a test may damage the copy."""
 
     def make(name):
-        for file in (written / name).rglob("*"):
+        for file in (small_sets / name).rglob("*"):
             if file.is_file():
-                target = tmp_path / file.relative_to(written)
+                target = tmp_path / file.relative_to(small_sets)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(file.read_bytes())
         return tmp_path / name
@@ -62,14 +63,15 @@ def opened(name, path):
     return open_data(name, str(path), {}, seed=0)
 
 
-def refused(name, path, message):
+def assert_refused(name, path, message):
+    """Assert that opening the data set raises this message."""
     with pytest.raises(ConfigError, match=message):
         opened(name, path)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_small_data_sets_are_read_as_the_real_ones(written, name):
-    data = opened(name, written / name)
+def test_the_small_data_sets_are_read_as_the_real_ones(small_sets, name):
+    data = opened(name, small_sets / name)
     train, held_out, shape = SIZES[name]
     assert (len(data.train), len(data.validation)) == (train, held_out)
     assert data.train[0][0].shape == data.validation[0][0].shape == shape
@@ -77,27 +79,29 @@ def test_the_small_data_sets_are_read_as_the_real_ones(written, name):
     assert set(WRITERS) == set(SIZES)
 
 
-def test_the_same_seed_writes_the_same_bytes(written, tmp_path):
+def test_the_same_seed_writes_the_same_bytes(small_sets, tmp_path):
     for name in ("mnist", "cifar10", "voc"):
         for seed in (0, 1):
             write_small(name, tmp_path / str(seed) / name, seed, share=0.05)
-        files = [file for file in (written / name).rglob("*") if file.is_file()]
+        files = [file for file in (small_sets / name).rglob("*") if file.is_file()]
         for seed, alike in ((0, True), (1, False)):
-            others = [tmp_path / str(seed) / file.relative_to(written) for file in files]
-            pairs = zip(files, others, strict=True)
+            second_files = [tmp_path / str(seed) / file.relative_to(small_sets) for file in files]
+            pairs = zip(files, second_files, strict=True)
             assert all(a.read_bytes() == b.read_bytes() for a, b in pairs) is alike
 
 
-def test_small_cifar10_is_stored_by_channels(written):
-    """Its images are parts of photographs, whose neighbouring pixels are similar."""
-    images = torch.cat([opened("cifar10", written / "cifar10").validation[i][0] for i in range(9)])
+def test_small_cifar10_is_stored_by_channels(small_sets):
+    """Its images are crops of photographs, whose neighbouring pixels are similar."""
+    images = torch.cat(
+        [opened("cifar10", small_sets / "cifar10").validation[i][0] for i in range(9)]
+    )
     near, far = images.diff(dim=-1).abs().mean(), (images - images.flip(-1)).abs().mean()
     assert near < 0.5 * far
     assert len(photographs()) == 3
 
 
-def test_masks_of_the_small_voc_have_classes_borders_and_colours(written):
-    folder = written / "voc" / "VOCdevkit" / "VOC2012" / "SegmentationClass"
+def test_masks_of_the_small_voc_have_classes_borders_and_colours(small_sets):
+    folder = small_sets / "voc" / "VOCdevkit" / "VOC2012" / "SegmentationClass"
     seen: set[int] = set()
     for file in folder.iterdir():
         with Image.open(file) as mask:
@@ -106,8 +110,8 @@ def test_masks_of_the_small_voc_have_classes_borders_and_colours(written):
             palette = mask.getpalette()
     assert {0, 255} < seen <= {0, 1, 2, 3, 4, 5, 255}
     # The published colours of background, aeroplane, bicycle and the border.
-    found = [tuple(palette[3 * n : 3 * n + 3]) for n in (0, 1, 2, 255)]
-    assert found == [(0, 0, 0), (128, 0, 0), (0, 128, 0), (224, 224, 192)]
+    colours = [tuple(palette[3 * n : 3 * n + 3]) for n in (0, 1, 2, 255)]
+    assert colours == [(0, 0, 0), (128, 0, 0), (0, 128, 0), (224, 224, 192)]
 
 
 def test_an_idx_file_is_held_to_its_header(tmp_path):
@@ -139,12 +143,12 @@ def test_labels_of_mnist_belong_to_its_images(small):
     root = small("mnist")
     labels = root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     labels.write_bytes(struct.pack(">2I", 0x801, 3) + bytes([1, 2, 3]))
-    refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* has 3 labels")
+    assert_refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* has 3 labels")
     labels.write_bytes(struct.pack(">2I", 0x801, 18) + bytes([12] * 18))
-    refused("mnist", root, r"t10k-labels.* has the label 12, all must be below 10")
+    assert_refused("mnist", root, r"t10k-labels.* has the label 12, all must be below 10")
     labels.with_name(f"{labels.name}.gz").unlink()
     labels.unlink()
-    refused("mnist", root, r"holds no mnist, .*t10k-labels-idx1-ubyte does not exist")
+    assert_refused("mnist", root, r"holds no mnist, .*t10k-labels-idx1-ubyte does not exist")
 
 
 def test_batches_of_cifar10_are_whole(small):
@@ -152,26 +156,30 @@ def test_batches_of_cifar10_are_whole(small):
     batch = root / "cifar-10-batches-bin" / "data_batch_3.bin"
     content = batch.read_bytes()
     batch.write_bytes(content[:-1])
-    refused("cifar10", root, rf"3\.bin .*has {len(content) - 1} bytes, .* multiple of 3073")
+    assert_refused("cifar10", root, rf"3\.bin .*has {len(content) - 1} bytes, .* multiple of 3073")
     batch.write_bytes(b"\x0a" + content[1:])
-    refused("cifar10", root, r"data_batch_3\.bin .*has the label 10, all must be below 10")
+    assert_refused("cifar10", root, r"data_batch_3\.bin .*has the label 10, all must be below 10")
     batch.unlink()
-    refused("cifar10", root, r"holds no cifar10, .*data_batch_3\.bin does not exist")
+    assert_refused("cifar10", root, r"holds no cifar10, .*data_batch_3\.bin does not exist")
 
 
 def test_classes_of_imagenet_have_images_that_are_whole(small):
     root = small("imagenet")
-    (picture, *others) = sorted((root / "val" / "three").iterdir())
+    (picture, *other_pictures) = sorted((root / "val" / "three").iterdir())
     content = picture.read_bytes()
     picture.write_bytes(content[: len(content) // 2])
-    refused("imagenet", root, r"val/three/three_0\.JPEG cannot be read: .*truncated.*Get this file")
+    assert_refused(
+        "imagenet", root, r"val/three/three_0\.JPEG cannot be read: .*truncated.*Get this file"
+    )
     picture.write_bytes(content + b"written after its end")
     assert len(opened("imagenet", root).validation) == 10
-    for file in (picture, *others):
+    for file in (picture, *other_pictures):
         file.unlink()
-    refused("imagenet", root, r"val/three has no image, and a class needs at least 1\. Put images")
+    assert_refused(
+        "imagenet", root, r"val/three has no image, and a class needs at least 1\. Put images"
+    )
     (root / "val" / "three").rmdir()
-    refused("imagenet", root, r"val 9; 'three' is only in one of them")
+    assert_refused("imagenet", root, r"val 9; 'three' is only in one of them")
 
 
 def test_an_image_that_is_damaged_later_is_named(small):
@@ -194,31 +202,35 @@ def test_masks_of_voc_fit_their_images(small):
     )
     content = mask.read_bytes()
     mask.write_bytes(content[: len(content) // 2])
-    refused("voc", root, r"2012_train_000001\.png cannot be read: ")
+    assert_refused("voc", root, r"2012_train_000001\.png cannot be read: ")
     Image.new("P", (30, 20)).save(mask)
-    refused("voc", root, r"000001\.png has 30 x 20 pixels, and its image .*000001\.jpg \d+ x \d+\.")
+    assert_refused(
+        "voc", root, r"000001\.png has 30 x 20 pixels, and its image .*000001\.jpg \d+ x \d+\."
+    )
     with Image.open(picture) as image:
         size = image.size
     Image.new("RGB", size).save(mask)
-    refused("voc", root, r"000001\.png has pixels of mode RGB, needed are palette numbers \(P\)")
+    assert_refused(
+        "voc", root, r"000001\.png has pixels of mode RGB, needed are palette numbers \(P\)"
+    )
     Image.new("L", size, 30).save(mask)
     with pytest.raises(ConfigError, match=r"000001\.png has the class 30, and voc has 0 to 20"):
         opened("voc", root).train[1]
     mask.write_bytes(content)
     picture.unlink()
-    refused("voc", root, r"000001\.jpg cannot be read: .*No such file")
+    assert_refused("voc", root, r"000001\.jpg cannot be read: .*No such file")
     lists = folder / "ImageSets" / "Segmentation"
     (lists / "train.txt").write_text("\n")
-    refused("voc", root, r"train\.txt names no image, at least 1 is needed")
+    assert_refused("voc", root, r"train\.txt names no image, at least 1 is needed")
     (lists / "val.txt").unlink()
-    refused("voc", root, r"holds no voc 2012, .*val\.txt does not exist")
+    assert_refused("voc", root, r"holds no voc 2012, .*val\.txt does not exist")
 
 
-def test_a_range_of_scales_ascends(written):
+def test_a_range_of_scales_ascends(small_sets):
     with pytest.raises(ConfigError, match=r"scale=\[1\.5, 0\.5\] needs .*scale=\[0\.5,1\.5\]"):
-        open_data("voc", str(written / "voc"), {"scale": [1.5, 0.5]}, seed=0)
+        open_data("voc", str(small_sets / "voc"), {"scale": [1.5, 0.5]}, seed=0)
     with pytest.raises(ConfigError, match=r"data\.args\.scale: needs more than 0"):
-        open_data("voc", str(written / "voc"), {"scale": [0, 0.5]}, seed=0)
+        open_data("voc", str(small_sets / "voc"), {"scale": [0, 0.5]}, seed=0)
 
 
 def test_many_files_are_looked_at_in_part(tmp_path):
@@ -234,7 +246,7 @@ def test_many_files_are_looked_at_in_part(tmp_path):
 @pytest.mark.parametrize("kind", ["bomb", "pipe", "device", "folder", "text", "no header"])
 def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "odd.png"
-    if kind == "bomb":  # a few bytes that expand to ten gigabytes
+    if kind == "bomb":  # a small file that expands to ten gigabytes
         size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", size), (b"IDAT", b"x"), (b"IEND", b"")]
         packed = [

@@ -1,3 +1,5 @@
+"""Data sets of images: reading, validation split, augmentation, downloads and refusals."""
+
 import gzip
 import hashlib
 import pickle
@@ -45,7 +47,7 @@ def write_cifar10(root, monkeypatch):
             entry = {"data": pixels(4, 3072), "labels": [1, 9, 0, 4]}
         (folder / name).write_bytes(pickle.dumps(entry))
         sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    # The real class checks the sums of the real files; here those of the small ones.
+    # The real class checks the hashes of the real files; here it gets those of the small ones.
     trains = [[f"data_batch_{n}", sums[f"data_batch_{n}"]] for n in range(1, 6)]
     monkeypatch.setattr(datasets.CIFAR10, "train_list", trains)
     monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
@@ -107,7 +109,7 @@ def test_packed_mnist_is_read_where_it_is(tmp_path):
     packed, beside = opened("mnist", tmp_path), opened("mnist", raw)
     assert sorted(raw.iterdir()) == before
     assert torch.equal(packed.validation[3][0], beside.validation[3][0])
-    for file in before:  # a plain file goes before a packed one
+    for file in before:  # a plain file is preferred to a packed one
         file.with_suffix("").write_bytes(gzip.decompress(file.read_bytes()))
         file.write_bytes(b"not looked at")
     assert torch.equal(opened("mnist", tmp_path).validation[3][0], packed.validation[3][0])
@@ -194,7 +196,14 @@ def test_augmentation_does_not_depend_on_the_ranks(name, tmp_path, monkeypatch):
         ]
         steps = [[next(loader) for loader in loaders] for _ in range(2)]
         return [
-            torch.cat([part.inputs for one in step for part in one.micro_batches if part.rows])
+            torch.cat(
+                [
+                    part.inputs
+                    for rank_batch in step
+                    for part in rank_batch.micro_batches
+                    if part.rows
+                ]
+            )
             for step in steps
         ]
 
@@ -203,7 +212,7 @@ def test_augmentation_does_not_depend_on_the_ranks(name, tmp_path, monkeypatch):
     assert torch.equal(alone[1], spread[1])
     places = [order.batch_at(epoch * len(data.train)).indices for epoch in range(2)]
     same = alone[1][[places[1].index(i) for i in places[0]]]
-    assert not torch.equal(alone[0], same)  # another epoch, another crop
+    assert not torch.equal(alone[0], same)  # a different epoch, a different crop
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "image_folder", "voc"])
@@ -264,10 +273,10 @@ def test_a_download_is_made_once_in_a_temporary_folder(name, tmp_path, monkeypat
     for _ in range(2):
         prepare_data(name, str(target), {"download": True})
     assert len(calls) == 1
-    root, given = calls[0]
+    root, folders_given = calls[0]
     assert root.parent == target
     assert not root.exists()
-    assert given == ["archive.tar.gz"]
+    assert folders_given == ["archive.tar.gz"]
     assert len(opened(name, target, download=True).train) in (4, 12, 20)
 
 

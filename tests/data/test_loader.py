@@ -1,3 +1,5 @@
+"""The loader: samples of a step do not depend on ranks, micro-batches or worker processes."""
+
 import itertools
 import os
 import random
@@ -16,13 +18,13 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
 
-# Python 3.12 and later say that forking a process with threads is risky; torch's loader forks.
+# Python 3.12 and later warn that forking a process with threads is risky; torch's loader forks.
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 @dataclass
 class Numbers(Dataset):
-    """Sample i is (i with noise, i), the noise standing for augmentation."""
+    """Sample i is (i with noise, i); the noise represents random augmentation."""
 
     size: int
     noise: bool = False
@@ -42,19 +44,19 @@ def steps(dataset, batch, number, *, seed=3, drop_last=False, **options):
 
 
 def rows(step):
-    """The (target, input) pairs of one rank's step, padding left out."""
-    found = []
+    """The (target, input) pairs of one rank's step, without padding."""
+    pairs = []
     for part in step.micro_batches:
         if part.padding:
             assert (part.count, part.rows) == (0, 0)
         else:
             assert part.count == part.rows == len(part.targets)
-            found += zip(part.targets.tolist(), part.inputs.tolist(), strict=True)
-    return found
+            pairs += zip(part.targets.tolist(), part.inputs.tolist(), strict=True)
+    return pairs
 
 
-def everything(dataset, batch, number, ranks, **options):
-    """Each step's samples over all ranks."""
+def samples_of_all_ranks(dataset, batch, number, ranks, **options):
+    """The samples of each step, over all ranks."""
     each = [
         steps(dataset, batch, number, dp_rank=rank, dp_size=ranks, **options)
         for rank in range(ranks)
@@ -69,7 +71,7 @@ def everything(dataset, batch, number, ranks, **options):
 def test_samples_and_their_augmentation_do_not_depend_on_the_layout(ranks, micro):
     dataset = Numbers(10, noise=True)
     reference = [rows(step) for step in steps(dataset, 4, 8, micro_batch_size=4)]
-    assert everything(dataset, 4, 8, ranks, micro_batch_size=micro) == reference
+    assert samples_of_all_ranks(dataset, 4, 8, ranks, micro_batch_size=micro) == reference
 
 
 @forks
@@ -83,16 +85,16 @@ def test_reading_ahead_changes_nothing():
 def test_augmentation_changes_with_the_epoch_and_the_seed():
     dataset = Numbers(6, noise=True)
     first, second = (dict(rows(step)) for step in steps(dataset, 6, 2, micro_batch_size=6))
-    other = dict(rows(steps(dataset, 6, 1, seed=4, micro_batch_size=6)[0]))
+    second_seed = dict(rows(steps(dataset, 6, 1, seed=4, micro_batch_size=6)[0]))
     for index in range(6):
-        assert len({first[index], second[index], other[index]}) == 3
+        assert len({first[index], second[index], second_seed[index]}) == 3
     assert len({value % 1 for value in first.values()}) == 6
 
 
 def test_a_subset_is_seeded_sample_by_sample():
     dataset = Subset(Numbers(20, noise=True), range(0, 20, 2))
-    reference = everything(dataset, 4, 3, 1, micro_batch_size=4)
-    assert everything(dataset, 4, 3, 2, micro_batch_size=1) == reference
+    reference = samples_of_all_ranks(dataset, 4, 3, 1, micro_batch_size=4)
+    assert samples_of_all_ranks(dataset, 4, 3, 2, micro_batch_size=1) == reference
 
 
 def test_the_generators_of_the_training_are_left_alone():
@@ -115,9 +117,11 @@ def test_only_the_cpu_generator_is_seeded(monkeypatch):
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 5), (2, 5), (4, 3), (3, 12)])
 def test_resuming_with_another_world_continues_the_sequence(ranks, batch):
     dataset = Numbers(13, noise=True)
-    reference = sum(everything(dataset, 5, 30, 2, micro_batch_size=2), [])
+    reference = sum(samples_of_all_ranks(dataset, 5, 30, 2, micro_batch_size=2), [])
     for position in (0, 5, 13, 18):
-        resumed = everything(dataset, batch, 6, ranks, micro_batch_size=2, samples_seen=position)
+        resumed = samples_of_all_ranks(
+            dataset, batch, 6, ranks, micro_batch_size=2, samples_seen=position
+        )
         flat = sum(resumed, [])
         assert len(flat) >= 13
         assert flat == reference[position : position + len(flat)]
@@ -276,7 +280,7 @@ def test_bad_numbers_are_refused():
 
 
 class Drawn(Numbers):
-    """Sample i with noise from the generators that are not torch's."""
+    """Sample i with noise from the generators of Python and numpy."""
 
     def __getitem__(self, index):
         return torch.tensor([random.random(), np.random.rand()]), torch.tensor(index)
@@ -284,8 +288,8 @@ class Drawn(Numbers):
 
 def test_other_generators_than_torchs_do_not_depend_on_the_layout_either():
     before = random.getstate(), np.random.get_state()[1].tolist()
-    alone = everything(Drawn(20), 6, 4, 1)
-    assert everything(Drawn(20), 6, 4, 2, micro_batch_size=2) == alone
+    alone = samples_of_all_ranks(Drawn(20), 6, 4, 1)
+    assert samples_of_all_ranks(Drawn(20), 6, 4, 2, micro_batch_size=2) == alone
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     noise = [tuple(inputs) for step in alone for _, inputs in step]
     assert len(set(noise)) == len(noise)

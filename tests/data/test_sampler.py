@@ -1,3 +1,5 @@
+"""The global order of samples: a seeded permutation, divided among ranks and resumable."""
+
 import itertools
 import math
 
@@ -26,7 +28,7 @@ def test_permute_is_a_permutation(size):
         places = permute_indices(range(size), size, seed)
         assert sorted(places.tolist()) == list(range(size))
         pieces = [int(permute_indices(at, size, seed)[0]) for at in range(size)]
-        assert pieces == places.tolist()  # a place depends on its position alone
+        assert pieces == places.tolist()  # an entry depends only on its position
 
 
 def test_permute_mixes_well():
@@ -48,7 +50,7 @@ def test_permute_needs_no_memory_for_the_data_set():
 
 
 def test_the_order_never_changes():
-    # A resumed run counts on it: another torch, numpy or machine must give the same.
+    # A resumed run relies on it: a different torch, numpy or machine must give the same order.
     assert permute_indices(range(10), 10, 0).tolist() == [2, 1, 7, 3, 8, 6, 5, 4, 9, 0]
     assert GlobalOrder(10, 4, seed=1).batch_at(14).indices == [0, 2, 8, 5]
     assert derive_seed(1, 2) != derive_seed(12) != derive_seed(2, 1)
@@ -85,7 +87,8 @@ def test_drop_last_leaves_out_what_fills_no_batch():
     assert all(len(batch.indices) == 4 for batch in batches)
     assert [batch.epoch for batch in batches] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     left_out = [set(range(10)) - {*a.indices, *b.indices} for a, b in itertools.pairwise(batches)]
-    assert len({frozenset(rest) for rest in left_out[::2]}) > 1  # not the same ones for ever
+    # Not the same samples in every epoch
+    assert len({frozenset(omitted) for omitted in left_out[::2]}) > 1
 
 
 @pytest.mark.parametrize("other_batch", [1, 3, 8, 50])
@@ -103,15 +106,17 @@ def test_a_resumed_position_continues_the_sequence_at_any_batch_size(other_batch
 def test_the_ranks_together_have_the_batch(total, ranks, micro):
     indices = list(range(100, 100 + total))
     shares = [split_global_batch(indices, rank, ranks, micro) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1  # equal numbers of forwards
+    assert len({len(share) for share in shares}) == 1  # each rank runs as many forward passes
     assert len(shares[0]) == math.ceil(math.ceil(total / ranks) / micro)
-    dealt = [i for share in shares for plan in share if not plan.padding for i in plan.indices]
-    assert dealt == indices
+    drawn_indices = [
+        i for share in shares for plan in share if not plan.padding for i in plan.indices
+    ]
+    assert drawn_indices == indices
     rows = [sum(len(p.indices) for p in share if not p.padding) for share in shares]
     assert max(rows) - min(rows) <= 1
     for plan in itertools.chain(*shares):
         assert 1 <= len(plan.indices) <= micro
-        # Different samples of the batch: one many times would spoil the statistics of BatchNorm.
+        # Distinct samples: one sample many times would distort the statistics of BatchNorm.
         assert not plan.padding or list(plan.indices) == indices[:micro]
 
 

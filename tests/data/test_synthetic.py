@@ -1,3 +1,5 @@
+"""Synthetic data sets and the digits of scikit-learn."""
+
 import importlib.util
 
 import pytest
@@ -43,11 +45,11 @@ def test_language_samples_are_shifted():
 
 
 def test_samples_depend_on_the_seed_and_the_index_alone():
-    first, again, other = synthetic(seed=1), synthetic(seed=1), synthetic(seed=2)
+    first, again, second_seed = synthetic(seed=1), synthetic(seed=1), synthetic(seed=2)
     torch.rand(3)
     for index in (5, 0, 5):
         assert torch.equal(first.train[index][0], again.train[index][0])
-    assert not torch.equal(first.train[5][0], other.train[5][0])
+    assert not torch.equal(first.train[5][0], second_seed.train[5][0])
     assert not torch.equal(first.train[5][0], first.train[6][0])
 
 
@@ -71,9 +73,9 @@ def test_bad_shapes_are_refused():
 
 
 def test_digits_are_split_the_same_for_every_seed():
-    data, other = (open_data("digits", None, {"size": 8}, seed=seed) for seed in (0, 1))
+    data, second = (open_data("digits", None, {"size": 8}, seed=seed) for seed in (0, 1))
     assert (len(data.train), len(data.validation)) == (1437, 360)
-    assert torch.equal(data.train.inputs, other.train.inputs)
+    assert torch.equal(data.train.inputs, second.train.inputs)
     images = torch.cat([data.train.inputs, data.validation.inputs])
     assert images.shape == (1797, 1, 8, 8)
     assert abs(images.mean()) < 0.01
@@ -90,7 +92,7 @@ def test_digits_are_split_the_same_for_every_seed():
         )
     )
     wanted = sorted((int(t), tuple(x.tolist())) for x, t in zip(pixels, labels, strict=True))
-    assert got == wanted  # every image once, with its own label
+    assert got == wanted  # every image once, with its label
     assert data.validation.targets.bincount().min() > 20
 
 

@@ -1,3 +1,5 @@
+"""Text as sequences of bytes: joined files, the cache, validation and refusals."""
+
 import io
 import math
 import os
@@ -43,7 +45,7 @@ def opened(path, models_length=None, **args):
 
 
 def content(samples):
-    """The bytes of all samples and the target of the last one."""
+    """The bytes of all samples, and the target of the last one."""
     inputs = b"".join(bytes(samples[i][0].tolist()) for i in range(len(samples)))
     return inputs + bytes(samples[len(samples) - 1][1][-1:].tolist())
 
@@ -140,11 +142,11 @@ def test_without_a_path_it_is_the_python_library(tmp_path, monkeypatch):
 
 
 def test_the_baseline_is_the_cross_entropy_of_byte_frequencies(tmp_path):
-    train, rest = b"ab" * 450 + b"c" * 50, b"aab" * 16 + b"zz"
-    (tmp_path / "x.txt").write_bytes(train + rest)
+    train, held_out = b"ab" * 450 + b"c" * 50, b"aab" * 16 + b"zz"
+    (tmp_path / "x.txt").write_bytes(train + held_out)
     data = opened(tmp_path / "x.txt", 8, validation_fraction=0.05)
     odds = [(train.count(byte) + 1) / (950 + 256) for byte in range(256)]
-    expected = -sum(math.log2(odds[byte]) for byte in rest) / 50
+    expected = -sum(math.log2(odds[byte]) for byte in held_out) / 50
     assert data.baseline == pytest.approx({"bits_per_byte": expected})
     constant = torch.tensor([[math.log(odd) for odd in odds]])
     _, targets = data.validation[0]
@@ -232,10 +234,10 @@ def test_a_cache_that_would_fill_the_disk_is_refused_with_its_largest_file(folde
         return
     with pytest.raises(ConfigError) as caught:
         prepare_data("text", str(folder), {})
-    said = str(caught.value)
-    assert "needs a cache of 2.00 TiB" in said
-    assert "are free)" in said
-    assert "the largest is hole.txt with 2.00 TiB, of which 0 B are written" in said
+    message = str(caught.value)
+    assert "needs a cache of 2.00 TiB" in message
+    assert "are free)" in message
+    assert "the largest is hole.txt with 2.00 TiB, of which 0 B are written" in message
     assert [path.name for path in cache.rglob("*") if path.is_file()] == []
     prepare_data("text", str(folder), {"pattern": "[ab]*.txt"})
 
@@ -255,7 +257,7 @@ def test_the_draft_of_a_process_that_was_killed_is_removed_by_the_next(folder, c
     assert process.stdout.readline() == b"begun\n"
     drafts = [path for path in cache.iterdir() if ".draft-" in path.name]
     assert len(drafts) == 1
-    prepare_data("text", str(folder), {})  # the surviving process keeps it
+    prepare_data("text", str(folder), {})  # the process is still alive, so its draft stays
     assert drafts[0].exists()
     process.kill()
     process.communicate()

@@ -1,4 +1,4 @@
-"""The runs of `bigtrain doctor --check`: their rules, their command and their file."""
+"""The runs of `bigtrain doctor --check`: their rules, their command and their result file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that are mappings of a class of their own, as tokenizers make them: forecast and run."""
+"""Batches that are custom mappings, such as a tokenizer's output: forecast and training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Encoding(UserDict):
-    """Beside its items it has an attribute, which moves with it."""
+    """Has an attribute in addition to its items; the attribute is kept when the batch is moved."""
 
     def __init__(self, items: dict[str, Any], origin: str) -> None:
         super().__init__(items)
@@ -31,7 +31,7 @@ class Encoding(UserDict):
 
 
 class Stored(MutableMapping):
-    """Keeps its items where a shallow copy shares them."""
+    """Stores its items in a dict that a shallow copy shares."""
 
     def __init__(self, items: dict[str, Any]) -> None:
         self._items = dict(items)
@@ -53,7 +53,7 @@ class Stored(MutableMapping):
 
 
 class Reader(nn.Module):
-    """Looks two inputs up in the batch; one of them is a number of floating point."""
+    """Reads two entries of the batch; one of them is a floating-point number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,13 +74,14 @@ TARGETS = torch.arange(6) % 5
 KINDS = [partial(Encoding, origin="tokenizer"), Stored]
 
 
-def trained(make: Any) -> tuple[Engine, list[float]]:
+def train_on(make: Any) -> tuple[Engine, list[float]]:
+    """Train on a batch made by `make`; return the engine and its losses."""
     torch.manual_seed(5)
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2, "train.accumulation_steps": 3}
     example = MicroBatch(make(items()), TARGETS, 6, 6).first_rows(2, CrossEntropy().count)
     context = RunContext.alone(torch.device("cpu"))
-    given = (Reader().double(), F.cross_entropy, SGD, job_from_keys("single", keys), context)
-    with Engine(*given, example=example) as engine:
+    arguments = (Reader().double(), F.cross_entropy, SGD, job_from_keys("single", keys), context)
+    with Engine(*arguments, example=example) as engine:
         losses = [engine.step((make(items()), TARGETS)).loss for _ in range(3)]
     return engine, losses
 
@@ -98,18 +99,19 @@ def test_a_batch_of_its_own_class_trains_as_a_plain_loop_does(make):
         loss.backward()
         optimizer.step()
         expected.append(float(loss.detach()))
-    assert trained(make)[1] == pytest.approx(expected, rel=1e-12)
+    assert train_on(make)[1] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("make", KINDS)
 def test_a_batch_of_its_own_class_is_forecast_as_a_plain_one(make):
-    engine, _ = trained(make)
-    plain, _ = trained(dict)
+    engine, _ = train_on(make)
+    plain, _ = train_on(dict)
     assert engine.prediction.note is None
     assert engine.prediction.peak == plain.prediction.peak
     measured = engine.meter.peak_bytes()
     assert measured == plain.meter.peak_bytes()
-    assert measured == pytest.approx(engine.prediction.peak.bytes, rel=0.01)  # views of one tensor
+    # Both inputs are views of one tensor
+    assert measured == pytest.approx(engine.prediction.peak.bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -129,6 +131,6 @@ def test_what_is_made_of_a_batch_leaves_it_as_it_was(make):
 
 def test_a_mapping_that_cannot_be_changed_becomes_a_dict():
     inputs = MappingProxyType(items())
-    found = MicroBatch(inputs, TARGETS, 6, 6).double().inputs
-    assert type(found) is dict
-    assert found["weight"].dtype == torch.float64
+    double_inputs = MicroBatch(inputs, TARGETS, 6, 6).double().inputs
+    assert type(double_inputs) is dict
+    assert double_inputs["weight"].dtype == torch.float64

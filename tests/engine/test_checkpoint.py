@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and damage that is noticed."""
+"""Checkpoint files are complete or absent, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_the_files_are_what_the_safetensors_library_reads_and_writes(tmp_path):
 
     path = write(tmp_path)
     values = {k.removeprefix("model."): v for k, v in tensors().items() if k.startswith("model.")}
-    found = load_file(path / MODEL)
-    assert found.keys() == values.keys()
-    save_file({k: v.contiguous() for k, v in found.items()}, path / "again.safetensors")
+    tensors_read = load_file(path / MODEL)
+    assert tensors_read.keys() == values.keys()
+    save_file({k: v.contiguous() for k, v in tensors_read.items()}, path / "again.safetensors")
     assert load_file(path / "again.safetensors").keys() == values.keys()
 
 
@@ -72,7 +72,7 @@ def test_only_the_newest_are_kept_and_latest_points_at_the_last(tmp_path):
 
 
 def test_after_a_resume_from_an_older_step_what_is_written_stays(tmp_path):
-    for step in (100, 200, 150, 175):  # at 200 the run was resumed from 100
+    for step in (100, 200, 150, 175):  # after step 200 the run was resumed from step 100
         path = write(tmp_path, step, keep=2)
         assert newest_checkpoint(tmp_path) == path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-150", "step-175"]
@@ -100,8 +100,8 @@ def test_an_unfinished_checkpoint_is_not_found(tmp_path):
 
 def test_a_checkpoint_is_found_from_its_folder_its_run_and_its_parent(tmp_path):
     path = write(tmp_path / "run" / "checkpoints", 7)
-    for place in (path, path.parent, path.parent.parent):
-        assert find_checkpoint(str(place)) == path
+    for folder in (path, path.parent, path.parent.parent):
+        assert find_checkpoint(str(folder)) == path
     with pytest.raises(
         ConfigError, match=r"checkpoint\.resume: there is no checkpoint at '.*nope'"
     ):
@@ -119,9 +119,9 @@ def test_what_another_library_wrote_is_named_with_the_way_to_use_it(tmp_path):
     for path in (tmp_path, tmp_path / "weights.pt"):
         with pytest.raises(ConfigError, match=rf"bigtrain checkpoint convert {path} TARGET"):
             find_checkpoint(str(path))
-    with pytest.raises(ConfigError, match="Give a folder that holds") as found:
+    with pytest.raises(ConfigError, match="Give a folder that holds") as refusal:
         find_checkpoint(str(tmp_path / "nowhere"))
-    assert "convert" not in str(found.value)
+    assert "convert" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("offset", [20, -1, -9])
@@ -160,8 +160,8 @@ def test_a_bit_flipped_anywhere_and_files_that_are_swapped_are_noticed(tmp_path)
     assert len(files) == 6
     for file in files:
         content = file.read_bytes()
-        for place in random.Random(file.name).sample(range(len(content)), 20):
-            flip(file, place)
+        for position in random.Random(file.name).sample(range(len(content)), 20):
+            flip(file, position)
             with pytest.raises(CheckpointError):
                 Checkpoint(path)
             file.write_bytes(content)
@@ -170,10 +170,10 @@ def test_a_bit_flipped_anywhere_and_files_that_are_swapped_are_noticed(tmp_path)
             Checkpoint(path)
         file.write_bytes(content)
     assert Checkpoint(path).meta["step"] == 1
-    one, other = (path / name for name in (MODEL, OPTIMIZER))
-    contents = one.read_bytes(), other.read_bytes()
-    one.write_bytes(contents[1])
-    other.write_bytes(contents[0])
+    model_file, optimizer_file = (path / name for name in (MODEL, OPTIMIZER))
+    contents = model_file.read_bytes(), optimizer_file.read_bytes()
+    model_file.write_bytes(contents[1])
+    optimizer_file.write_bytes(contents[0])
     with pytest.raises(CheckpointError):
         Checkpoint(path)
 
@@ -208,15 +208,15 @@ def test_a_type_that_cannot_be_saved_is_named(tmp_path):
 
 
 def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
-    kept = {0: 10, 1: 11}
+    device_states = {0: 10, 1: 11}
 
     def put(state, device):
-        kept[device.index] = int(state[0])
+        device_states[device.index] = int(state[0])
 
     gpus = SimpleNamespace(
         is_available=lambda: True,
-        device_count=lambda: len(kept),
-        get_rng_state=lambda device: torch.tensor([kept[device.index]], dtype=torch.uint8),
+        device_count=lambda: len(device_states),
+        get_rng_state=lambda device: torch.tensor([device_states[device.index]], dtype=torch.uint8),
         set_rng_state=put,
     )
     real = torch.get_device_module
@@ -224,15 +224,15 @@ def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
         torch, "get_device_module", lambda kind: gpus if kind == "cuda" else real(kind)
     )
     state = json.loads(json.dumps(random_state()))
-    kept[0] = kept[1] = 0
+    device_states[0] = device_states[1] = 0
     set_random_state(state)
-    assert kept == {0: 10, 1: 11}
-    kept = {0: 7}  # one GPU less than then
+    assert device_states == {0: 10, 1: 11}
+    device_states = {0: 7}  # one GPU fewer than at the save
     set_random_state(state)
-    assert kept == {0: 10}
-    kept = {0: 7, 1: 8}
-    set_random_state({**state, "cuda": state["cuda"][1]})  # as older checkpoints have it
-    assert kept == {0: 11, 1: 8}
+    assert device_states == {0: 10}
+    device_states = {0: 7, 1: 8}
+    set_random_state({**state, "cuda": state["cuda"][1]})  # the format of older checkpoints
+    assert device_states == {0: 11, 1: 8}
 
 
 def test_random_states_go_through_json_and_back():

@@ -1,4 +1,4 @@
-"""Which jobs have a chunked loss, and with which head."""
+"""The jobs that use a chunked loss, and the head that it is applied to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bigtrain.models.spec import ModelSpec
 
 
 def spec_of(**keys: Any) -> ModelSpec:
-    """The model of a job with these keys of its `model` section."""
+    """The model of a job with these keys in its `model` section."""
     return ModelSpec.of(ModelConfig(**keys))
 
 
@@ -82,10 +82,10 @@ def test_a_head_that_cannot_be_found(model, message):
 
 
 def test_which_jobs_have_it_when_nothing_is_said():
-    language, own = LanguageTask(50257, label_smoothing=0.1), large()
-    found = choose_loss(spec_of(name="gpt"), language, own, batch())
-    assert found == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
-    size = choose_loss(spec_of(name="gpt", chunk_size="1MiB"), language, own, batch())
+    language, large_model = LanguageTask(50257, label_smoothing=0.1), large()
+    choice = choose_loss(spec_of(name="gpt"), language, large_model, batch())
+    assert choice == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
+    size = choose_loss(spec_of(name="gpt", chunk_size="1MiB"), language, large_model, batch())
     assert isinstance(size, ChunkedCrossEntropy)
     assert size.chunk_size == 2**20
     off = spec_of(name="gpt", chunked_loss=False)
@@ -94,7 +94,7 @@ def test_which_jobs_have_it_when_nothing_is_said():
         (spec_of(name="lenet"), ClassificationTask(3)),
         (spec_of(name="support.nets:TinyLM"), language),
     ):
-        assert type(choose_loss(config, task, own, batch())) is CrossEntropy
+        assert type(choose_loss(config, task, large_model, batch())) is CrossEntropy
 
 
 def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
@@ -105,8 +105,8 @@ def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
     assert choose_loss(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
     classes = spec_of(name="support.nets:TinyConv", chunked_loss=True)
     images = MicroBatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), 2, 2)
-    found = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
-    assert found == ChunkedCrossEntropy(head="head")
+    choice = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
+    assert choice == ChunkedCrossEntropy(head="head")
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_a_weight_for_no_head_and_for_another_loss_is_refused():
     config = spec_of(name="deeplabv3_resnet50", auxiliary_weight=0.4)
     with pytest.raises(ConfigError, match=r"=0\.4 .* deeplabv3_resnet50 has none\. Set .*=true"):
         choose_loss(config, SegmentationTask(3), segmenting(), batch())
-    own = CustomTask(MeanLoss(torch.nn.functional.mse_loss))
+    custom = CustomTask(MeanLoss(torch.nn.functional.mse_loss))
     with pytest.raises(ConfigError, match=r"=0\.4 is for a cross entropy, .* is a MeanLoss"):
-        choose_loss(config, own, TinyConv(), batch())
-    other = spec_of(
+        choose_loss(config, custom, TinyConv(), batch())
+    spec = spec_of(
         name="deeplabv3_resnet50", auxiliary_weight=0.4, loss="torch.nn:CrossEntropyLoss"
     )
     with pytest.raises(ConfigError, match=r"=0\.4 is for the task's own.*and model\.loss=torch"):
-        check_chunks(other)
+        check_chunks(spec)

@@ -1,4 +1,4 @@
-"""The library door, and what the engine promises to a loop of one's own."""
+"""`bigtrain.prepare`, and the guarantees of the engine for a user's training loop."""
 
 from __future__ import annotations
 

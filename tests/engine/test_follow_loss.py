@@ -1,6 +1,6 @@
-"""A user's own loss: micro-batches contribute what one process with the whole batch computes.
+"""A user's loss: the micro-batches' contributions add up to the loss of the whole batch.
 
-The oracle is the user's function on the model's output for the whole batch.
+The reference is the user's function applied to the model's output for the whole batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 def text() -> MicroBatch:
-    """Four rows, of which two are padded by different lengths."""
+    """Four rows, two of which are padded by different lengths."""
     inputs = tokens(4, ignored=False).inputs
     targets = tokens(4, ignored=False).targets.clone()
     targets[0, 2:] = -100
@@ -35,11 +35,12 @@ def text() -> MicroBatch:
     return MicroBatch(inputs, targets, 24, 4)
 
 
-def flat(output: Tensor, target: Tensor, **options: Any) -> Tensor:
+def token_loss(output: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
 
 
-def each(output: Tensor, target: Tensor) -> Tensor:
+def loss_per_target(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of each target, without reduction."""
     return F.cross_entropy(output.transpose(1, 2), target, reduction="none")
 
 
@@ -52,14 +53,14 @@ def labels(target: Tensor) -> Tensor:
 
 
 def by_rows(output: Tensor, target: Tensor) -> Tensor:
-    """The mean over rows of the mean over what is valid in each."""
+    """The mean over rows of the mean over each row's valid targets."""
     mask = valid(target).float()
-    return ((each(output, target) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    return ((loss_per_target(output, target) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
 def read_count(output: Tensor, target: Tensor) -> Tensor:
     count = valid(target).sum().item()
-    return (each(output, target) * valid(target)).sum() / max(count, 1)
+    return (loss_per_target(output, target) * valid(target)).sum() / max(count, 1)
 
 
 def per_class(output: Tensor, target: Tensor) -> Tensor:
@@ -70,17 +71,19 @@ def per_class(output: Tensor, target: Tensor) -> Tensor:
 def shifted_in_place(output: Tensor, target: Tensor) -> Tensor:
     moved = torch.full_like(target, -100)
     moved[:, :-1] = target[:, 1:]
-    return flat(output, moved)
+    return token_loss(output, moved)
 
 
-def checked(output: Tensor, target: Tensor) -> Tensor:
+def loss_with_check(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that reads its output to check for NaN."""
     if torch.isnan(output).any():
         raise ValueError("no numbers")
-    return flat(output, target)
+    return token_loss(output, target)
 
 
-def logged(output: Tensor, target: Tensor) -> Tensor:
-    value = flat(output, target)
+def loss_with_logging(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that reads its value, as for a log."""
+    value = token_loss(output, target)
     assert float(value.detach()) >= 0
     return value
 
@@ -91,7 +94,7 @@ def own_nll(output: Tensor, target: Tensor) -> Tensor:
 
 
 def in_place_sum(output: Tensor, target: Tensor) -> Tensor:
-    total = flat(output, target)
+    total = token_loss(output, target)
     total += 0.1 * output.abs().mean()
     total *= 0.5
     return total
@@ -108,28 +111,30 @@ class Criterion(nn.Module):
 
 
 LOSSES: dict[str, LossFunction] = {
-    "shifted inside": lambda o, t: flat(o[:, :-1], t[:, 1:]),
+    "shifted inside": lambda o, t: token_loss(o[:, :-1], t[:, 1:]),
     "shifted in place": shifted_in_place,
-    "first position dropped": lambda o, t: flat(o[:, 1:], t[:, 1:], ignore_index=-100),
-    "another mark": lambda o, t: flat(o, t.where(valid(t), -1), ignore_index=-1),
-    "class weights": lambda o, t: flat(o, t, weight=WEIGHTS, label_smoothing=0.1),
+    "first position dropped": lambda o, t: token_loss(o[:, 1:], t[:, 1:], ignore_index=-100),
+    "another mark": lambda o, t: token_loss(o, t.where(valid(t), -1), ignore_index=-1),
+    "class weights": lambda o, t: token_loss(o, t, weight=WEIGHTS, label_smoothing=0.1),
     "probabilities": lambda o, t: F.cross_entropy(o.flatten(0, 1), labels(t).flatten(0, 1)),
     "nll": lambda o, t: F.nll_loss(o.log_softmax(-1).transpose(1, 2), t),
     "by rows": by_rows,
-    "sum of two": lambda o, t: flat(o, t) + 0.5 * o.abs().mean(),
+    "sum of two": lambda o, t: token_loss(o, t) + 0.5 * o.abs().mean(),
     "sum in place": in_place_sum,
     "a module of two": Criterion(),
-    "a constant": lambda o, t: flat(o, t) + 3.0,
-    "stacked": lambda o, t: torch.stack([flat(o, t), o.square().mean()]).mean(),
-    "masked by hand": lambda o, t: (each(o, t) * valid(t)).sum() / valid(t).sum(),
-    "masked mean of means": lambda o, t: (each(o, t) * valid(t)).mean() / valid(t).float().mean(),
+    "a constant": lambda o, t: token_loss(o, t) + 3.0,
+    "stacked": lambda o, t: torch.stack([token_loss(o, t), o.square().mean()]).mean(),
+    "masked by hand": lambda o, t: (loss_per_target(o, t) * valid(t)).sum() / valid(t).sum(),
+    "masked mean of means": lambda o, t: (
+        (loss_per_target(o, t) * valid(t)).mean() / valid(t).float().mean()
+    ),
     "count read by Python": read_count,
     "count with an epsilon": own_nll,
     "selected": lambda o, t: F.cross_entropy(o[valid(t)], t[valid(t)]),
     "selected, two counts": lambda o, t: (
         o[valid(t)].square().mean() + F.mse_loss(o[valid(t)], labels(t)[valid(t)])
     ),
-    "masked_select": lambda o, t: each(o, t).masked_select(valid(t)).mean(),
+    "masked_select": lambda o, t: loss_per_target(o, t).masked_select(valid(t)).mean(),
     "a sum over rows": lambda o, t: o.square().sum() / len(t),
     "a sum over numbers": lambda o, _: o.square().sum() / o.numel(),
     "a sum": lambda o, _: o.square().sum(),
@@ -139,14 +144,14 @@ LOSSES: dict[str, LossFunction] = {
     "per class": per_class,
     "batchmean": lambda o, t: F.kl_div(o.log_softmax(-1), labels(t), reduction="batchmean"),
     "unused targets": lambda o, _: o.square().mean(),
-    "scaled by a mean of targets": lambda o, t: flat(o, t) * (1 + valid(t).float().mean()),
-    "checks numbers": checked,
-    "reads its value": logged,
+    "scaled by a mean of targets": lambda o, t: token_loss(o, t) * (1 + valid(t).float().mean()),
+    "checks numbers": loss_with_check,
+    "reads its value": loss_with_logging,
 }
 
 
 def contributions(loss: GlobalMeanLoss, model: nn.Module, batch: MicroBatch) -> Tensor:
-    """The sum of what uneven micro-batches give, their gradients in the model."""
+    """The sum of the losses of uneven micro-batches; their gradients are left in the model."""
     parts = [batch.part(0, 1), batch.part(1, 3), batch.part(3, 4)]
     counted = [MicroBatch(p.inputs, p.targets, loss.count(p.targets), p.rows) for p in parts]
     total = torch.zeros(())
@@ -169,9 +174,9 @@ def test_micro_batches_add_up_to_the_whole_batch(name: str) -> None:
     expected.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    found = contributions(loss, model, batch)
+    loss_sum = contributions(loss, model, batch)
     scale = max(1.0, float(expected.detach().abs()))
-    assert float((found - expected.detach()).abs()) <= 1e-6 * scale
+    assert float((loss_sum - expected.detach()).abs()) <= 1e-6 * scale
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is not None
         assert float((parameter.grad - gradient).abs().max()) <= 1e-6 * scale
@@ -192,22 +197,23 @@ def root(output: Tensor, target: Tensor) -> Tensor:
     return output.square().mean().sqrt() + 0 * target.sum()
 
 
-def contrasted(output: Tensor, _: Tensor) -> Tensor:
+def contrastive_loss(output: Tensor, _: Tensor) -> Tensor:
+    """A loss that compares the rows of the batch with each other."""
     rows = F.normalize(output.flatten(1), dim=1)
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
 def chosen_by(output: Tensor) -> Tensor:
-    """How many places chose each of the classes."""
+    """The number of places that chose each of the classes."""
     return torch.histc(output.argmax(-1).float(), bins=13, min=0, max=12)
 
 
 REFUSED: dict[str, tuple[LossFunction, str]] = {
     "a root of a mean": (root, "sqrt of a mean over the batch is not a mean"),
-    "rows compared": (contrasted, "compares the rows of a batch with each other"),
+    "rows compared": (contrastive_loss, "compares the rows of a batch with each other"),
     "a maximum": (lambda o, _: o.max(), "max over the rows is not an average"),
     "a product of means": (
-        lambda o, t: flat(o, t) * o.square().mean(),
+        lambda o, t: token_loss(o, t) * o.square().mean(),
         "mul of a mean over the batch is not a mean",
     ),
     "centred": (
@@ -224,11 +230,13 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
     ),
     "one row": (lambda o, _: o[0].mean(), "__getitem__ over the rows is not an average"),
     "the hardest half": (
-        lambda o, t: each(o, t).flatten().topk(t.numel() // 2).values.mean(),
+        lambda o, t: loss_per_target(o, t).flatten().topk(t.numel() // 2).values.mean(),
         "topk goes along the rows of a batch",
     ),
     "sorted": (
-        lambda o, t: each(o, t).flatten().sort(descending=True)[0][: t.numel() // 2].mean(),
+        lambda o, t: (
+            loss_per_target(o, t).flatten().sort(descending=True)[0][: t.numel() // 2].mean()
+        ),
         "sort goes along the rows of a batch",
     ),
     "experts in balance": (
@@ -252,7 +260,7 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
         "of made-up outputs",
     ),
     "a count of rows": (lambda o, _: chosen_by(o).sum(), "it counts rows"),
-    "a value for each row": (lambda o, t: each(o, t).sum(1), "a value for each row"),
+    "a value for each row": (lambda o, t: loss_per_target(o, t).sum(1), "a value for each row"),
     "a bug": (lambda o, t: o.no_such(t), "cannot be followed .*no_such"),
 }
 
@@ -265,13 +273,13 @@ def test_what_is_no_sum_of_means_is_refused_with_the_words_to_type(name: str) ->
     assert 'bigtrain.MeanLoss(fn, count_of="rows")' in str(refusal.value)
     by_rows_loss = MeanLoss(fn, count_of="rows")
     assert follow_loss(by_rows_loss, TinyLM(), text(), 2) is by_rows_loss
-    alone = MeanLoss(fn)  # of a single micro-batch any loss is right
+    alone = MeanLoss(fn)  # with a single micro-batch any loss is right
     assert follow_loss(alone, TinyLM(), text(), 1) is alone
 
 
 def test_count_of_says_what_is_divided_by() -> None:
     def by_hand(output: Tensor, target: Tensor) -> Tensor:
-        return flat(output[:, :-1], target[:, 1:])
+        return token_loss(output[:, :-1], target[:, 1:])
 
     loss = MeanLoss(by_hand, count_of=lambda t: (t[:, 1:] != -100).sum())
     output, target = torch.randn(4, 6, 13), text().targets
@@ -293,16 +301,16 @@ def test_one_target_a_row() -> None:
         assert float(contributions(loss, model, images)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", [CrossEntropy(), MeanLoss(F.mse_loss), MeanLoss(flat, -7)])
+@pytest.mark.parametrize("loss", [CrossEntropy(), MeanLoss(F.mse_loss), MeanLoss(token_loss, -7)])
 def test_what_says_its_count_is_not_called(loss: Any) -> None:
     assert follow_loss(loss, nn.Identity(), text(), 2) is loss
 
 
 def branching(output: Tensor, target: Tensor) -> Tensor:
-    """Another loss where no target is padded; both divide by the valid targets."""
+    """Computes differently if no target is padded; both branches divide by the valid targets."""
     if bool((target == -100).any()):
-        return flat(output, target)
-    return flat(2 * output, target)
+        return token_loss(output, target)
+    return token_loss(2 * output, target)
 
 
 def test_branches_on_targets_are_taken_batch_by_batch() -> None:
@@ -317,7 +325,7 @@ def test_branches_on_targets_are_taken_batch_by_batch() -> None:
 def test_a_branch_that_divides_by_something_else_is_refused_at_that_step() -> None:
     def other(output: Tensor, target: Tensor) -> Tensor:
         if bool((target == -100).any()):
-            return flat(output, target)
+            return token_loss(output, target)
         return output.square().mean()
 
     loss = follow_loss(MeanLoss(other), TinyLM(), text(), 2)
@@ -328,7 +336,7 @@ def test_a_branch_that_divides_by_something_else_is_refused_at_that_step() -> No
 
 
 class MakesItsLoss(nn.Module):
-    """Returns its own loss of padded, shifted labels, and a second one."""
+    """Returns its loss of padded, shifted labels, and a second loss."""
 
     def __init__(self, extra: float = 0.0) -> None:
         super().__init__()
@@ -336,14 +344,14 @@ class MakesItsLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.net(batch["ids"])
-        loss = flat(logits[:, :-1], batch["labels"][:, 1:])
+        loss = token_loss(logits[:, :-1], batch["labels"][:, 1:])
         if self.extra:
             loss = loss + self.extra * logits.square().mean()
         return {"loss": loss, "logits": logits}
 
 
 class RoutesAndMakesItsLoss(MakesItsLoss):
-    """Rows are put in the order of their experts, as in grouped products, and back."""
+    """Sorts the rows by their experts, as for grouped matrix products, and restores the order."""
 
     def __init__(self) -> None:
         super().__init__(0.2)
@@ -353,10 +361,10 @@ class RoutesAndMakesItsLoss(MakesItsLoss):
         rows = self.net(batch["ids"]).flatten(0, 1)
         number, order = torch.sort(rows[:, :3].argmax(-1))
         ends = torch.histc(number.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
-        place = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32), right=True)
-        made = torch.einsum("rc,rcd->rd", rows[order], self.experts[place])
+        expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32), right=True)
+        made = torch.einsum("rc,rcd->rd", rows[order], self.experts[expert])
         logits = (rows + made[torch.argsort(order)]).unflatten(0, batch["ids"].shape)
-        loss = flat(logits[:, :-1], batch["labels"][:, 1:])
+        loss = token_loss(logits[:, :-1], batch["labels"][:, 1:])
         return {"loss": loss + self.extra * logits.square().mean()}
 
 
@@ -376,14 +384,16 @@ def test_a_loss_of_the_model_itself(make: Callable[[], nn.Module]) -> None:
     def taken(output: Any, _: Any) -> Tensor:
         return output["loss"] if isinstance(output, dict) else output
 
-    model, one = make(), text()
-    batch = MicroBatch({"ids": one.inputs, "labels": one.targets}, one.targets, 4, 4)
+    model, whole_batch = make(), text()
+    batch = MicroBatch(
+        {"ids": whole_batch.inputs, "labels": whole_batch.targets}, whole_batch.targets, 4, 4
+    )
     loss = follow_loss(MeanLoss(taken), model, batch, 3)
     assert isinstance(loss, GlobalMeanLoss)
     expected = float(taken(model(batch.inputs), None).detach())
     assert float(contributions(loss, model, batch)) == pytest.approx(expected, rel=1e-6)
-    # A validation has no totals: it is the model's own mean.
-    assert float(loss(model(batch.inputs), one.targets).detach()) / 4 == pytest.approx(
+    # A validation has no totals, so it returns the model's mean.
+    assert float(loss(model(batch.inputs), whole_batch.targets).detach()) / 4 == pytest.approx(
         expected, rel=1e-6
     )
 
@@ -411,17 +421,18 @@ def test_ctc_divides_by_rows() -> None:
 @pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize("start", [0, 16])
 def test_the_library_counts_as_the_loss_does(start: int, *, with_example: bool) -> None:
-    """Padding lies unevenly: micro-batches weighted by their rows have another mean.
+    """Padding is uneven, so weighting micro-batches by their rows would give a different mean.
 
-    Of the last samples most rows have no valid target: their own mean is no number.
+    Most of the last rows have no valid target, so their mean alone is NaN.
     """
     batch = tokens(22).inputs[start:][:6], tokens(22).targets[start:][:6]
-    how = {"example": batch} if with_example else {}  # of other rows than a micro-batch: followed
+    # It has a different number of rows than a micro-batch
+    how = {"example": batch} if with_example else {}
     keys = {"train__micro_batch_size": 1, "train__accumulation_steps": 6, "memory__predict": False}
     with bigtrain.prepare(
-        TinyLM, lambda o, t: flat(o, t), sgd, strategy="single", **how, **keys
+        TinyLM, lambda o, t: token_loss(o, t), sgd, strategy="single", **how, **keys
     ) as engine:
-        expected = float(flat(engine.model(batch[0]), batch[1]).detach())
+        expected = float(token_loss(engine.model(batch[0]), batch[1]).detach())
         assert engine.step(batch).loss == pytest.approx(expected, rel=1e-6)
 
 
@@ -431,7 +442,7 @@ def test_an_example_of_other_rows_is_followed() -> None:
         with bigtrain.prepare(
             TinyLM, CrossEntropy(), sgd, strategy="single", example=example, **keys
         ) as engine:
-            if not keys:  # the first batch says what a micro-batch is
+            if not keys:  # the first batch determines the micro-batch
                 engine.step((tokens(8).inputs, tokens(8).targets))
             return engine.prediction.peak.bytes if engine.prediction.peak else None
 
@@ -453,10 +464,10 @@ def test_a_validation_weighs_batches_by_what_they_count() -> None:
         **keys,
     ) as engine:
         engine.step((whole.inputs, whole.targets))
-        found = engine.evaluate([whole.part(0, 1), whole.part(1, 4)])["loss"]
+        figure = engine.evaluate([whole.part(0, 1), whole.part(1, 4)])["loss"]
         output = engine.model.eval()(whole.inputs)
         expected = float(LOSSES["shifted inside"](output, whole.targets).detach())
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert figure == pytest.approx(expected, rel=1e-6)
 
 
 def test_following_changes_nothing_that_a_loss_keeps() -> None:

@@ -1,4 +1,6 @@
-"""Memory runs out: under a cap, on one rank of two; what is said, what fits, how it goes on."""
+"""Running out of memory, under a cap and on one of two ranks: the message, remedies, and
+recovery.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.units import GIB, MIB
 
-# 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
+# 2 blocks of width 128 with 128 tokens: about 90 MiB with micro-batches of 32, most of it
 # activations.
 GPT = [
     *("model.args.num_layers=2", "model.args.width=128", "model.args.num_heads=4"),
@@ -60,7 +62,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.alone  # what would fit is looked for so many seconds and no longer
+@pytest.mark.alone  # the search for remedies has a time limit
 def test_capped_run_explains_itself_and_what_it_names_fits(tmp_path):
     train = ("train", "-n", "1", "--strategy", "single", "--cap", "60MiB", *GPT)
     done = bigtrain(tmp_path, *train)
@@ -91,7 +93,7 @@ def test_dry_run_says_beforehand_what_does_not_fit_and_what_would(tmp_path):
 
 
 def test_plain_ddp_does_not_fit_and_sharding_and_recomputing_do(tmp_path):
-    # 4 blocks, 256 wide: 3.2 million parameters, of which 51 MB are DDP's states.
+    # 4 blocks of width 256: 3.2 million parameters, whose states under DDP take 51 MB.
     model = [*GPT, "model.args.width=256", "model.args.num_layers=4", "train.global_batch_size=4"]
     model += ["model.args.sequence_length=32"]
     outcome = {}
@@ -137,7 +139,7 @@ def test_all_ranks_stop_where_one_has_no_memory(tmp_path):
 
 
 def test_the_explanation_comes_before_the_others_give_up(tmp_path):
-    """The other rank waits for two seconds, and the search would take longer."""
+    """The other rank gives up after two seconds, and the search would take longer."""
     words = ["model.name=support.odd_strategies:Greedy", "data.name=synthetic", "mesh.timeout=2"]
     words += ["data.args.kind=classification", "data.args.input_shape=[1,8,8]", "train.steps=50"]
     words += ["train.global_batch_size=4", "checkpoint.at_end=false", "memory.cap=100MiB"]
@@ -224,7 +226,7 @@ def test_on_a_gpu_what_fits_leaves_room_for_workspaces_and_segments(monkeypatch,
     assert "a=1  (predicted peak 700.0 MiB)" in text
     assert "a=2" in said(GIB, ON_GPU, limit=950 * MIB)
     assert "a=1" in said(GIB + 1, ON_CPU, limit=950 * MIB)
-    # What ranks on the device have shown takes its place.
+    # The workspaces that ranks have shown on the device replace the assumed ones.
     seen = {"tracked_bytes": 1000 * MIB, "process_bytes": 1100 * MIB, "predicted_bytes": 1000 * MIB}
     words = {"engine": "torch", "strategy": "ddp", "device": "cuda", "precision": "bf16"}
     record_residuals([PeakRecord(when="2026-01-01T00:00:00+00:00", **words, **seen)])
@@ -273,5 +275,5 @@ def test_micro_batches_are_not_halved_where_the_smallest_does_not_fit(monkeypatc
 
     assert search(smallest=450) == ["full"]
     assert tried == ["1", "full"]
-    assert search(smallest=200) == ["2", "full"]  # the largest that fits
+    assert search(smallest=200) == ["2", "full"]  # the largest micro-batch that fits
     assert tried == ["1", "8", "4", "2", "full"]

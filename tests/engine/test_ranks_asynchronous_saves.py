@@ -1,4 +1,6 @@
-"""Checkpoints that are written beside training hold the state of the step at which they began."""
+"""Checkpoints that are written during training contain the state of the step at which
+they began.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _PATIENCE_S = 30.0
 
 
 def gate_of_writes() -> threading.Event:
-    """Nothing is written until it is set."""
+    """An event; nothing is written before it is set."""
     gate, plain = threading.Event(), write._Writer._write_all
 
     def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -39,7 +41,7 @@ def gate_of_writes() -> threading.Event:
 
 
 def train(context: RunContext, folder: Path, strategy: str, keys: dict[str, Any]) -> Any:
-    """Save after each of two steps; beside the second one, where that is asked for."""
+    """Save after each of two steps; the second save runs during training if that is configured."""
     gate = gate_of_writes()
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     copies_all = job.checkpoint.asynchronous and job.checkpoint.snapshot_bytes is None
@@ -55,7 +57,7 @@ def train(context: RunContext, folder: Path, strategy: str, keys: dict[str, Any]
         assert not (copies_all and path.exists())
         engine.step((batch.inputs, batch.targets))
         gate.set()
-        engine.save(folder)  # waits for the first
+        engine.save(folder)  # this save waits for the first one
         assert path.exists()
         engine.saver.wait()
         assert newest_checkpoint(folder) == folder / "step-2"
@@ -86,14 +88,14 @@ def test_it_is_the_state_of_the_step_at_which_it_began(tmp_path, ranks, strategy
         assert states(tmp_path / "beside" / step) == states(at_once / step)
     size = sum(file.stat().st_size for file in (at_once / "step-2").glob("*.safetensors"))
     most = keys.get("checkpoint.snapshot_bytes")
-    if most is None:  # each byte by one rank
+    if most is None:  # each byte is written by one rank
         assert 0.5 * size < sum(copied) <= size
     else:
-        assert all(one <= most for one in copied)
+        assert all(tensor <= most for tensor in copied)
 
 
-def fail(context: RunContext, folder: Path) -> Any:
-    """The second save finds a disk that is full when the run has gone on."""
+def fail_second_save(context: RunContext, folder: Path) -> Any:
+    """The second save meets a full disk after the run has continued."""
     job = job_from_keys("ddp", {"train.global_batch_size": 8, "checkpoint.asynchronous": True})
     batch = tokens(4, ignored=False)
     gate, plain = threading.Event(), write._Writer._write_all
@@ -102,44 +104,44 @@ def fail(context: RunContext, folder: Path) -> Any:
         assert gate.wait(_PATIENCE_S)
         raise OSError(28, "No space left on device")
 
-    said = []
+    messages = []
     with Engine(TinyLM, CrossEntropy(), adamw, job, context) as engine:
         engine.step((batch.inputs, batch.targets))
-        said.append(save_or_explain(engine, folder, last=False))
+        messages.append(save_or_explain(engine, folder, last=False))
         engine.saver.wait()
         if context.rank == 1:
             write._Writer._write_all = staticmethod(full)
         engine.step((batch.inputs, batch.targets))
-        said.append(save_or_explain(engine, folder, last=False))
+        messages.append(save_or_explain(engine, folder, last=False))
         engine.step((batch.inputs, batch.targets))
-        said.append(failed_save(engine, folder))
+        messages.append(failed_save(engine, folder))
         gate.set()
         end = time.monotonic() + _PATIENCE_S
-        while not (found := failed_save(engine, folder)) and time.monotonic() < end:
+        while not (failure := failed_save(engine, folder)) and time.monotonic() < end:
             time.sleep(0.01)
-        said.append(found)
+        messages.append(failure)
         write._Writer._write_all = staticmethod(plain)
-        said.append(save_or_explain(engine, folder, last=True))
-    return said
+        messages.append(save_or_explain(engine, folder, last=True))
+    return messages
 
 
 def test_a_save_that_fails_beside_training_is_said_when_it_has(tmp_path):
     folder = tmp_path / "run"
-    for said in run_ranks(fail, 2, folder):
-        (line,) = said[3]
-        assert said == [[], [], [], [line], []]
+    for messages in run_ranks(fail_second_save, 2, folder):
+        (line,) = messages[3]
+        assert messages == [[], [], [], [line], []]
         assert "no checkpoint was written to" in line
         assert "No space left" in line
         assert str(folder / "checkpoints") in line
         assert "rank 1" in line
         assert "The run goes on; the newest is still step-1." in line
-    found = newest_checkpoint(folder / "checkpoints")
-    assert found is not None
-    assert found.name == "step-3"
-    assert Checkpoint(found).meta["step"] == 3
+    newest = newest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-3"
+    assert Checkpoint(newest).meta["step"] == 3
 
 
-def lose(context: RunContext, folder: Path) -> Any:
+def fail_last_save(context: RunContext, folder: Path) -> Any:
     """The last save fails."""
     job = job_from_keys("single", {"checkpoint.asynchronous": True})
     batch = tokens(8, ignored=False)
@@ -156,4 +158,4 @@ def lose(context: RunContext, folder: Path) -> Any:
 
 
 def test_the_last_save_is_waited_for_and_fails_the_run(tmp_path):
-    assert run_ranks(lose, 1, tmp_path)[0]
+    assert run_ranks(fail_last_save, 1, tmp_path)[0]

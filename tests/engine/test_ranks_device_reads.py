@@ -1,4 +1,4 @@
-"""How often a step waits for the device: a frozen table, by strategy."""
+"""The number of times that a step waits for the device: a frozen table by strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bigtrain.tensors.tree import tree_tensors
 
 
 class OwnLoss(CrossEntropy):
-    """A user's: it counts one batch at a time."""
+    """A user's loss, which counts one batch at a time."""
 
     queue_count = None
 
@@ -42,7 +42,7 @@ LOSS, NORM, BOTH = "read", "update", "read_with"
 def reads(
     context: RunContext, strategies: Sequence[str], micro_batches: int, *, check: bool = True
 ) -> dict[str, list[str]]:
-    """Where the third step of each strategy waits."""
+    """The places at which the third step of each strategy waits for the device."""
     places = {}
     for strategy in strategies:
         keys = {"train.accumulation_steps": micro_batches, "train.micro_batch_size": 2}
@@ -65,13 +65,16 @@ def reads(
             for _ in range(2):
                 engine.step(next(batches))
             batch = next(batches)
-            held = [*engine.model.parameters(), *engine.model.buffers()]
-            held += [p for root in engine.runner.roots for p in root.parameters()]
+            known_tensors = [*engine.model.parameters(), *engine.model.buffers()]
+            known_tensors += [p for root in engine.runner.roots for p in root.parameters()]
             for micro_batch in batch.micro_batches:
-                held += [*tree_tensors(micro_batch.inputs), *tree_tensors(micro_batch.targets)]
-            with DeviceReads(held) as found:
+                known_tensors += [
+                    *tree_tensors(micro_batch.inputs),
+                    *tree_tensors(micro_batch.targets),
+                ]
+            with DeviceReads(known_tensors) as device_reads:
                 engine.step(batch)
-            places[strategy] = found.places
+            places[strategy] = device_reads.places
     return places
 
 
@@ -88,16 +91,16 @@ def test_replicas_wait_for_the_loss_and_for_the_norm(micro_batches, check):
 def test_alone_a_step_waits_as_often(check, places):
     strategies = ("single", "single_checkpointing", "accumulation")
     (rank,) = run_ranks(partial(reads, check=check), 1, strategies, 3)
-    assert {tuple(waits(found)) for found in rank.values()} == {places}
+    assert {tuple(waits(reads_of_rank)) for reads_of_rank in rank.values()} == {places}
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_engines_of_others_wait_as_often(check):
-    # DeepSpeed is given the norm as a number, before its step.
+    # DeepSpeed receives the norm as a number, before its step.
     once = () if check else ("oss", "sharded_ddp")
     for rank in run_ranks(partial(reads, check=check), 2, ENGINES, 2):
-        found = {name: len(places) for name, places in rank.items()}
-        assert found == {name: 1 if name in once else 2 for name in ENGINES}
+        counts = {name: len(places) for name, places in rank.items()}
+        assert counts == {name: 1 if name in once else 2 for name in ENGINES}
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -105,9 +108,9 @@ def test_engines_of_others_wait_as_often(check):
 def test_of_a_pipeline_the_rank_with_the_loss_waits_once_more(micro_batches, check):
     first, last = run_ranks(partial(reads, check=check), 2, PIPELINES, micro_batches, pp=2)
     for name in PIPELINES:
-        found = [waits(first[name]), waits(last[name])]
-        # Where stages are laid as a V, the first rank has the last one, too.
-        ends = found[::-1] if name in ("zbv", "dualpipev") else found
+        waits_by_rank = [waits(first[name]), waits(last[name])]
+        # In a V schedule the first rank also has the last stage.
+        ends = waits_by_rank[::-1] if name in ("zbv", "dualpipev") else waits_by_rank
         assert ends == ([[NORM], [LOSS, NORM]] if check else [["read_with"], [BOTH]]), name
 
 
@@ -115,12 +118,12 @@ def test_a_read_is_seen():
     values = torch.ones(3, requires_grad=True)
     chosen = (lambda t: t[t > 0], lambda t: t.long().bincount())
     for read in (lambda t: float(t.sum()), torch.Tensor.tolist, torch.Tensor.numpy, *chosen):
-        with DeviceReads([values]) as found:
+        with DeviceReads([values]) as device_reads:
             read((values * 2).detach())
-        assert len(found.places) == 1
-    with DeviceReads([values]) as found:
+        assert len(device_reads.places) == 1
+    with DeviceReads([values]) as device_reads:
         float(torch.ones(3).sum())
-    assert found.places == []
+    assert device_reads.places == []
 
 
 LOSSES = {
@@ -139,9 +142,9 @@ def test_batches_that_are_on_the_device_are_counted_with_one_read(name):
     targets = torch.randn(8, 3) if name == "rows" else targets.where(targets != 1, -100)
     with bigtrain.prepare(lambda: nn.Linear(4, 3), LOSSES[name], adamw, **keys) as engine:
         engine.step((inputs, targets))
-        with DeviceReads([inputs, targets]) as found:
+        with DeviceReads([inputs, targets]) as device_reads:
             micro_batches, _ = engine._micro_batches((inputs, targets))
-        assert len(found.places) == {"rows": 0, "own": 4}.get(name, 1)
+        assert len(device_reads.places) == {"rows": 0, "own": 4}.get(name, 1)
         counts = [micro_batch.count for micro_batch in micro_batches]
         one_by_one = [engine.loss.count(micro_batch.targets) for micro_batch in micro_batches]
         assert counts == one_by_one
@@ -156,15 +159,15 @@ def test_an_evaluation_waits_for_its_end_only():
     tasks = (SegmentationTask(4), output, target), (ClassificationTask(4), *rows)
     tasks = (*tasks, (LanguageTask(4), output.transpose(1, 3), target.where(target < 4, -100)))
     for task, *both in tasks:
-        with DeviceReads(both) as found:
+        with DeviceReads(both) as device_reads:
             task.measure(*both)
-        assert found.places == [], task
+        assert device_reads.places == [], task
     custom = CustomTask(as_loss(F.cross_entropy))
-    with DeviceReads(rows) as found:
+    with DeviceReads(rows) as device_reads:
         custom.measure(*rows)
-    assert len(found.places) == 1
+    assert len(device_reads.places) == 1
 
 
 def waits(places: list[str]) -> list[str]:
-    """The functions that wait, of a step."""
-    return [place.rpartition(" ")[2] for place in places]
+    """The functions that wait in a step."""
+    return [entry.rpartition(" ")[2] for entry in places]

@@ -1,4 +1,6 @@
-"""A moving average of the weights under every kind of strategy, beside a plain torch loop's."""
+"""A moving average of the weights under every kind of strategy, compared with a plain
+torch loop.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ ROWS, STEPS, DECAY = 8, 4, 0.7
 
 
 class Net(nn.Module):
-    """Blocks alike, a weight that is used twice, a frozen layer and a buffer."""
+    """Equal blocks, a weight that is used twice, a frozen layer and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,9 @@ class Net(nn.Module):
 
 
 class Plain(Net):
-    """Without what depends on how rows are spread over ranks, and with all trained."""
+    """Without features that depend on the distribution of rows over ranks; all layers are
+    trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +76,12 @@ class Tied(Plain):
 
 
 def decay_of(step: int) -> float:
-    """It rises, as a warm-up of the average has it."""
+    """A decay that rises, as during a warm-up of the average."""
     return min(DECAY, step / 4)
 
 
 def plain_average(make: Any, decay: Any, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Averages and weights of a plain torch loop, by name."""
+    """The averages and the weights of a plain torch loop, by name."""
     torch.manual_seed(0)
     model = make()
     optimizer, average = sgd(model.parameters()), copy.deepcopy(model)
@@ -88,8 +92,8 @@ def plain_average(make: Any, decay: Any, steps: int) -> tuple[dict[str, Tensor],
         optimizer.step()
         share = decay(step) if callable(decay) else decay
         with torch.no_grad():
-            for own, new in zip(average.parameters(), model.parameters(), strict=True):
-                own.mul_(share).add_(new, alpha=1 - share)
+            for averaged, new in zip(average.parameters(), model.parameters(), strict=True):
+                averaged.mul_(share).add_(new, alpha=1 - share)
     return dict(average.state_dict()), dict(model.state_dict())
 
 
@@ -116,8 +120,10 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
 
 
 def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
-    """Train with an average; swap it in, evaluate, save, resume in another engine, and go on."""
-    found: dict[str, Any] = {}
+    """Train with an average, swap it in, evaluate, save, resume in a second engine, and
+    continue.
+    """
+    results: dict[str, Any] = {}
     for name, make, decay in (("plain", Plain, decay_of), ("tied", Tied, DECAY)):
         path = Path(folder) / name
         with engine_of(context, strategy, make, {}) as engine:
@@ -151,7 +157,7 @@ def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
                 copied = str(error)
         checkpoint = Checkpoint(exported)
         read = {n: read_whole(t) for n, t in checkpoint.tensors.items() if n.startswith("model.")}
-        found[name] = {
+        results[name] = {
             "swapped": swapped,
             "before": before,
             "after": after,
@@ -161,7 +167,7 @@ def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
             "copied": copied,
             "peak": (predicted.bytes, report.ranks[0].measured.peak.bytes) if report else None,
         }
-    return found
+    return results
 
 
 STRATEGIES = ["single", "ddp", "fsdp", "zero1_torch", "zero2", "1f1b", "tensor"]
@@ -174,26 +180,26 @@ LONGER = ["zero1", "zero3", "fsdp_zero2", "ddp+offload_disk", "gpipe", "oss", "f
 def test_an_average_is_that_of_a_plain_loop(strategy, tmp_path):
     axes = {"1f1b": {"pp": 2}, "gpipe": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2
-    (found, *_) = run_ranks(average_all, ranks, strategy, str(tmp_path), timeout_s=120, **axes)
+    (results, *_) = run_ranks(average_all, ranks, strategy, str(tmp_path), timeout_s=120, **axes)
     for name, make, decay in (("plain", Plain, decay_of), ("tied", Tied, DECAY)):
         average, weights = plain_average(make, decay, STEPS)
-        own = found[name]
+        plain = results[name]
         for key, expected in (("swapped", average), ("exported", average), ("before", weights)):
-            assert own[key].keys() == expected.keys(), key
+            assert plain[key].keys() == expected.keys(), key
             for tensor, values in expected.items():
-                torch.testing.assert_close(own[key][tensor], values, rtol=2e-5, atol=2e-6)
-        assert all(torch.equal(own["after"][n], t) for n, t in own["before"].items())
+                torch.testing.assert_close(plain[key][tensor], values, rtol=2e-5, atol=2e-6)
+        assert all(torch.equal(plain["after"][n], t) for n, t in plain["before"].items())
         model = make()
         model.load_state_dict(average)
         inputs, targets = batch(9)
         expected_loss = float(F.cross_entropy(model.eval()(inputs), targets).detach())
-        assert own["loss"] == pytest.approx(expected_loss, rel=1e-5)
-        assert "would train the average" in own["refused"]
+        assert plain["loss"] == pytest.approx(expected_loss, rel=1e-5)
+        assert "would train the average" in plain["refused"]
         whole = ("single", "ddp", "ddp+offload_disk", "zero1_torch", "oss", "tensor")
         if strategy in whole:
-            assert own["copied"] == ""
+            assert plain["copied"] == ""
         else:
-            assert "bigtrain.ema(engine, decay=0.999)" in own["copied"]
+            assert "bigtrain.ema(engine, decay=0.999)" in plain["copied"]
 
 
 def resumed_elsewhere(context: Any, strategy: str, saved: str) -> dict[str, Tensor]:
@@ -215,7 +221,7 @@ def test_an_average_goes_on_under_another_strategy_and_begins_anew_where_there_i
             expected = weights_of(engine)
         begun = weights_of(engine)
     with engine_of(RunContext.alone(), "single", Plain, {}) as engine:
-        engine.load(saved)  # without an average: the weights and the optimizer alone
+        engine.load(saved)  # the checkpoint has no average, only weights and optimizer
         assert all(torch.equal(begun[name], t) for name, t in weights_of(engine).items())
         engine.step(batch(5))
         average = bigtrain.ema(engine, DECAY)
@@ -224,9 +230,9 @@ def test_an_average_goes_on_under_another_strategy_and_begins_anew_where_there_i
             fresh = weights_of(engine)
         assert all(torch.equal(fresh[name], t) for name, t in weights_of(engine).items())
     for strategy, axes in (("fsdp", {}), ("1f1b", {"pp": 2})):
-        (found, _) = run_ranks(resumed_elsewhere, 2, strategy, str(saved), **axes)
+        (weights, _) = run_ranks(resumed_elsewhere, 2, strategy, str(saved), **axes)
         for name, values in expected.items():
-            torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(weights[name], values, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, 2])
@@ -252,7 +258,7 @@ def test_a_second_average_is_refused_and_the_first_is_in_the_forecast():
         assert rank.measured.peak.breakdown.optimizer == engine.prediction.peak.breakdown.optimizer
 
 
-def refused_where_ranks_differ(context: Any, strategy: str) -> str:
+def ema_refusal(context: Any, strategy: str) -> str:
     with engine_of(context, strategy, Plain, {}) as engine:
         try:
             bigtrain.ema(engine, DECAY)
@@ -263,8 +269,8 @@ def refused_where_ranks_differ(context: Any, strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "parameter_server_async"])
 def test_where_the_ranks_have_no_one_model_it_is_refused(strategy):
-    for said in run_ranks(refused_where_ranks_differ, 2, strategy):
-        assert f"ema: under strategy {strategy} the ranks do not have the same model" in said
+    for message in run_ranks(ema_refusal, 2, strategy):
+        assert f"ema: under strategy {strategy} the ranks do not have the same model" in message
 
 
 def test_torchs_own_average_works_where_the_model_is_whole():

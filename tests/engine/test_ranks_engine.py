@@ -1,4 +1,6 @@
-"""What the engine promises on several ranks: first weights, validation, gradients, checkpoints."""
+"""Guarantees of the engine on several ranks: initial weights, validation, gradients,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,19 @@ def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def joined_otherwise(context):
+def engine_on_other_mesh(context):
+    """The message of an engine whose plan has a different mesh than the ranks."""
     with pytest.raises(ConfigError) as refused:
         Engine(linear, F.cross_entropy, sgd, job_from_keys("ddp", {}), context)
     return str(refused.value)
 
 
 def test_ranks_that_are_connected_as_another_mesh_are_refused():
-    for said in run_ranks(joined_otherwise, 2, pp=2):
-        assert "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in said
-        assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in said
+    for message in run_ranks(engine_on_other_mesh, 2, pp=2):
+        assert (
+            "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in message
+        )
+        assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in message
 
 
 def first_weights(context, model):
@@ -41,9 +46,9 @@ def first_weights(context, model):
 
 @pytest.mark.parametrize("model", [TinyLM, ReadsItsWeights])
 def test_all_ranks_begin_with_the_same_weights(model):
-    (one, reason), (other, _) = run_ranks(first_weights, 2, model)
+    (rank_0_weights, reason), (rank_1_weights, _) = run_ranks(first_weights, 2, model)
     assert (reason == "") == (model is TinyLM)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(rank_0_weights[name], rank_1_weights[name]) for name in rank_0_weights)
 
 
 def test_weights_do_not_depend_on_the_number_of_ranks():
@@ -52,7 +57,8 @@ def test_weights_do_not_depend_on_the_number_of_ranks():
     assert all(torch.equal(alone[name], among_two[name]) for name in alone)
 
 
-def validated(context, rows):
+def validation_figures(context, rows):
+    """The figures of a validation whose rows are divided among the ranks."""
     samples = tokens(rows)
     loss = CrossEntropy()
     mine = list(range(context.rank, rows, context.world_size))
@@ -71,17 +77,17 @@ def validated(context, rows):
 
 
 def test_validation_is_the_same_on_any_number_of_ranks():
-    alone = run_ranks(validated, 1, 7)[0]
-    for found in run_ranks(validated, 2, 7):
-        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-12)
+    alone = run_ranks(validation_figures, 1, 7)[0]
+    for figures in run_ranks(validation_figures, 2, 7):
+        assert figures["loss"] == pytest.approx(alone["loss"], abs=1e-12)
 
 
 def test_accumulation_counts_gradients_once(tmp_path):
-    """Between accumulated micro-batches DDP holds one copy of the gradients, not two."""
+    """Between accumulated micro-batches DDP holds one copy of the gradients instead of two."""
     peaks = {}
     for rows in (4, 1):
-        found = run_ranks(gradient_bytes, 2, rows)
-        peaks[rows] = found[0]
+        gradient_sizes = run_ranks(gradient_bytes, 2, rows)
+        peaks[rows] = gradient_sizes[0]
     assert peaks[1] <= peaks[4]
 
 
@@ -96,8 +102,8 @@ def gradient_bytes(context, rows):
         return engine.meter.measured().peak.breakdown.gradients
 
 
-def saved(context, folder, how):
-    """Two steps after one that is saved: by whom saved it, or by who reads it."""
+def steps_after_save(context, folder, how):
+    """Two steps after a save, by the engine that saved or by one that loaded the checkpoint."""
     keys = {"train.global_batch_size": 12, "train.micro_batch_size": 12 // context.world_size // 3}
     job = job_from_keys("ddp", keys)
     with Engine(TinyConv, CrossEntropy(class_dim=1), sgd, job, context) as engine:
@@ -117,6 +123,6 @@ def saved(context, folder, how):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_engine_continues_bit_for_bit_where_another_stopped(tmp_path, ranks):
-    """With several micro-batches a step, whose sums a new process adds up in the same order."""
-    first = run_ranks(saved, ranks, tmp_path, "save")
-    assert run_ranks(saved, ranks, tmp_path, "load") == first
+    """With several micro-batches a step, which a new process must add up in the same order."""
+    first = run_ranks(steps_after_save, ranks, tmp_path, "save")
+    assert run_ranks(steps_after_save, ranks, tmp_path, "load") == first

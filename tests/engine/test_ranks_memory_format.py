@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.parity import adamw, largest_difference, train
-from support.peaks import settled
+from support.peaks import repeat_if_above
 from support.ranks import run_ranks
 from torch import nn
 
@@ -21,7 +21,7 @@ LAST = {"train.memory_format": "channels_last"}
 
 
 class Convolutions(nn.Module):
-    """Without BatchNorm: its sums are so sensitive that other kernels show."""
+    """Without BatchNorm, whose sums are so sensitive that a different kernel changes the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,13 @@ def images(rows: int = 24) -> TensorSamples:
     return TensorSamples(torch.randn(rows, 3, 12, 12, generator=generator), torch.arange(rows) % 5)
 
 
-def trained(context, strategy, keys):
+def train_convolutions(context, strategy, keys):
+    """Train the convolutions under a strategy."""
     return train(context, Convolutions, images(), strategy, keys)
 
 
 def peaks(context, strategy):
-    """Predicted, tracked, and whether the weights lie with their channels last."""
+    """The predicted and the measured peak, and whether the weights are stored channels last."""
     samples, loss = images(4), CrossEntropy()
     inputs, targets = samples.inputs, samples.targets
     size = len(targets) * context.world_size
@@ -67,17 +68,17 @@ def peaks(context, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1_torch", "fsdp", "zero2"])
 def test_it_equals_one_process_with_its_channels_first(strategy):
-    (alone,) = run_ranks(trained, 1, "single", {})
-    for found in run_ranks(trained, 2, strategy, LAST, timeout_s=120.0):
-        if found.weights:
-            assert largest_difference(found, alone) < 2e-6
-    (last,) = run_ranks(trained, 1, "single", LAST)
+    (alone,) = run_ranks(train_convolutions, 1, "single", {})
+    for record in run_ranks(train_convolutions, 2, strategy, LAST, timeout_s=120.0):
+        if record.weights:
+            assert largest_difference(record, alone) < 2e-6
+    (last,) = run_ranks(train_convolutions, 1, "single", LAST)
     assert largest_difference(last, alone) < 2e-6
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_its_peak_is_predicted(strategy, ranks):
-    rows = settled(
+    rows = repeat_if_above(
         lambda: run_ranks(peaks, ranks, strategy, timeout_s=120.0),
         lambda row: row[1] > 1.001 * row[0],
     )

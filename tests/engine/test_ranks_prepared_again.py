@@ -1,4 +1,4 @@
-"""A module that is given to `prepare` twice: it is whole, or refused."""
+"""A module that is passed to `prepare` twice is trained as a whole or refused."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_a_module_is_whole_afterwards_or_refused(
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert list(lines) == list(strategies), done.stdout
-    for strategy, found in lines.items():
-        assert found.startswith(word), f"{strategy}: {found}"
+    for strategy, outcome in lines.items():
+        assert outcome.startswith(word), f"{strategy}: {outcome}"
         if word == "refused":
-            assert f"and strategy {strategy} has left each rank a part of it" in found
-            assert "Make a new module, or give the class or function" in found
+            assert f"and strategy {strategy} has left each rank a part of it" in outcome
+            assert "Make a new module, or give the class or function" in outcome

@@ -1,4 +1,4 @@
-"""The peaks of a save and of a resume are those that were forecast, beside training or not."""
+"""The memory peaks of saving and resuming equal their forecasts, also during training."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.ranks.context import RunContext
 
 PIECE_BYTES = 1 << 16
-"""So small that the model's files have several of them."""
+"""Small pieces, so that the model's files consist of several."""
 
 
 def small_pieces() -> threading.Event:
-    """Let files have small pieces, and have saves end when the event is set."""
+    """Make pieces of files small, and let saves finish only when the event is set."""
     for module in (layout, write, read, manifest):
         module.PIECE_BYTES = PIECE_BYTES
     gate, plain = threading.Event(), CheckpointWriting.finish
@@ -46,9 +46,9 @@ Pair = tuple[StatePeak, StatePeak]
 def save_and_resume(
     context: RunContext, folder: Path, strategy: str, keys: dict[str, Any]
 ) -> dict[str, Pair]:
-    """Save; resume and save again, a step going on beside: what was predicted and measured."""
+    """Save, resume, and save again during a step; return the predicted and measured peaks."""
     gate = small_pieces()
-    found: dict[str, Pair] = {}
+    peaks: dict[str, Pair] = {}
     for name, asynchronous in (("save", False), ("beside", True)):
         job_keys = {"train.global_batch_size": 8, "checkpoint.asynchronous": asynchronous, **keys}
         job = job_from_keys(strategy, job_keys)
@@ -74,13 +74,14 @@ def save_and_resume(
             found_all = engine.meter.measured()
             measured, step = found_all.state, found_all.peak
         if not asynchronous:
-            found[name] = predicted.save, measured.save
+            peaks[name] = predicted.save, measured.save
             continue
-        # Beside a step: what is added to its peak, which is forecast and tested for itself.
+        # During a step, only the addition to the step's peak counts; that peak has a test of its
+        # own.
         more = predicted.save.bytes - engine.prediction.peak.bytes + step.bytes
-        found[name] = replace(predicted.save, bytes=more), measured.save
-        found["resume"] = predicted.resume, measured.resume
-    return found
+        peaks[name] = replace(predicted.save, bytes=more), measured.save
+        peaks["resume"] = predicted.resume, measured.resume
+    return peaks
 
 
 SMALL = {"train.micro_batch_size": 2}
@@ -115,7 +116,7 @@ def test_a_save_and_a_resume_hold_what_was_forecast(tmp_path: Path, case: str) -
     tp = keys.get("mesh.tp", 1)
     for rows in run_ranks(save_and_resume, ranks, tmp_path, strategy, keys, pp=pp, tp=tp):
         for name, (predicted, measured) in rows.items():
-            # A thread of gloo lets go of what it has sent a moment later: a part of a piece.
+            # A gloo thread releases sent tensors a moment later, which may add a part of a piece.
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (name, rows)
             assert predicted.host_bytes == measured.host_bytes == 0
 
@@ -125,17 +126,19 @@ def test_servers_hold_what_is_saved_and_workers_what_is_said_of_it(
     tmp_path: Path, servers: int
 ) -> None:
     keys = {"strategy.replicate.servers": servers}
-    found = run_ranks(save_and_resume, 3, tmp_path, "parameter_server", keys)
-    for rank, rows in enumerate(found):
+    peaks = run_ranks(save_and_resume, 3, tmp_path, "parameter_server", keys)
+    for rank, rows in enumerate(peaks):
         for name, (predicted, measured) in rows.items():
             if rank >= servers and name == "save":
-                # A worker gives nothing: its peak is in the lists of who has what, sent as bytes.
+                # A worker sends no tensors; its peak is the lists of owners, which are sent as
+                # bytes.
                 assert 0 <= measured.bytes - predicted.bytes < 64 * 1024
             else:
                 assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (name, rows)
 
 
-def without_tracking(context: RunContext, folder: Path) -> Any:
+def save_untracked(context: RunContext, folder: Path) -> Any:
+    """The peaks of a save in a run that tracks no step."""
     keys = {"train.global_batch_size": 8, "memory.track_steps": 0}
     tokens = torch.zeros(8, 6, dtype=torch.long)
     with Engine(
@@ -147,6 +150,6 @@ def without_tracking(context: RunContext, folder: Path) -> Any:
 
 
 def test_nothing_is_said_to_be_measured_where_no_step_was_tracked(tmp_path: Path) -> None:
-    (state,) = run_ranks(without_tracking, 1, tmp_path)
+    (state,) = run_ranks(save_untracked, 1, tmp_path)
     assert state.save is None
     assert state.resume is None

@@ -1,4 +1,4 @@
-"""The share of a training batch that was right: that of a plain loop, whatever the ranks."""
+"""The accuracy on a training batch equals that of a plain loop for any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ KEYS = (
 
 
 def shares(context, strategy, words=()):
-    """`top1` of each step of a run, which validates between its steps."""
+    """`top1` of each step of a run that validates between its steps."""
     job = load_job(None, strategy, [*KEYS, *words])
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
     with parts.engine(context) as engine:
-        found = []
+        accuracies = []
         for batch in itertools.islice(parts.training_steps(context, 0), STEPS):
-            found.append(engine.step(batch).top1)
+            accuracies.append(engine.step(batch).top1)
             if parts.data.validation is not None:
                 engine.evaluate(itertools.islice(parts.validation_batches(context), 1))
-    return found
+    return accuracies
 
 
 def by_plain_loop():
-    """The same from a plain torch loop on the whole global batch."""
+    """`top1` of each step of a plain torch loop on the whole global batch."""
     job = load_job(None, "single", KEYS)
     parts = open_setup(job, make_plan(job, 1, "cpu"))
     model = parts.blueprint.twin().materialize("cpu", seed=job.train.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    found = []
+    accuracies = []
     for _, step in zip(range(STEPS), _whole_batches(parts), strict=False):
         (batch,) = step.micro_batches
         logits = model(batch.inputs)
-        found.append(float((logits.argmax(1) == batch.targets).double().mean()))
+        accuracies.append(float((logits.argmax(1) == batch.targets).double().mean()))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(logits, batch.targets).backward()
         optimizer.step()
-    return found
+    return accuracies
 
 
 def _whole_batches(parts):
@@ -84,10 +84,12 @@ def test_one_rank_counts_what_a_plain_loop_counts(strategy, plain):
 @pytest.mark.parametrize("strategy", TWO)
 def test_ranks_micro_batches_and_stages_count_the_global_batch(strategy, plain):
     stages = 2 if any(word in strategy for word in ("1f1b", "gpipe", "pipeline")) else 1
-    found = run_ranks(shares, 2, strategy, TWO[strategy], pp=stages)
-    assert found[0] == found[1]
-    assert found[0] == pytest.approx(plain, abs=1 / 24 + 1e-9)  # a tie may fall either way
-    assert sum(a != b for a, b in zip(found[0], plain, strict=True)) <= 1
+    accuracies = run_ranks(shares, 2, strategy, TWO[strategy], pp=stages)
+    assert accuracies[0] == accuracies[1]
+    assert accuracies[0] == pytest.approx(
+        plain, abs=1 / 24 + 1e-9
+    )  # a tie may be decided either way
+    assert sum(a != b for a, b in zip(accuracies[0], plain, strict=True)) <= 1
 
 
 def test_a_job_without_it_has_no_such_figure():

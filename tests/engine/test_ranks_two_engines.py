@@ -1,4 +1,4 @@
-"""Two engines in one process: a GAN's two networks in turn, as a plain loop trains them."""
+"""Two engines in one process: the two networks of a GAN, trained alternately as in a plain loop."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ def networks() -> tuple[nn.Module, nn.Module]:
 
 
 def draws(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Real points, and noise for each of the two networks' steps."""
+    """Real points, and noise for the step of each network."""
     draw = torch.Generator().manual_seed(step)
     sizes = (2, 4, 4)
-    real, one, other = (torch.randn(ROWS, size, generator=draw) for size in sizes)
-    return real + 1, one, other
+    real, critic_noise, generator_noise = (
+        torch.randn(ROWS, size, generator=draw) for size in sizes
+    )
+    return real + 1, critic_noise, generator_noise
 
 
-def judged(output: Tensor, real: Tensor) -> Tensor:
+def critic_loss(output: Tensor, real: Tensor) -> Tensor:
+    """The critic's loss for points of which `real` says whether they are real."""
     return F.binary_cross_entropy_with_logits(output, real)
 
 
@@ -47,48 +50,48 @@ def plain_loop() -> list[tuple[float, float]]:
     of_generator, of_critic = ADAM(generator.parameters()), ADAM(critic.parameters())
     losses = []
     for step in range(STEPS):
-        real, one, other = draws(step)
-        points = torch.cat([real, generator(one).detach()])
+        real, critic_noise, generator_noise = draws(step)
+        points = torch.cat([real, generator(critic_noise).detach()])
         truth = torch.cat([torch.ones(ROWS, 1), torch.zeros(ROWS, 1)])
         of_critic.zero_grad()
-        first = judged(critic(points), truth)
+        first = critic_loss(critic(points), truth)
         first.backward()
         of_critic.step()
         of_generator.zero_grad()
-        second = judged(critic(generator(other)), torch.ones(ROWS, 1))
+        second = critic_loss(critic(generator(generator_noise)), torch.ones(ROWS, 1))
         second.backward()
         of_generator.step()
         losses.append((float(first.detach()), float(second.detach())))
     return losses
 
 
-def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
-    """The losses of both, or the line that refuses them."""
+def train_alternately(context: Any, of_critic: str, of_generator: str) -> Any:
+    """The losses of both networks, or the message of the refusal."""
     generator, critic = networks()
-    own = slice(context.dp_rank * ROWS // context.dp_size, None)
-    own = slice(own.start, own.start + ROWS // context.dp_size)
+    rank_rows = slice(context.dp_rank * ROWS // context.dp_size, None)
+    rank_rows = slice(rank_rows.start, rank_rows.start + ROWS // context.dp_size)
     keys = {"device": "cpu", "memory.track_steps": 0}
     job = job_from_keys(of_critic, keys)
     other_job = job_from_keys(of_generator, keys)
-    with Engine(critic, judged, ADAM, job, context) as critic_engine:
+    with Engine(critic, critic_loss, ADAM, job, context) as critic_engine:
         try:
             judge = bigtrain.frozen(critic_engine)
         except ConfigError as error:
             return str(error)
 
         def fooled(output: Tensor, real: Tensor) -> Tensor:
-            return judged(judge(output), real)
+            return critic_loss(judge(output), real)
 
         losses = []
         with Engine(generator, fooled, ADAM, other_job, context) as engine:
             for step in range(STEPS):
-                real, one, other = (tensor[own] for tensor in draws(step))
+                real, critic_noise, generator_noise = (tensor[rank_rows] for tensor in draws(step))
                 with torch.no_grad():
-                    made = engine.model(one)
+                    made = engine.model(critic_noise)
                 rows = len(real)
                 truth = torch.cat([torch.ones(rows, 1), torch.zeros(rows, 1)])
                 first = critic_engine.step((torch.cat([real, made]), truth)).loss
-                losses.append((first, engine.step((other, torch.ones(rows, 1))).loss))
+                losses.append((first, engine.step((generator_noise, torch.ones(rows, 1))).loss))
         assert all(p.grad is None or not p.grad.any() for p in critic_engine.model.parameters())
     return losses
 
@@ -104,9 +107,9 @@ def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
     ],
 )
 def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
-    for found in run_ranks(in_turn, 2, of_critic, of_generator):
-        for own, expected in zip(found, plain_loop(), strict=True):
-            assert own == pytest.approx(expected, rel=1e-5)
+    for losses in run_ranks(train_alternately, 2, of_critic, of_generator):
+        for figures, expected in zip(losses, plain_loop(), strict=True):
+            assert figures == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -118,28 +121,28 @@ def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
     ],
 )
 def test_what_cannot_be_inside_another_loss_is_refused(strategy, why):
-    for said in run_ranks(in_turn, 2, strategy, "ddp"):
-        assert f"frozen: under strategy {strategy} {why}" in said
-        assert "Use strategy ddp, zero1_torch or zero2 for this engine" in said
+    for message in run_ranks(train_alternately, 2, strategy, "ddp"):
+        assert f"frozen: under strategy {strategy} {why}" in message
+        assert "Use strategy ddp, zero1_torch or zero2 for this engine" in message
 
 
 def prepared_twice(context: Any) -> list[str]:
-    """What is said of a second engine without the first, and of one with another mesh."""
+    """The messages for a second engine without `beside`, and for one with a different mesh."""
     del context
-    said = []
+    messages = []
     placement = RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="python")
     job = job_from_keys("ddp", {"device": "cpu"})
     plan = make_plan(job, 2, "cpu")
     try:
         connect_beside(None, job, plan, placement, {})
     except ConfigError as error:
-        said.append(str(error))
-    return said
+        messages.append(str(error))
+    return messages
 
 
 def test_a_second_engine_is_told_to_name_the_first():
-    for said in run_ranks(prepared_twice, 2):
-        assert said == [
+    for messages in run_ranks(prepared_twice, 2):
+        assert messages == [
             "prepare: the ranks are connected already, by another engine or by the script. Give "
             "prepare(..., beside=engine) for a second engine, or close the first."
         ]
@@ -147,26 +150,28 @@ def test_a_second_engine_is_told_to_name_the_first():
 
 def other_mesh(context: Any) -> tuple[str, float]:
     _, critic = networks()
-    with Engine(critic, judged, ADAM, job_from_keys("ddp", {"device": "cpu"}), context) as engine:
+    with Engine(
+        critic, critic_loss, ADAM, job_from_keys("ddp", {"device": "cpu"}), context
+    ) as engine:
         placement = RankInfo(
             rank=context.rank, local_rank=context.rank, world_size=2, local_world_size=2,
             launcher="python",
         )  # fmt: skip
         job = job_from_keys("tensor", {"device": "cpu"})
-        said = ""
+        message = ""
         try:
             connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {})
         except ConfigError as error:
-            said = str(error)
+            message = str(error)
         job = job_from_keys("ddp", {"device": "cpu", "train.seed": 7})
-        with connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {}) as own:
-            assert own.mesh is context.mesh
-            return said, own.seed
+        with connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {}) as second_engine:
+            assert second_engine.mesh is context.mesh
+            return message, second_engine.seed
 
 
 def test_engines_of_one_process_have_one_mesh_and_each_its_seed():
-    for said, seed in run_ranks(other_mesh, 2):
-        assert "the engine's ranks are pp 1 x dp 2 x tp 1 on cpu, and this one's" in said
+    for message, seed in run_ranks(other_mesh, 2):
+        assert "the engine's ranks are pp 1 x dp 2 x tp 1 on cpu, and this one's" in message
         assert seed == 7
 
 
@@ -174,8 +179,10 @@ def test_prepare_puts_a_second_engine_beside_a_first():
     generator, critic = networks()
     keys: dict[str, Any] = {"strategy": "single", "device": "cpu"}
     with (
-        closing(bigtrain.prepare(critic, judged, ADAM, **keys)) as one,
-        closing(bigtrain.prepare(generator, judged, ADAM, beside=one, **keys)) as other,
+        closing(bigtrain.prepare(critic, critic_loss, ADAM, **keys)) as critic_engine,
+        closing(
+            bigtrain.prepare(generator, critic_loss, ADAM, beside=critic_engine, **keys)
+        ) as generator_engine,
     ):
-        assert other.context.world_size == one.context.world_size == 1
-        assert bigtrain.frozen(one)(torch.zeros(3, 2)).shape == (3, 1)
+        assert generator_engine.context.world_size == critic_engine.context.world_size == 1
+        assert bigtrain.frozen(critic_engine)(torch.zeros(3, 2)).shape == (3, 1)

@@ -1,4 +1,4 @@
-"""Which kernels a run asks torch for, and that what others had asked for is back afterwards."""
+"""The kernels that a run requests from torch, and the return to the earlier settings afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from bigtrain.job.schema import TrainConfig
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def asked() -> tuple[str, bool, bool]:
+def torch_settings() -> tuple[str, bool, bool]:
+    """Torch's settings of matrix precision, TF32 in convolutions, and determinism."""
     precision = torch.get_float32_matmul_precision()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     return precision, torch.backends.cudnn.allow_tf32, is_deterministic
@@ -20,19 +21,19 @@ def asked() -> tuple[str, bool, bool]:
 
 @pytest.mark.parametrize("matmul", ["highest", "high"])
 def test_products_and_convolutions_are_as_exact_as_asked_for_on_a_gpu(matmul: str) -> None:
-    before = asked()
+    before = torch_settings()
     assert before[1], "torch lets convolutions use TF32 by itself"
     with kernels_as_asked(TrainConfig(matmul=matmul), GPU):
-        assert asked() == (matmul, matmul == "high", False)
-    assert asked() == before
+        assert torch_settings() == (matmul, matmul == "high", False)
+    assert torch_settings() == before
     with kernels_as_asked(TrainConfig(matmul=matmul), CPU):
-        assert asked() == before
+        assert torch_settings() == before
 
 
 def test_deterministic_kernels_end_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeds.os, "environ", {})
-    before = asked()
+    before = torch_settings()
     with kernels_as_asked(TrainConfig(deterministic=True), GPU):
-        assert asked()[2]
+        assert torch_settings()[2]
         assert seeds.os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert asked() == before
+    assert torch_settings() == before

@@ -1,4 +1,4 @@
-"""Data without a task: the loss is the job's, the data's, or what targets and outputs tell."""
+"""Data without a task: the loss comes from the job, the data, or the targets and outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class OwnLoss(Net):
-    """Returns its loss beside its logits."""
+    """Returns its loss in addition to its logits."""
 
     def forward(self, x: Tensor) -> Any:
         logits = self.net(x)
@@ -74,7 +74,7 @@ def odd() -> Data:
 
 
 class Stream(IterableDataset):
-    """Says how long it is, and can only be read from its beginning."""
+    """Has a length, but can only be read from the beginning."""
 
     def __len__(self) -> int:
         return 24
@@ -105,14 +105,16 @@ def empty() -> Data:
 
 
 def setup_of(data: str, *words: str, model: str = "Net") -> RunSetup:
-    here = [f"model.name={__name__}:{model}", f"data.name={__name__}:{data}"]
+    words_of_job = [f"model.name={__name__}:{model}", f"data.name={__name__}:{data}"]
     batch = ["train.global_batch_size=8", "train.micro_batch_size=4", "train.steps=2"]
-    job = load_job(None, "single", [*here, *batch, "device=cpu", "memory.predict=false", *words])
+    job = load_job(
+        None, "single", [*words_of_job, *batch, "device=cpu", "memory.predict=false", *words]
+    )
     return open_setup(job, make_plan(job, 1, "cpu"))
 
 
 @pytest.mark.parametrize(
-    ("data", "words", "model", "kind", "said"),
+    ("data", "words", "model", "kind", "expected_note"),
     [
         ("classes", (), "Net", CrossEntropy, "loss: cross entropy, as data.name="),
         ("values", (), "Net", MeanLoss, "loss: mean squared error, as data.name="),
@@ -122,14 +124,16 @@ def setup_of(data: str, *words: str, model: str = "Net") -> RunSetup:
         ("values", ("model.loss=torch.nn.functional:l1_loss",), "Net", MeanLoss, ""),
     ],
 )
-def test_data_without_a_task_train_and_are_measured_by_the_loss(data, words, model, kind, said):
+def test_data_without_a_task_train_and_are_measured_by_the_loss(
+    data, words, model, kind, expected_note
+):
     parts = setup_of(data, *words, model=model)
     notes = [note for note in parts.resolved.notes if note.startswith("loss: ")]
-    assert bool(notes) is bool(said)
-    assert all(said in note for note in notes)
+    assert bool(notes) is bool(expected_note)
+    assert all(expected_note in note for note in notes)
     assert type(parts.data.task) is CustomTask
-    found = parts.workload.loss
-    assert isinstance(getattr(found, "inner", found), kind) or "lobal" in type(found).__name__
+    loss = parts.workload.loss
+    assert isinstance(getattr(loss, "inner", loss), kind) or "lobal" in type(loss).__name__
     with parts.engine(RunContext.alone()) as engine:
         for batch in parts.training_steps(engine.context, 0):
             result = engine.step(batch)
@@ -146,10 +150,10 @@ def test_data_without_a_task_train_and_are_measured_by_the_loss(data, words, mod
 
 
 def test_the_loss_of_the_data_goes_before_the_tasks():
-    one, other = setup_of("with_task_and_loss"), setup_of("classes")
-    assert isinstance(one.data.task, ClassificationTask)
+    with_task, without_task = setup_of("with_task_and_loss"), setup_of("classes")
+    assert isinstance(with_task.data.task, ClassificationTask)
     losses = []
-    for parts in (one, other):
+    for parts in (with_task, without_task):
         with parts.engine(RunContext.alone()) as engine:
             losses.append(engine.step(next(iter(parts.training_steps(engine.context, 0)))).loss)
     assert losses[0] == pytest.approx(2 * losses[1])
@@ -169,7 +173,7 @@ class Image(nn.Module):
 
 
 class Sized(Image):
-    """Asks for a value, which no fake tensor has."""
+    """Reads a value, which a fake tensor does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * float(x.sum())
@@ -184,13 +188,13 @@ class Sized(Image):
     ],
 )
 def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, class_dim):
-    loss, said = infer_loss("mine:data", model, example(targets))
+    loss, note = infer_loss("mine:data", model, example(targets))
     assert loss == CrossEntropy(class_dim=class_dim)
-    assert said.startswith("loss: cross entropy, as data.name=mine:data names no task and no loss")
+    assert note.startswith("loss: cross entropy, as data.name=mine:data names no task and no loss")
 
 
 @pytest.mark.parametrize(
-    ("model", "targets", "said"),
+    ("model", "targets", "message"),
     [
         (Net(), torch.zeros(4), r"targets \(4,\) of float32, outputs \(4, 3\) tell none"),
         (Net(1), torch.zeros(4), r"outputs \(4, 1\) tell none"),
@@ -200,8 +204,8 @@ def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, cl
         (Sized(), torch.zeros(4), "the model's output was not to be had on fake tensors"),
     ],
 )
-def test_what_tells_no_loss_is_refused_with_both_ways_out(model, targets, said):
-    with pytest.raises(ConfigError, match=said) as raised:
+def test_what_tells_no_loss_is_refused_with_both_ways_out(model, targets, message):
+    with pytest.raises(ConfigError, match=message) as raised:
         infer_loss("mine:data", model, example(targets))
     assert "Give Data(..., loss=...)" in str(raised.value)
     assert "model.loss=package.module:function" in str(raised.value)
@@ -215,7 +219,7 @@ def test_a_task_that_nobody_settled_refuses_to_be_trained_with():
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ("stream", r"gives a Stream in train, which has no __getitem__: samples are drawn by"),
         ("stream_to_validate", "gives a Stream in validation, which has no __getitem__"),
@@ -223,8 +227,8 @@ def test_a_task_that_nobody_settled_refuses_to_be_trained_with():
         ("empty", r"length 0\), at least 1 is needed. Check the function's files\.$"),
     ],
 )
-def test_samples_that_cannot_be_drawn_by_number_are_one_line(data, said):
-    with pytest.raises(ConfigError, match=said):
+def test_samples_that_cannot_be_drawn_by_number_are_one_line(data, message):
+    with pytest.raises(ConfigError, match=message):
         open_data(f"{__name__}:{data}", None, {}, seed=0)
 
 
@@ -244,14 +248,14 @@ def test_a_path_is_pointed_to_only_where_there_is_one():
 )
 def test_a_model_of_ones_own_without_a_job_gets_neutral_defaults(words, neutral):
     job = load_job(None, None, [f"model.name={__name__}:Net", *words])
-    rest = job.optim.model_copy(update={"lr": 1e-3, "name": "adamw"})
+    settings = job.optim.model_copy(update={"lr": 1e-3, "name": "adamw"})
     plain = {"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "clip_norm": None}
-    assert {key: getattr(rest, key) for key in plain} == plain
-    assert (job.optim == rest) is neutral
+    assert {key: getattr(settings, key) for key in plain} == plain
+    assert (job.optim == settings) is neutral
     parts = setup_of("classes", *(word for word in words if word.startswith("optim")))
-    said = [note for note in parts.resolved.notes if note.startswith("optim: ")]
-    assert bool(said) is neutral
-    assert all(note.startswith("optim: adamw, lr 0.001 constant, no warm-up") for note in said)
+    notes = [note for note in parts.resolved.notes if note.startswith("optim: ")]
+    assert bool(notes) is neutral
+    assert all(note.startswith("optim: adamw, lr 0.001 constant, no warm-up") for note in notes)
 
 
 def test_what_a_job_says_of_the_optimizer_stays(tmp_path):

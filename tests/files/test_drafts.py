@@ -1,4 +1,6 @@
-"""Caches: whole or not at all, made anew where damaged, and nothing left of what has died."""
+"""Cache files are complete or absent, rebuilt if damaged, and drafts of dead processes are
+removed.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ def test_a_damaged_cache_is_said_once_and_made_anew(
     path = tmp_path / "rates.json"
     path.write_text(text)
     assert read_cache(path) == read_cache(path) == {}
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith(f"bigtrain: {path} is damaged (")
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert errors.startswith(f"bigtrain: {path} is damaged (")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(drafts, "_SAID", set())
     assert read_cache(path) == {}
@@ -92,30 +94,30 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: P
     path = tmp_path / "rates.json"
     begun = []
     for _ in range(2):
-        one = subprocess.Popen(
+        writer = subprocess.Popen(
             [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        assert one.stdout is not None
-        assert one.stdout.readline() == b"begun\n"
-        begun.append(one)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"begun\n"
+        begun.append(writer)
     assert len(list(tmp_path.iterdir())) == 2
     begun[0].kill()
     begun[0].communicate()
     remove_left_drafts(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     begun[1].communicate(b"\n")
-    assert [one.name for one in tmp_path.iterdir()] == ["rates.json"]
+    assert [writer.name for writer in tmp_path.iterdir()] == ["rates.json"]
     assert path.read_bytes() == b"half"
 
 
 def test_drafts_of_earlier_versions_go_after_a_day(tmp_path: Path) -> None:
     names = ("rates-abcdef_1", "blocks-12345678", f".text-{'0' * 24}.bin.abcdefgh")
-    others = ("rates.json", "rates-of-mine", ".text-notes", "text-0.bin")
-    for name in (*names, *others):
+    kept_files = ("rates.json", "rates-of-mine", ".text-notes", "text-0.bin")
+    for name in (*names, *kept_files):
         (tmp_path / name).write_text("x")
     remove_left_drafts(tmp_path)
-    assert len(list(tmp_path.iterdir())) == len(names) + len(others)
-    for name in (*names, *others):
+    assert len(list(tmp_path.iterdir())) == len(names) + len(kept_files)
+    for name in (*names, *kept_files):
         os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
     remove_left_drafts(tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept_files)

@@ -1,4 +1,4 @@
-"""Variables with numbers and JSON."""
+"""Environment variables that contain numbers or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""JSON and YAML with bounds: what stands for too much, too deep or twice is refused in a moment."""
+"""JSON and YAML with bounds: huge expansions, deep nesting and duplicate keys are refused
+quickly.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,11 @@ def test_json_that_is_refused(text: str | bytes, reason: str) -> None:
     with pytest.raises(UnreadableError, match=reason) as caught:
         parse_json(text, "some.json", "Make it anew.")
     assert time.monotonic() - began < 5
-    said = str(caught.value)
-    assert said.startswith("some.json cannot be read: ")
-    assert said.endswith(". Make it anew.")
-    assert "\n" not in said
-    said.encode()
+    message = str(caught.value)
+    assert message.startswith("some.json cannot be read: ")
+    assert message.endswith(". Make it anew.")
+    assert "\n" not in message
+    message.encode()
 
 
 def test_json_that_is_read(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def bomb(levels: int, width: int, flavour: str) -> str:
         inner = [f"*a{n - 1}"] * width
         value = f"[{', '.join(inner)}]"
         if flavour == "map":
-            value = "{" + ", ".join(f"k{k}: {one}" for k, one in enumerate(inner)) + "}"
+            value = "{" + ", ".join(f"k{k}: {alias}" for k, alias in enumerate(inner)) + "}"
         elif flavour == "merge":
             value = f"{{<<: {value}}}"
         lines.append(f"a{n}: &a{n} {value}")

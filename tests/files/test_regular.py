@@ -1,4 +1,4 @@
-"""Nothing but a regular file is read, and nothing is waited for."""
+"""Only regular files are read, and no read blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bigtrain.files import regular
 
 
 def odd(folder: Path, kind: str) -> Path:
-    """Something that is no file, as `folder/odd`."""
+    """Make something that is not a regular file, as `folder/odd`."""
     path = folder / "odd"
     if kind == "a folder":
         path.mkdir()
     elif kind == "a pipe":
         os.mkfifo(path)
     elif kind == "a socket":
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(path))
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
     elif kind == "a device":
         path.symlink_to("/dev/zero")
     elif kind == "a loop":
@@ -57,7 +57,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
 
 def test_a_reading_error_names_the_file(tmp_path: Path) -> None:
     link = tmp_path / "memory"
-    link.symlink_to("/proc/self/mem")  # the system gives EIO at its beginning
+    link.symlink_to("/proc/self/mem")  # reading its first byte fails with EIO
     with pytest.raises(UnreadableError, match=r"memory cannot be read: Input/output error"):
         regular.read_bytes(link)
 
@@ -101,7 +101,7 @@ def test_a_file_with_more_bytes_than_may_be_is_refused(tmp_path: Path) -> None:
     assert regular.read_bytes(path, most=10) == b"x" * 10
     with pytest.raises(UnreadableError, match="it has more than 9 bytes, which are the most"):
         regular.read_bytes(path, most=9)
-    os.truncate(path, 1 << 40)  # all holes: not one more byte than may be is read
+    os.truncate(path, 1 << 40)  # a sparse file: at most one byte beyond the limit is read
     with pytest.raises(UnreadableError, match="it has more than 67,108,864 bytes"):
         regular.read_bytes(path)
     path.write_bytes(b"\xff\xfe")

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, against the format and against the format's own library."""
+"""The header of a safetensors file, checked against the format and the safetensors library."""
 
 from __future__ import annotations
 
@@ -30,26 +30,31 @@ def header() -> dict[str, Any]:
     }
 
 
-def written(path: Path, text: str | bytes, body: bytes = BODY, length: int | None = None) -> Path:
+def write_file(
+    path: Path, text: str | bytes, body: bytes = BODY, length: int | None = None
+) -> Path:
+    """Write a safetensors file with this header and body."""
     data = text.encode() if isinstance(text, str) else text
     path.write_bytes(struct.pack("<Q", len(data) if length is None else length) + data + body)
     return path
 
 
-def refused(path: Path) -> str:
+def refusal_of(path: Path) -> str:
+    """The message with which reading the file is refused."""
     with pytest.raises(CheckpointError) as caught:
         tensors_of_file(path)
-    said = str(caught.value)
-    assert said.startswith(f"{path} is no safetensors file: ")
-    assert "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(f"{path} is no safetensors file: ")
+    assert "\n" not in message
     assert caught.value.exit_status == 2
-    return said
+    return message
 
 
 def with_entry(**changes: Any) -> str:
-    found = header()
-    found["b"].update(changes)
-    return json.dumps(found)
+    """The header as JSON, with changes to the entry of tensor 'b'."""
+    entries = header()
+    entries["b"].update(changes)
+    return json.dumps(entries)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def with_entry(**changes: Any) -> str:
     ],
 )
 def test_a_header_that_breaks_the_format(tmp_path: Path, text: str | bytes, reason: str) -> None:
-    assert reason in refused(written(tmp_path / "odd.safetensors", text))
+    assert reason in refusal_of(write_file(tmp_path / "odd.safetensors", text))
 
 
 @pytest.mark.parametrize(
@@ -99,19 +104,19 @@ def test_a_header_that_breaks_the_format(tmp_path: Path, text: str | bytes, reas
     ],
 )
 def test_a_length_that_is_none(tmp_path: Path, length: int, reason: str) -> None:
-    path = written(tmp_path / "odd.safetensors", json.dumps(header()), length=length)
-    assert reason in refused(path)
+    path = write_file(tmp_path / "odd.safetensors", json.dumps(header()), length=length)
+    assert reason in refusal_of(path)
     if length == 100_000_001:
         with path.open("r+b") as file:
-            file.truncate(200_000_000)  # even where the file would be long enough
-        assert reason in refused(path)
+            file.truncate(200_000_000)  # even if the file is long enough
+        assert reason in refusal_of(path)
 
 
 @pytest.mark.parametrize("size", [0, 3, 7, 8, 20])
 def test_a_file_that_was_cut(tmp_path: Path, size: int) -> None:
-    path = written(tmp_path / "odd.safetensors", json.dumps(header()))
+    path = write_file(tmp_path / "odd.safetensors", json.dumps(header()))
     path.write_bytes(path.read_bytes()[:size])
-    refused(path)
+    refusal_of(path)
 
 
 def test_what_the_library_of_the_format_writes_is_read(tmp_path: Path) -> None:
@@ -126,10 +131,10 @@ def test_what_the_library_of_the_format_writes_is_read(tmp_path: Path) -> None:
         "ü": torch.ones(2, dtype=torch.int8),
     }
     save_file(tensors, path, {"format": "pt"})
-    found = tensors_of_file(path)
-    assert set(found) == set(tensors)
+    read_tensors = tensors_of_file(path)
+    assert set(read_tensors) == set(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(read_whole(found[name]), tensor)
+        assert torch.equal(read_whole(read_tensors[name]), tensor)
 
 
 def test_what_is_drawn_is_refused_wherever_the_library_of_the_format_refuses(
@@ -138,11 +143,11 @@ def test_what_is_drawn_is_refused_wherever_the_library_of_the_format_refuses(
     draw, theirs = random.Random(5), 0
     opened: Callable[..., Any] = safe_open
     for _ in range(150):
-        way, head, body = damages.broken_header(draw, header(), BODY)
+        damage, head, body = damages.broken_header(draw, header(), BODY)
         path = tmp_path / "odd.safetensors"
         path.write_bytes(head + body)
         with pytest.raises(CheckpointError):
-            print(way, tensors_of_file(path))
+            print(damage, tensors_of_file(path))
         try:
             with opened(path, "pt"):
                 pass

@@ -1,11 +1,11 @@
-"""Every number that is known without running: compared with the files that lie beside this one.
+"""Compare every number that is known before a run with the JSON files in this folder.
 
     python tests/golden/check.py                  compare all, with the first differences
-    python tests/golden/check.py --quick          a representative part
-    python tests/golden/check.py --only planner   one part
-    python tests/golden/check.py --write          write the files anew
+    python tests/golden/check.py --quick          compare a representative part
+    python tests/golden/check.py --only planner   compare one part
+    python tests/golden/check.py --write          write the files again
 
-A change that claims to change no number leaves all of them equal.
+A change that is meant to leave all numbers equal must leave all of the files equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PARTS = ("forecasts", "planner", "listing", "messages")
 EVERY = {"forecasts": 131, "planner": 14, "listing": 9, "messages": 5}
-"""Of how many cases the quick part has one; prime to the lengths of the rows of cases."""
+"""The quick part has every n-th case; n is prime to the lengths of the rows of cases."""
 MOST_SHOWN = 20
 FIXED = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -39,11 +39,11 @@ FIXED = {
     "TERM": "dumb",
     "PYTHONHASHSEED": "0",
 }
-"""What a machine, a terminal or a user could make different."""
+"""Environment variables that would change the results, for example a terminal's width."""
 
 
 def main() -> int:
-    """Compare or write; returns 1 where anything differs."""
+    """Compare or write; return 1 if anything differs."""
     options = _options()
     os.environ.update(FIXED)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI_"))]:
@@ -56,12 +56,12 @@ def main() -> int:
                 names = workers.apply(_names, (part,))
                 names = names[:: EVERY[part]] if options.quick else names
                 asked = [(part, name) for name in names]
-                found = dict(workers.imap_unordered(_compute, asked, chunksize=1))
-                count += len(found)
+                computed = dict(workers.imap_unordered(_compute, asked, chunksize=1))
+                count += len(computed)
                 if options.write:
-                    _write(part, found)
+                    _write(part, computed)
                 else:
-                    differences += _compare(part, found, whole=not options.quick)
+                    differences += _compare(part, computed, whole=not options.quick)
     print(f"{count} cases in {time.monotonic() - began:.0f} s, {differences} differ")
     return 1 if differences else 0
 
@@ -82,22 +82,24 @@ def _options() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _workers(jobs: int, folder: str) -> Iterator[Any]:
-    """Processes that compute cases; where there is to be none, this one, silent meanwhile."""
+    """A pool of processes that compute cases; with `jobs` 0 this process, with its
+    output hidden.
+    """
     if jobs:
         with multiprocessing.get_context("spawn").Pool(jobs, _start, (folder,)) as pool:
             yield pool
         return
-    shown, said = sys.stdout, sys.stderr
+    shown, errors = sys.stdout, sys.stderr
     _start(folder)
     try:
         yield _ThisProcess(shown)
     finally:
-        os.chdir(HERE)  # the folder is about to be removed
-        sys.stdout, sys.stderr = shown, said
+        os.chdir(HERE)  # the folder is removed next
+        sys.stdout, sys.stderr = shown, errors
 
 
 class _ThisProcess:
-    """As a pool of no processes; what is printed between two parts is seen."""
+    """The interface of a pool, computed in this process; output between two parts is shown."""
 
     def __init__(self, shown: Any) -> None:
         self._silent, self._shown = sys.stdout, shown
@@ -111,15 +113,15 @@ class _ThisProcess:
         self, function: Callable[[Any], Any], asked: list[Any], chunksize: int
     ) -> list[Any]:
         assert chunksize == 1
-        return [self.apply(function, (one,)) for one in asked]
+        return [self.apply(function, (case,)) for case in asked]
 
 
 def _start(folder: str) -> None:
-    """A worker: quiet, on one thread, in an empty folder of its own."""
+    """Prepare a worker: no output, one thread, and an empty folder."""
     sys.path.insert(0, str(HERE.parent))
-    own = Path(folder) / f"worker-{os.getpid()}"
-    own.mkdir()
-    os.chdir(own)
+    worker_folder = Path(folder) / f"worker-{os.getpid()}"
+    worker_folder.mkdir()
+    os.chdir(worker_folder)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -133,14 +135,16 @@ def _names(part: str) -> list[str]:
 
 
 def _compute(asked: tuple[str, str]) -> tuple[str, Any]:
-    """One case as JSON would read it back; floats with twelve digits, folders by their kind."""
+    """One case as JSON would return it; floats have twelve digits, folders are replaced
+    by names.
+    """
     part, name = asked
     import torch
 
     torch.manual_seed(0)
     module = import_module(f"golden.{part}")
-    found = json.dumps(_rounded(module.compute(module.cases()[name])))
-    return name, json.loads(found.replace(os.getcwd(), "CWD"))
+    text = json.dumps(_rounded(module.compute(module.cases()[name])))
+    return name, json.loads(text.replace(os.getcwd(), "CWD"))
 
 
 def _rounded(value: Any) -> Any:
@@ -151,11 +155,11 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _write(part: str, found: dict[str, Any]) -> None:
-    """Sorted; a case has a line for each of its fields."""
+def _write(part: str, computed: dict[str, Any]) -> None:
+    """Write the cases sorted, with one line for each field."""
     cases = []
-    for name in sorted(found):
-        fields = found[name] if isinstance(found[name], dict) else {"": found[name]}
+    for name in sorted(computed):
+        fields = computed[name] if isinstance(computed[name], dict) else {"": computed[name]}
         lines = [
             f"  {json.dumps(key)}: {json.dumps(value, sort_keys=True)}"
             for key, value in sorted(fields.items())
@@ -164,14 +168,14 @@ def _write(part: str, found: dict[str, Any]) -> None:
     (HERE / f"{part}.json").write_text("{\n" + ",\n".join(cases) + "\n}\n", "utf-8")
 
 
-def _compare(part: str, found: dict[str, Any], *, whole: bool) -> int:
-    """Show the first differences of a part; returns how many cases differ."""
+def _compare(part: str, computed: dict[str, Any], *, whole: bool) -> int:
+    """Show the first differences of a part; return the number of differing cases."""
     written = json.loads((HERE / f"{part}.json").read_text("utf-8"))
-    wanted = written if whole else {name: written.get(name) for name in found}
+    wanted = written if whole else {name: written.get(name) for name in computed}
     differing = []
-    for name in sorted(wanted.keys() | found.keys()):
-        now = found.get(name)
-        now = now if isinstance(now, dict) or name not in found else {"": now}
+    for name in sorted(wanted.keys() | computed.keys()):
+        now = computed.get(name)
+        now = now if isinstance(now, dict) or name not in computed else {"": now}
         if wanted.get(name) != now:
             differing.append((name, wanted.get(name), now))
     shown = 0
@@ -183,12 +187,12 @@ def _compare(part: str, found: dict[str, Any], *, whole: bool) -> int:
     if shown > MOST_SHOWN:
         print(f"{part}: and {shown - MOST_SHOWN} more fields")
     if differing:
-        print(f"{part}: {len(differing)} of {len(found)} cases differ")
+        print(f"{part}: {len(differing)} of {len(computed)} cases differ")
     return len(differing)
 
 
 def _leaves(was: Any, now: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """The fields in which two values differ, as deep as they are alike in kind."""
+    """Yield the fields in which two values differ, as deep as both have the same type."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted(was.keys() | now.keys()):
             if was.get(key, _leaves) != now.get(key, _leaves):
@@ -199,7 +203,7 @@ def _leaves(was: Any, now: Any, path: str) -> Iterator[tuple[str, str, str]]:
             if before != after:
                 yield from _leaves(before, after, f"{path}[{place}]")
     else:
-        yield path, *(json.dumps(one, sort_keys=True)[:400] for one in (was, now))
+        yield path, *(json.dumps(value, sort_keys=True)[:400] for value in (was, now))
 
 
 if __name__ == "__main__":

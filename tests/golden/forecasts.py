@@ -1,4 +1,6 @@
-"""The cases of the forecasts: presets on nets, precisions and ranks; and keys that matter."""
+"""The cases of the forecasts: presets on nets, precisions and ranks, and keys that
+change memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from golden import product
 
 
 class Case(NamedTuple):
-    """One job of which every rank is forecast."""
+    """One job; the forecast of every rank is recorded."""
 
     net: str
     strategy: str
@@ -18,9 +20,9 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        said = " ".join(f"{key}={value}" for key, value in self.keys.items())
-        said += "" if self.share is None else f" budget {self.share}"
-        return f"{self.net} {self.strategy} x{self.ranks} {said}"
+        text = " ".join(f"{key}={value}" for key, value in self.keys.items())
+        text += "" if self.share is None else f" budget {self.share}"
+        return f"{self.net} {self.strategy} x{self.ranks} {text}"
 
 
 PRESETS = (
@@ -34,7 +36,7 @@ PRESETS = (
     *("zero1_torch_offload_disk", "zero2", "zero2_checkpointing", "zero2_offload", "zero3"),
     *("zero3_checkpointing", "zero3_offload", "zero_bubble"),
 )
-"""Those whose forecasts are written down; a new one joins where it is a run by itself."""
+"""The presets whose forecasts are recorded; add a new one if it is a separate kind of run."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "tied": {"optim.clip_norm": 1.0},
@@ -59,7 +61,7 @@ def presets() -> list[Case]:
 
 
 def changed() -> list[Case]:
-    """Presets with one thing changed."""
+    """Presets with one changed key."""
     again: list[dict[str, Any]] = [
         {f"{RECOMPUTE}.mode": "selective"},
         {f"{RECOMPUTE}.every": 2},
@@ -102,7 +104,7 @@ def _ranks(strategy: str) -> int:
 
 
 def _accumulated() -> list[Case]:
-    """Every preset with several micro-batches, and with products kept."""
+    """Every preset with several micro-batches, and with saved matrix products."""
     return [
         Case("tied", strategy, _ranks(strategy), {"train.global_batch_size": 24, **keys})
         for strategy in PRESETS
@@ -111,7 +113,7 @@ def _accumulated() -> list[Case]:
 
 
 def _budgets() -> list[Case]:
-    """A budget of a share of the peak without one; the last is below what can be reached."""
+    """Budgets as shares of the peak without one; the last is below the smallest reachable peak."""
     plain = {"train.global_batch_size": 64}
     moved = {**plain, f"{OFFLOAD}.activations": "disk"}
     low = {**plain, "train.precision": "bf16"}
@@ -133,7 +135,7 @@ def _budgets() -> list[Case]:
 
 
 def _options() -> list[Case]:
-    """Options of single techniques; a model that cannot be forecast."""
+    """Options of single techniques, and a model without a forecast."""
     some: list[tuple[str, int, dict[str, Any]]] = [
         ("ddp", 2, {f"{REPLICATE}.bucket_size": "4KiB"}),
         ("ddp", 2, {f"{REPLICATE}.compress": "fp16"}),
@@ -157,8 +159,11 @@ def _options() -> list[Case]:
     return [
         Case(net, strategy, ranks, {"train.global_batch_size": 24, **keys})
         for net, strategy, ranks, keys in [
-            *((net, *one) for net in ("tied", "odd", "conv") for one in some),
-            *(("looks", one, _ranks(one), {}) for one in ("single", "ddp", "fsdp", "1f1b")),
+            *((net, *case) for net in ("tied", "odd", "conv") for case in some),
+            *(
+                ("looks", preset, _ranks(preset), {})
+                for preset in ("single", "ddp", "fsdp", "1f1b")
+            ),
             ("looks", "single", 1, {f"{RECOMPUTE}.mode": "full"}),
             ("looks", "single", 1, {RECOMPUTE: {"budget": 10**6}}),
         ]
@@ -166,10 +171,10 @@ def _options() -> list[Case]:
 
 
 def cases() -> dict[str, Case]:
-    """All of them, by their names."""
+    """All cases by name."""
     return {case.name: case for case in [*presets(), *changed()]}
 
 
 def compute(case: Case) -> Any:
-    """What is known of a case before it runs."""
+    """The forecast of a case before it runs."""
     return product.rank_forecasts(*case)

@@ -1,4 +1,4 @@
-"""What the commands say of themselves: the strategies as JSON, and every --help."""
+"""The output of the commands about themselves: the strategies as JSON, and every --help."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ COMMANDS = ("init", "train", "plan", "compare", "verify", "strategies", "doctor"
 
 
 def cases() -> dict[str, list[str]]:
-    """The words after `bigtrain`."""
-    found = {f"{name} --help": [name, "--help"] for name in COMMANDS}
-    return {"strategies --json": ["strategies", "--json"], "--help": ["--help"], **found}
+    """The words after `bigtrain`, by name of the case."""
+    helps = {f"{name} --help": [name, "--help"] for name in COMMANDS}
+    return {"strategies --json": ["strategies", "--json"], "--help": ["--help"], **helps}
 
 
 def compute(words: list[str]) -> Any:
-    """Status and output; a list of rows with names as a mapping."""
+    """Exit status and output; a JSON list of named rows becomes a mapping by name."""
     done = subprocess.run(
         [sys.executable, "-m", "bigtrain", *words], capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""What wrong input is refused with: the whole text of every message that needs no ranks."""
+"""The complete messages for wrong input, for all inputs that are refused without ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOADED: list[tuple[str, list[str]]] = [
     ("{}", ["optim.release_gradients=true", "optim.clip_norm=1"]),
     ("{}", ["strategy.deepspeed=none.json"]),
 ]
-"""A job file and the words beside it."""
+"""Pairs of the text of a job file and the words on the command line."""
 
 NAMES: list[tuple[str | None, str | None]] = [
     ("none.yaml", None),
@@ -50,7 +50,7 @@ NAMES: list[tuple[str | None, str | None]] = [
     (None, "zeroo"),
     (None, "none/zero.yaml"),
 ]
-"""A job and a strategy by names that there are not."""
+"""Jobs and strategies with names that do not exist."""
 
 CHANGED = [["strategy=nothing"], ["train.micro=2"]]
 
@@ -135,7 +135,7 @@ PLANS: list[tuple[str, int, dict[str, Any]]] = [
     ("zero3", 2, {"strategy.recompute": {"mode": "selective"}}),
     ("zbv", 2, {"strategy.recompute": {"mode": "selective"}}),
 ]
-"""A preset with keys on so many ranks: refused before a model is seen."""
+"""Presets with keys on a number of ranks, refused before a model is built."""
 
 SHAPED: list[tuple[str, int, dict[str, Any]]] = [
     ("single", 1, {"strategy.recompute": {"layers": ["layer.0"]}}),
@@ -153,7 +153,7 @@ SHAPED: list[tuple[str, int, dict[str, Any]]] = [
     ("1f1b", 2, {"strategy.cut.memory": 100}),
     ("1f1b_fsdp", 4, {"strategy.cut.schedule": "zbv_zero_bubble"}),
 ]
-"""The same, refused when the model with tied weights is cut, priced or profiled."""
+"""The same, refused while the model with tied weights is cut, priced or profiled."""
 
 OPENED: list[tuple[str, int, list[str]]] = [
     ("single", 1, ["data.path=/nowhere/at/all"]),
@@ -231,7 +231,7 @@ FIGURES: list[dict[str, Any]] = [
     {"device.kind": "tpu"},
     {"node.host_link": None},
 ]
-"""What is changed of a cluster's file; None takes it out."""
+"""Changes to a cluster's file; None deletes the key."""
 
 SMALL = [
     "model.args={num_layers: 4, width: 32, num_heads: 2, sequence_length: 16}",
@@ -257,26 +257,26 @@ PLANNER = [
 
 
 def cases() -> dict[str, tuple[Any, ...]]:
-    """By name: which of the product's doors, and what is brought to it."""
+    """By name: the function of the product that is called, and its input."""
     asked: list[tuple[Any, ...]] = [
         *(("load", text, words) for text, words in LOADED),
-        *(("name", *one) for one in NAMES),
+        *(("name", *inputs) for inputs in NAMES),
         *(("change", words) for words in CHANGED),
-        *(("plan", *one) for one in PLANS),
-        *(("shape", *one) for one in SHAPED),
-        *(("open", *one) for one in OPENED),
-        *(("model", *one) for one in MODELS),
-        *(("source", *one) for one in SOURCES),
-        *(("cluster", one) for one in FIGURES),
-        *(("planner", one) for one in PLANNER),
+        *(("plan", *inputs) for inputs in PLANS),
+        *(("shape", *inputs) for inputs in SHAPED),
+        *(("open", *inputs) for inputs in OPENED),
+        *(("model", *inputs) for inputs in MODELS),
+        *(("source", *inputs) for inputs in SOURCES),
+        *(("cluster", inputs) for inputs in FIGURES),
+        *(("planner", inputs) for inputs in PLANNER),
     ]
-    return {" ".join(str(part) for part in one): one for one in asked}
+    return {" ".join(str(part) for part in inputs): inputs for inputs in asked}
 
 
 def compute(asked: tuple[Any, ...]) -> str | None:
-    """The text of the refusal; None where nothing is refused."""
-    door, *given = asked
-    return DOORS[door](*given)
+    """The message of the refusal; None if the input is accepted."""
+    door, *arguments = asked
+    return DOORS[door](*arguments)
 
 
 def _load(text: str, words: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Small nets of plain torch, each with what makes forecasts differ; no value of theirs matters."""
+"""Small nets of plain torch, with features that affect forecasts; their values do not matter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNorm beside their input; the activations work in place."""
+    """Two convolutions with BatchNorm and a skip connection; the activations work in place."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class Conv(nn.Module):
 
 
 class Odd(nn.Module):
-    """Dropout, sizes that nothing divides, a layer that is not trained, a parameter of one number.
+    """Dropout, prime sizes, a frozen layer, and a parameter without dimensions.
 
-    Its blocks are of different widths, and hand on two tensors.
+    Its blocks have different widths, and pass on two tensors.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Odd(nn.Module):
 
 
 class LooksAtValues(Tied):
-    """What it does depends on a value, so it does not run on fake tensors."""
+    """Its computation depends on a value, so it does not run on fake tensors."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -119,4 +119,4 @@ NETS = {
     "odd": (Odd, features),
     "looks": (LooksAtValues, language),
 }
-"""By name: what makes the net, and what makes a batch of so many rows for it."""
+"""By name: a function that builds the net, and one that makes a batch of `rows` rows for it."""

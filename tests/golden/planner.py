@@ -1,4 +1,4 @@
-"""The cases of the planner: small models on the clusters that come along."""
+"""The cases of the planner: small models on the clusters that bigtrain provides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = {
     "resnet18": ["model.name=resnet18", *PICTURES, "train.global_batch_size=16"],
 }
 CLUSTERS = {"a100-node": 8, "h100-node": 4, "v100-node": 2, "cpu": 2}
-# Of a cap on a GPU 256 MiB and 5 % are no tensors: 7.2, 0.1 and 2.5 MiB are left of these.
+# Of a cap on a GPU, 256 MiB and 5% are not for tensors; these caps leave 7.2, 0.1 and 2.5 MiB.
 MORE = {
     "one device": ("gpt of 4", ["--cluster", "h200-node", "--devices", "1"]),
     "a cap": (
@@ -53,7 +53,7 @@ MORE = {
 
 def cases() -> dict[str, list[str]]:
     """The arguments of `bigtrain plan`, by the names of the cases."""
-    found = {
+    arguments = {
         f"{model} on {devices} of {cluster}": [
             *("--cluster", cluster, "--devices", str(devices), *words)
         ]
@@ -61,15 +61,19 @@ def cases() -> dict[str, list[str]]:
         for cluster, devices in CLUSTERS.items()
     }
     for name, (model, words) in MORE.items():
-        found[f"{model}: {name}"] = [*words, *MODELS[model]]
-    return found
+        arguments[f"{model}: {name}"] = [*words, *MODELS[model]]
+    return arguments
 
 
 def compute(arguments: list[str]) -> Any:
-    """The document; a plan that stands in the front and among the best is written once."""
-    found = product.planner_document(arguments)
-    del found["search_seconds"]
-    found["cluster"] = found["cluster"]["name"]  # its figures are configs/clusters
-    best = found["plans"]
-    found["front"] = [f"plans[{best.index(one)}]" if one in best else one for one in found["front"]]
-    return found
+    """The planner's JSON document; a plan that is in the front and among the best is
+    listed once.
+    """
+    document = product.planner_document(arguments)
+    del document["search_seconds"]
+    document["cluster"] = document["cluster"]["name"]  # its figures are in configs/clusters
+    best = document["plans"]
+    document["front"] = [
+        f"plans[{best.index(plan)}]" if plan in best else plan for plan in document["front"]
+    ]
+    return document

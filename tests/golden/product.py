@@ -1,4 +1,4 @@
-"""All that the golden files need of the product: its imports, and calls that return plain values.
+"""All that the golden files need from the product: its imports, and calls that return plain values.
 
 Nothing else under tests/golden imports bigtrain.
 """
@@ -36,11 +36,11 @@ GPT = [
     "data.name=synthetic",
     "data.args={kind: language, vocabulary: 61, samples: 64}",
 ]
-"""The job of the one net that is the product's own."""
+"""The job of `gpt`, the only net here that the product provides."""
 
 
 def refused(call: Callable[[], object]) -> str | None:
-    """What a call refuses its input with; None where it does not."""
+    """The message with which a call refuses its input; None if it accepts."""
     try:
         call()
     except BigtrainError as error:
@@ -53,14 +53,14 @@ def refused(call: Callable[[], object]) -> str | None:
 def rank_forecasts(
     net: str, strategy: str, ranks: int, keys: Mapping[str, Any], share: float | None = None
 ) -> dict[str, Any]:
-    """What is known of a run before it is built, on each pp rank; or why it is refused.
+    """Forecasts of a run before it is built, for each pp rank, or the reason for a refusal.
 
     Args:
         net: 'gpt', which is opened as `bigtrain train` does, or one of NETS.
         strategy: a preset.
-        ranks: that are started.
-        keys: of the job, dotted.
-        share: of the peak without a budget, which is then the budget of recomputation.
+        ranks: number of ranks.
+        keys: dotted keys of the job.
+        share: a share of the peak without a budget, used as the budget of recomputation.
     """
     try:
         if share is None:
@@ -71,20 +71,22 @@ def rank_forecasts(
         )
     except BigtrainError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    except Exception as error:  # noqa: BLE001 - what fails today is written down as it fails
+    except Exception as error:  # noqa: BLE001 - a changed failure must show, too
         return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
 def _peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
     resolved, workload = _resolved(net, strategy, ranks, keys)
-    found = [forecast_rank(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)]
-    return [one.peak().bytes for one in found if one is not None]
+    forecasts = [
+        forecast_rank(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)
+    ]
+    return [forecast.peak().bytes for forecast in forecasts if forecast is not None]
 
 
 def _resolved(
     net: str, strategy: str, ranks: int, keys: Mapping[str, Any]
 ) -> tuple[ResolvedPlan, Workload]:
-    """The plan with its choices, and what a forecast is given."""
+    """The plan with its choices, and the input of a forecast."""
     if net == "gpt":
         words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
         job = load_job("default", strategy, [*GPT, *words])
@@ -104,38 +106,39 @@ def _resolved(
 def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> dict[str, Any]:
     resolved, workload = _resolved(net, strategy, ranks, keys)
     plan, batch = resolved.plan, resolved.plan.batch
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "mesh": f"pp {plan.pp} x dp {plan.dp}, micro-batch {batch.micro_size} x "
         f"{batch.accumulation_steps}"
     }
     if resolved.layout is not None:
-        found["layout"] = list(resolved.layout.lines())
+        document["layout"] = list(resolved.layout.lines())
     if resolved.notes:
-        found["settled"] = list(resolved.notes)
-    kept = _kept(resolved)
-    if kept:
-        found["keeps"] = kept
+        document["settled"] = list(resolved.notes)
+    saved_names = _saved_by_modules(resolved)
+    if saved_names:
+        document["keeps"] = saved_names
     for rank in range(plan.pp):
-        found |= _rank(plan, rank, forecast_rank(resolved, workload, rank))
-    return found
+        document |= _rank(plan, rank, forecast_rank(resolved, workload, rank))
+    return document
 
 
-def _kept(resolved: ResolvedPlan) -> dict[str, str]:
-    """What modules keep, the names by choice."""
-    found: dict[str, list[str]] = {}
+def _saved_by_modules(resolved: ResolvedPlan) -> dict[str, str]:
+    """The names of the modules by the choice of what they save."""
+    names_by_choice: dict[str, list[str]] = {}
     for name, choice in resolved.policies.items():
-        found.setdefault(choice, []).append(name)
-    return {choice: " ".join(names) for choice, names in sorted(found.items())}
+        names_by_choice.setdefault(choice, []).append(name)
+    return {choice: " ".join(names) for choice, names in sorted(names_by_choice.items())}
 
 
 def own_peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
     """The peak of each replica of a model that is not cut, in bytes."""
     resolved, workload = _resolved(net, strategy, ranks, keys)
     (profile,) = forecast_rank(resolved, workload).profiles
-    return [peak.bytes for peak in _of_replicas(profile, resolved.plan)]
+    return [peak.bytes for peak in _replica_peaks(profile, resolved.plan)]
 
 
-def _of_replicas(profile: Any, plan: Any) -> list[Any]:
+def _replica_peaks(profile: Any, plan: Any) -> list[Any]:
+    """The peak of each replica."""
     return [
         forecast_step(profile, replace(plan, dp_rank=replica)).peak() for replica in range(plan.dp)
     ]
@@ -146,23 +149,23 @@ def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     if predicted.forecast is None:
         return {f"{at} note": predicted.note}
     peak = _peak(predicted.forecast.peak())
-    found: dict[str, Any] = {at: peak}
+    document: dict[str, Any] = {at: peak}
     profiles = predicted.profiles
-    found[f"{at} profiles"] = [_profile(profile) for profile in profiles]
+    document[f"{at} profiles"] = [_profile(profile) for profile in profiles]
     if "cut" not in plan.techniques:
-        own = [_peak(one) for one in _of_replicas(profiles[0], plan)]
-        if any(one != peak for one in own):
-            found["replicas"] = own
+        peaks = [_peak(one) for one in _replica_peaks(profiles[0], plan)]
+        if any(one != peak for one in peaks):
+            document["replicas"] = peaks
         lines = collect_advice(profiles[0], plan)
         if lines:
-            found["advice"] = lines
+            document["advice"] = lines
     sent = _traffic(plan, profiles)
     if any(sent):
-        found[f"{at} traffic"] = sent
-    there = _traffic(replace(plan, device_type="cuda"), profiles)
-    if there != sent:
-        found[f"{at} traffic of a GPU"] = there
-    return found
+        document[f"{at} traffic"] = sent
+    gpu_traffic = _traffic(replace(plan, device_type="cuda"), profiles)
+    if gpu_traffic != sent:
+        document[f"{at} traffic of a GPU"] = gpu_traffic
+    return document
 
 
 def _peak(peak: Any) -> str:
@@ -178,34 +181,36 @@ def _profile(profile: Any) -> str:
 
 
 def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
-    """Of each stage what the techniques state, in their order."""
+    """For each stage, the traffic that the techniques state, in their order."""
     return [
         [
-            f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.overlaps}, "
-            f"ranks {one.ranks} by {one.stride}"
+            f"{traffic.kind} {traffic.nbytes} in {traffic.calls}, each {traffic.every}, "
+            f"beside {traffic.overlaps}, ranks {traffic.ranks} by {traffic.stride}"
             for technique in plan.in_order
-            for one in technique.traffic(profile, plan)
+            for traffic in technique.traffic(profile, plan)
         ]
         for profile in profiles
     ]
 
 
 def planner_document(arguments: Sequence[str]) -> dict[str, Any]:
-    """What `bigtrain plan --json` says to these arguments, the best plan's file and what to do."""
+    """The document of `bigtrain plan --json`, the file of the best plan, and the advice if
+    none fits.
+    """
     options = plan_arguments([*arguments])
     job = load_job(options.job, "single", options.overrides)
     question, margin = make_question(job, load_cluster(options.cluster), options)
     planned = ask(question)
-    found = json.loads(json.dumps(plan_document(planned, margin)))
+    document = json.loads(json.dumps(plan_document(planned, margin)))
     if planned.result.best:
-        found["file"] = plan_text(planned, planned.result.best[0], "bigtrain plan")
+        document["file"] = plan_text(planned, planned.result.best[0], "bigtrain plan")
     else:
-        found["nothing fits"] = no_fit_lines(planned)
-    return found
+        document["nothing fits"] = no_fit_lines(planned)
+    return document
 
 
 def loaded(words: Sequence[str], config: str | None, strategy: str | None) -> str | None:
-    """The refusal of a job's words, names of files included."""
+    """The refusal of a job's words and file names."""
     return refused(lambda: load_job(config, strategy, words))
 
 
@@ -220,7 +225,7 @@ def planned(strategy: str, keys: Mapping[str, Any], ranks: int) -> str | None:
 
 
 def opened(strategy: str, words: Sequence[str], ranks: int) -> str | None:
-    """The refusal of a job as `bigtrain train` opens it, the planner's options apart."""
+    """The refusal of a job as `bigtrain train` opens it, without the planner's options."""
 
     def call() -> None:
         job = load_job("default", strategy, words)

@@ -1,4 +1,4 @@
-"""Elastic state: what a commit keeps, what comes back, and who has it afterwards."""
+"""Elastic state: what a commit contains, what is restored, and which ranks have it afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from bigtrain.ranks.context import RunContext
 
 
 @pytest.fixture
-def alone(monkeypatch) -> Iterator[None]:
+def single_session(monkeypatch) -> Iterator[None]:
+    """A session of one process, which ends after the test."""
     hvd.shutdown()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BIGTRAIN_ELASTIC"):
         monkeypatch.delenv(name, raising=False)
@@ -28,7 +29,8 @@ def alone(monkeypatch) -> Iterator[None]:
     hvd.shutdown()
 
 
-def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def make_training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model, its optimizer and its scheduler, with values that depend on the seed."""
     torch.manual_seed(seed)
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + seed, momentum=0.9)
@@ -42,54 +44,56 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> 
     scheduler.step()
 
 
-def taken(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
-    """All that a training goes on with, as numbers."""
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
+    """The numbers of which a resumed training consists."""
     state = optimizer.state_dict()
-    moments = [one["momentum_buffer"].tolist() for one in state["state"].values()]
+    moments = [slot_values["momentum_buffer"].tolist() for slot_values in state["state"].values()]
     options = [group["lr"] for group in state["param_groups"]]
     return [[p.tolist() for p in model.parameters()], moments, options, scheduler.last_epoch]
 
 
-def interrupted(context: RunContext) -> dict[str, Any]:
-    """A function that is called again after each of the two interrupts."""
+def run_with_interrupts(context: RunContext) -> dict[str, Any]:
+    """A function that is called again after each of two interrupts."""
     hvd.init_with(context)
     me = hvd.rank()
-    parts = made(me)
+    parts = make_training(me)
     sampler = hvd.elastic.ElasticSampler(range(10), seed=1)
-    found: dict[str, Any] = {"calls": [], "resets": []}
+    events: dict[str, Any] = {"calls": [], "resets": []}
     state = hvd.elastic.TorchState(
         *parts[:2], scheduler=parts[2], sampler=sampler, batch=me, seen=[]
     )
-    state.register_reset_callbacks([lambda: found["resets"].append(state.batch)])
+    state.register_reset_callbacks([lambda: events["resets"].append(state.batch)])
 
     @hvd.elastic.run
     def train(state: Any, word: str) -> str:
-        found["calls"].append((state.batch, list(state.seen), taken(*parts)[2:], len(sampler)))
-        if len(found["calls"]) == 1:
+        events["calls"].append(
+            (state.batch, list(state.seen), training_state(*parts)[2:], len(sampler))
+        )
+        if len(events["calls"]) == 1:
             step(*parts)
             sampler.record_batch(0, 2)
             state.batch, state.seen = 5, [*state.seen, "kept"]
             state.commit()
-            found["committed"] = taken(*parts)
+            events["committed"] = training_state(*parts)
             step(*parts)
             sampler.record_batch(1, 2)
             state.batch = 6
             state.seen.append("lost")
             raise hvd.HorovodInternalError("an exchange of the script's own failed")
-        found.setdefault("restored", taken(*parts))
-        if len(found["calls"]) == 2:
+        events.setdefault("restored", training_state(*parts))
+        if len(events["calls"]) == 2:
             state.batch = 7
             raise hvd.HostsUpdatedInterrupt(skip_sync=True)
         return word
 
-    found["returned"] = train(state, word="done")
-    return found
+    events["returned"] = train(state, word="done")
+    return events
 
 
 def test_a_function_goes_on_from_its_commit_after_an_interrupt():
-    first, second = run_ranks(interrupted, 2)
-    assert first == second  # rank 0's state from the first call on
-    # The batch is rank 0's; nothing of what came after the commit is left; then all of it is.
+    first, second = run_ranks(run_with_interrupts, 2)
+    assert first == second  # both have rank 0's state after the first call
+    # The batch is rank 0's; steps after the commit are discarded; later all steps are kept.
     assert [call[0] for call in first["calls"]] == [0, 5, 7]
     assert [call[1] for call in first["calls"]] == [[], ["kept"], ["kept"]]
     assert [call[3] for call in first["calls"]] == [5, 3, 3]
@@ -99,10 +103,10 @@ def test_a_function_goes_on_from_its_commit_after_an_interrupt():
 
 
 def two_nodes(context: RunContext, folder: str) -> list[Any]:
-    """Each rank has a file of its own, as the first ranks of two nodes; rank 1's is newer."""
+    """Each rank has a separate file, as if on two nodes; that of rank 1 is newer."""
     hvd.init_with(context)
     me = hvd.rank()
-    parts = made(me)
+    parts = make_training(me)
     state = hvd.elastic.TorchState(*parts[:2], scheduler=parts[2], batch=0)
     state.keep_in(CommitFile(Path(folder) / str(me), writes=True))
     none = state.resume()
@@ -110,23 +114,23 @@ def two_nodes(context: RunContext, folder: str) -> list[Any]:
         step(*parts)
         state.batch = 10 * me + batch
         state.commit()
-    kept = taken(*parts)
-    later = made(7)
+    committed = training_state(*parts)
+    later = make_training(7)
     again = hvd.elastic.TorchState(*later[:2], scheduler=later[2], batch=0)
     again.keep_in(CommitFile(Path(folder) / str(me), writes=True))
-    found = again.resume()
-    return [none, found, again.batch, kept, taken(*later)]
+    resumed = again.resume()
+    return [none, resumed, again.batch, committed, training_state(*later)]
 
 
 def test_the_newest_commit_of_any_node_is_that_of_all(tmp_path):
     first, second = run_ranks(two_nodes, 2, str(tmp_path))
-    for one in (first, second):
-        assert one[:3] == [False, True, 11]
-        assert one[4] == second[3]
+    for state_of_rank in (first, second):
+        assert state_of_rank[:3] == [False, True, 11]
+        assert state_of_rank[4] == second[3]
     assert first[3] != second[3]
 
 
-def test_samples_of_an_epoch_come_once_on_changing_ranks(alone, monkeypatch):
+def test_samples_of_an_epoch_come_once_on_changing_ranks(single_session, monkeypatch):
     def on(rank: int, size: int, state: dict[str, Any] | None) -> hvd.elastic.ElasticSampler:
         monkeypatch.setattr(sampler_module, "rank", lambda: rank)
         monkeypatch.setattr(sampler_module, "size", lambda: size)
@@ -150,7 +154,7 @@ def test_samples_of_an_epoch_come_once_on_changing_ranks(alone, monkeypatch):
         assert len(sampler) == 6
         seen += list(sampler)
     assert sorted(seen) == list(range(24))
-    # What does not divide is filled up from the front, however little is left.
+    # The last batch is filled up from the front, even if few samples are left.
     many = [list(on(rank, 5, {"epoch": 0, "processed_num": 23})) for rank in range(5)]
     assert len({tuple(one) for one in many}) == 1
     assert len(many[0]) == 1
@@ -164,10 +168,10 @@ def test_samples_of_an_epoch_come_once_on_changing_ranks(alone, monkeypatch):
 
 
 class Odd:
-    """Something that cannot be read back without running its code."""
+    """An object that cannot be unpickled without running its code."""
 
 
-def test_what_a_file_cannot_hold_is_refused(alone, tmp_path, monkeypatch):
+def test_what_a_file_cannot_hold_is_refused(single_session, tmp_path, monkeypatch):
     monkeypatch.setenv("BIGTRAIN_ELASTIC", str(tmp_path))
     state = hvd.elastic.ObjectState(odd=Odd(), batch=1)
 
@@ -184,11 +188,11 @@ def test_what_a_file_cannot_hold_is_refused(alone, tmp_path, monkeypatch):
     train(later)
     assert later.batch == 1
     (path,) = tmp_path.iterdir()
-    assert path.name.startswith("commit-2-"), "the one before is gone"
+    assert path.name.startswith("commit-2-"), "the previous commit must have been removed"
     assert later.odd["a"][4][1].tolist() == [1, 1]
 
 
-def test_a_damaged_commit_is_refused_by_name(alone, tmp_path, monkeypatch):
+def test_a_damaged_commit_is_refused_by_name(single_session, tmp_path, monkeypatch):
     monkeypatch.setenv("BIGTRAIN_ELASTIC", str(tmp_path))
 
     @hvd.elastic.run
@@ -212,7 +216,7 @@ def test_a_damaged_commit_is_refused_by_name(alone, tmp_path, monkeypatch):
         train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
 
 
-def test_a_commit_that_cannot_be_written_is_a_warning(alone, tmp_path, monkeypatch):
+def test_a_commit_that_cannot_be_written_is_a_warning(single_session, tmp_path, monkeypatch):
     monkeypatch.setenv("BIGTRAIN_ELASTIC", str(tmp_path / "folder"))
     state = hvd.elastic.ObjectState(batch=1)
 
@@ -229,7 +233,9 @@ def test_a_commit_that_cannot_be_written_is_a_warning(alone, tmp_path, monkeypat
         assert train(state) == 2
 
 
-def test_commits_stay_in_memory_where_nothing_starts_ranks_again(alone, tmp_path, monkeypatch):
+def test_commits_stay_in_memory_where_nothing_starts_ranks_again(
+    single_session, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for restarts in (None, "0", "many"):
         if restarts is not None:
@@ -250,12 +256,12 @@ def test_commits_stay_in_memory_where_nothing_starts_ranks_again(alone, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_an_attribute_may_be_replaced(alone):
+def test_an_attribute_may_be_replaced(single_session):
     state = hvd.elastic.TorchState(nn.Linear(2, 2))
-    other = nn.Linear(3, 3)
-    before = other.weight.detach().clone()
-    state.model = other
+    replacement = nn.Linear(3, 3)
+    before = replacement.weight.detach().clone()
+    state.model = replacement
     with torch.no_grad():
-        other.weight.zero_()
+        replacement.weight.zero_()
     state.restore()
     assert torch.equal(state.model.weight, before)

@@ -1,4 +1,4 @@
-"""Horovod's exchanges: each against the plain computation on the tensors of all ranks."""
+"""Horovod's collectives, each compared with the plain computation on the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ TYPES = [
 MOVES = [torch.float8_e4m3fn]
 
 
-def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Small whole numbers, so that every type adds them up exactly."""
+def rank_tensor(
+    rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Small integers that depend on the rank, so that every type adds them up exactly."""
     drawn = torch.Generator().manual_seed(rank)
     whole = torch.randint(-3 if dtype.is_signed else 0, 4, shape, generator=drawn)
     return whole.to(dtype) * (1 + 2j) if dtype.is_complex else whole.to(dtype)
 
 
-def answers(call: Callable[[], Any]) -> str:
-    """What is said where a call is refused."""
+def refusal_of(call: Callable[[], Any]) -> str:
+    """The message of a refusal."""
     try:
         call()
     except (ConfigError, AttributeError) as error:
@@ -39,24 +41,25 @@ def answers(call: Callable[[], Any]) -> str:
     return "not refused"
 
 
-def reduced(context: RunContext) -> dict[str, Any]:
+def run_reductions(context: RunContext) -> dict[str, Any]:
+    """The results of all reductions on this rank, by dtype and name."""
     hvd.init_with(context)
     me, out = hvd.rank(), {}
     ops = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
     ops["product"] = hvd.Product
     for dtype in TYPES:
-        mine = of_rank(me, (2, 3), dtype)
+        mine = rank_tensor(me, (2, 3), dtype)
         for name, op in ops.items():
-            kept = mine.clone()
+            original = mine.clone()
             try:
                 out[dtype, name] = hvd.allreduce(mine, op=op, name=f"{dtype} {name}")
             except ConfigError as error:
                 out[dtype, name] = str(error)
-            assert torch.equal(mine, kept)
-    mine = of_rank(me, (4, 2))
+            assert torch.equal(mine, original)
+    mine = rank_tensor(me, (4, 2))
     out["scaled"] = hvd.allreduce(mine, prescale_factor=2.0, postscale_factor=0.25, op=hvd.Sum)
     out["fp16"] = hvd.allreduce(mine / 3, compression=hvd.Compression.fp16)
-    turned = mine.clone().t()  # not in one piece
+    turned = mine.clone().t()  # not contiguous
     assert hvd.allreduce_(turned, op=hvd.Sum) is turned
     out["in place"] = turned
     out["no dims"] = hvd.allreduce(torch.tensor(float(me)), name="no dims")
@@ -64,10 +67,10 @@ def reduced(context: RunContext) -> dict[str, Any]:
     out["shares"] = hvd.reducescatter(mine, op=hvd.Sum)
     many = [mine, mine.float(), mine[0] + 1]
     out["grouped"] = hvd.grouped_allreduce(many, op=hvd.Sum)
-    copies = [one.clone() for one in many]
+    copies = [tensor.clone() for tensor in many]
     out["grouped in place"] = hvd.grouped_allreduce_(copies) and copies
     out["grouped shares"] = hvd.grouped_reducescatter(many[:2], op=hvd.Average)
-    rows = torch.sparse_coo_tensor([[me, 4, 4]], of_rank(me, (3, 2)), (5, 2))
+    rows = torch.sparse_coo_tensor([[me, 4, 4]], rank_tensor(me, (3, 2)), (5, 2))
     out["sparse"] = hvd.sparse_allreduce_async(rows, name="rows", op=hvd.Average)().to_dense()
     none = torch.sparse_coo_tensor(torch.empty(1, 0).long(), torch.empty(0, 2), (5, 2))
     some = rows.float() if me == 1 else none
@@ -78,12 +81,12 @@ def reduced(context: RunContext) -> dict[str, Any]:
 
 
 def test_reductions_are_those_of_all_tensors():
-    found = run_ranks(reduced, RANKS)
-    mine = torch.stack([of_rank(n, (4, 2)) for n in range(RANKS)])
+    results = run_ranks(run_reductions, RANKS)
+    mine = torch.stack([rank_tensor(n, (4, 2)) for n in range(RANKS)])
     plain = {"min": torch.amin, "max": torch.amax, "product": torch.prod, "sum": torch.sum}
-    for me, out in enumerate(found):
+    for me, out in enumerate(results):
         for dtype in TYPES:
-            stack = torch.stack([of_rank(n, (2, 3), dtype) for n in range(RANKS)])
+            stack = torch.stack([rank_tensor(n, (2, 3), dtype) for n in range(RANKS)])
             for name in ("average", *plain):
                 got, whole = out[dtype, name], not (dtype.is_floating_point or dtype.is_complex)
                 if name == "average" and whole:
@@ -115,56 +118,57 @@ def test_reductions_are_those_of_all_tensors():
             assert torch.allclose(got, (share / RANKS).to(dtype))
         dense = torch.zeros(RANKS, 5, 2, dtype=torch.float64)
         for n in range(RANKS):
-            values = of_rank(n, (3, 2))
+            values = rank_tensor(n, (3, 2))
             dense[n, n] += values[0]
             dense[n, 4] += values[1] + values[2]
         assert torch.allclose(out["sparse"], dense.mean(0))
         assert torch.equal(out["sparse of one"], dense[1].float())
 
 
-def moved(context: RunContext) -> dict[str, Any]:
+def run_gathers(context: RunContext) -> dict[str, Any]:
+    """The results of gathers, broadcasts and all-to-alls on this rank."""
     hvd.init_with(context)
     me, out = hvd.rank(), {}
     for dtype in TYPES + MOVES:
-        gathered = hvd.allgather(of_rank(me, (me, 2), dtype))
-        sent = hvd.broadcast(of_rank(me, (2,), dtype), root_rank=1)
+        gathered = hvd.allgather(rank_tensor(me, (me, 2), dtype))
+        sent = hvd.broadcast(rank_tensor(me, (2,), dtype), root_rank=1)
         assert gathered.dtype == sent.dtype == dtype
         plain = torch.complex64 if dtype.is_complex else torch.float32
         out["gathered", dtype], out["from 1", dtype] = gathered.to(plain), sent.to(plain)
-    even = of_rank(me, (RANKS, 2))
+    even = rank_tensor(me, (RANKS, 2))
     out["swapped"] = hvd.alltoall(even)
     splits = torch.tensor([me, 0, 1])
-    out["some swapped"] = hvd.alltoall(of_rank(me, (me + 1, 2)), splits, name="some")
-    out["listed"] = hvd.alltoall(of_rank(me, (me + 1,), torch.int16), splits.tolist())
-    turned = of_rank(me, (2, 3)).t()
-    kept = turned.clone()
+    out["some swapped"] = hvd.alltoall(rank_tensor(me, (me + 1, 2)), splits, name="some")
+    out["listed"] = hvd.alltoall(rank_tensor(me, (me + 1,), torch.int16), splits.tolist())
+    turned = rank_tensor(me, (2, 3)).t()
+    original = turned.clone()
     out["copy"] = hvd.broadcast(turned, 2)
-    assert torch.equal(turned, kept)
+    assert torch.equal(turned, original)
     assert hvd.broadcast_(turned, 2, name="turned") is turned
     out["in place"] = turned
     out["no dims"] = hvd.broadcast(torch.tensor(me), 2).item()
     out["objects"] = hvd.allgather_object({"rank": me, "more": "x" * me})
     out["none"] = hvd.broadcast_object([me, {"a": None}], root_rank=2)
-    many = [of_rank(me, (2, 2)), of_rank(me, (me + 1,))]
+    many = [rank_tensor(me, (2, 2)), rank_tensor(me, (me + 1,))]
     out["grouped"] = hvd.grouped_allgather(many)
-    # Begun together, and waited for in another order than that in which they began.
+    # Started together, and waited for in a different order.
     asked = {
-        "sum": hvd.allreduce_async(of_rank(me, (2,)), op=hvd.Sum, name="sum"),
-        "rows": hvd.allgather_async(of_rank(me, (1,)), name="rows"),
-        "two": hvd.broadcast_async(of_rank(me, (2,)), 2, name="two"),
-        "both": hvd.grouped_allreduce_async([of_rank(me, (2,))] * 2, op=hvd.Sum),
-        "share": hvd.reducescatter_async(of_rank(me, (3,)), op=hvd.Sum),
+        "sum": hvd.allreduce_async(rank_tensor(me, (2,)), op=hvd.Sum, name="sum"),
+        "rows": hvd.allgather_async(rank_tensor(me, (1,)), name="rows"),
+        "two": hvd.broadcast_async(rank_tensor(me, (2,)), 2, name="two"),
+        "both": hvd.grouped_allreduce_async([rank_tensor(me, (2,))] * 2, op=hvd.Sum),
+        "share": hvd.reducescatter_async(rank_tensor(me, (3,)), op=hvd.Sum),
     }
-    own = of_rank(me, (2,))
-    written = hvd.allreduce_async_(own, op=hvd.Sum)
+    single_row = rank_tensor(me, (2,))
+    written = hvd.allreduce_async_(single_row, op=hvd.Sum)
     for name in reversed(asked):
         out["async", name] = hvd.synchronize(asked[name])
         assert hvd.poll(asked[name])
     hvd.synchronize(written)
-    out["async", "written"] = own
+    out["async", "written"] = single_row
     if me == 0:
         late = hvd.allreduce_async(torch.ones(1), name="late")
-        out["early"] = hvd.poll(late)  # the others come half a second later
+        out["early"] = hvd.poll(late)  # the other ranks start half a second later
         until = time.monotonic() + 10
         while not hvd.poll(late) and time.monotonic() < until:
             time.sleep(0.01)
@@ -181,42 +185,46 @@ def moved(context: RunContext) -> dict[str, Any]:
 
 
 def test_what_is_moved_arrives():
-    found = run_ranks(moved, RANKS)
-    for me, out in enumerate(found):
+    results = run_ranks(run_gathers, RANKS)
+    for me, out in enumerate(results):
         for dtype in TYPES + MOVES:
             plain = out["from 1", dtype].dtype
-            stack = torch.cat([of_rank(n, (n, 2), dtype).to(plain) for n in range(RANKS)])
+            stack = torch.cat([rank_tensor(n, (n, 2), dtype).to(plain) for n in range(RANKS)])
             assert torch.equal(out["gathered", dtype], stack)
-            assert torch.equal(out["from 1", dtype], of_rank(1, (2,), dtype).to(plain))
-        even = torch.stack([of_rank(n, (RANKS, 2))[me] for n in range(RANKS)])
+            assert torch.equal(out["from 1", dtype], rank_tensor(1, (2,), dtype).to(plain))
+        even = torch.stack([rank_tensor(n, (RANKS, 2))[me] for n in range(RANKS)])
         assert torch.equal(out["swapped"], even)
         sent = [[n, 0, 1] for n in range(RANKS)]
         counts = [row[me] for row in sent]
         rows, received = out["some swapped"]
-        parts = [of_rank(n, (n + 1, 2)).split(sent[n])[me] for n in range(RANKS)]
+        parts = [rank_tensor(n, (n + 1, 2)).split(sent[n])[me] for n in range(RANKS)]
         assert torch.equal(rows, torch.cat(parts))
         assert received.tolist() == counts
         assert received.dtype == torch.int64
-        parts = [of_rank(n, (n + 1,), torch.int16).split(sent[n])[me] for n in range(RANKS)]
+        parts = [rank_tensor(n, (n + 1,), torch.int16).split(sent[n])[me] for n in range(RANKS)]
         assert torch.equal(out["listed"][0], torch.cat(parts))
         assert out["listed"][1].tolist() == counts
-        assert torch.equal(out["copy"], of_rank(2, (2, 3)).t())
-        assert torch.equal(out["in place"], of_rank(2, (2, 3)).t())
+        assert torch.equal(out["copy"], rank_tensor(2, (2, 3)).t())
+        assert torch.equal(out["in place"], rank_tensor(2, (2, 3)).t())
         assert out["no dims"] == 2
         assert out["objects"] == [{"rank": n, "more": "x" * n} for n in range(RANKS)]
         assert out["none"] == [2, {"a": None}]
-        assert torch.equal(out["grouped"][0], torch.cat([of_rank(n, (2, 2)) for n in range(3)]))
-        assert torch.equal(out["grouped"][1], torch.cat([of_rank(n, (n + 1,)) for n in range(3)]))
-        summed = sum(of_rank(n, (2,)) for n in range(RANKS))
+        assert torch.equal(out["grouped"][0], torch.cat([rank_tensor(n, (2, 2)) for n in range(3)]))
+        assert torch.equal(
+            out["grouped"][1], torch.cat([rank_tensor(n, (n + 1,)) for n in range(3)])
+        )
+        summed = sum(rank_tensor(n, (2,)) for n in range(RANKS))
         assert torch.equal(out["async", "sum"], summed)
         assert torch.equal(out["async", "written"], summed)
         assert torch.equal(out["async", "both"][1], summed)
-        assert torch.equal(out["async", "two"], of_rank(2, (2,)))
-        assert torch.equal(out["async", "rows"], torch.cat([of_rank(n, (1,)) for n in range(3)]))
-        whole = sum(of_rank(n, (3,)) for n in range(RANKS))
+        assert torch.equal(out["async", "two"], rank_tensor(2, (2,)))
+        assert torch.equal(
+            out["async", "rows"], torch.cat([rank_tensor(n, (1,)) for n in range(3)])
+        )
+        whole = sum(rank_tensor(n, (3,)) for n in range(RANKS))
         assert torch.equal(out["async", "share"], whole[me : me + 1])
         assert out["waited"] > 0.2 or me == 2
-    assert (found[0]["early"], found[0]["polled"]) == (False, 1.0)
+    assert (results[0]["early"], results[0]["polled"]) == (False, 1.0)
 
 
 def leaf(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -224,12 +232,13 @@ def leaf(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=drawn, dtype=torch.float64).requires_grad_()
 
 
-def weighed(rank: int, out: torch.Tensor) -> torch.Tensor:
-    """A loss of one rank's own."""
+def rank_loss(rank: int, out: torch.Tensor) -> torch.Tensor:
+    """A loss that differs between ranks."""
     return (out * leaf(20 + rank, tuple(out.shape)).detach()).sum()
 
 
-def differentiated(context: RunContext) -> dict[str, torch.Tensor]:
+def collective_gradients(context: RunContext) -> dict[str, torch.Tensor]:
+    """The gradients of this rank's tensor through each collective."""
     hvd.init_with(context)
     me = hvd.rank()
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -241,27 +250,29 @@ def differentiated(context: RunContext) -> dict[str, torch.Tensor]:
         "share": lambda x: hvd.reducescatter(x, op=hvd.Average),
         "share of sum": lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=2.0),
     }
-    found = {}
+    gradients = {}
     for name, call in calls.items():
-        own = leaf(me, (RANKS, 2))
-        weighed(me, call(own)).backward()
-        assert own.grad is not None
-        found[name] = own.grad
-    own = leaf(me, (me + 1, 2))
-    weighed(me, hvd.allgather(own)).backward()
-    assert own.grad is not None
-    found["allgather"] = own.grad
-    found["refused"] = answers(lambda: hvd.allreduce(leaf(me, (2,)), op=hvd.Max).sum().backward())
-    return found
+        my_leaf = leaf(me, (RANKS, 2))
+        rank_loss(me, call(my_leaf)).backward()
+        assert my_leaf.grad is not None
+        gradients[name] = my_leaf.grad
+    my_leaf = leaf(me, (me + 1, 2))
+    rank_loss(me, hvd.allgather(my_leaf)).backward()
+    assert my_leaf.grad is not None
+    gradients["allgather"] = my_leaf.grad
+    gradients["refused"] = refusal_of(
+        lambda: hvd.allreduce(leaf(me, (2,)), op=hvd.Max).sum().backward()
+    )
+    return gradients
 
 
 def test_gradients_are_those_of_horovod():
-    found = run_ranks(differentiated, RANKS)
+    results = run_ranks(collective_gradients, RANKS)
     ones = [leaf(20 + n, (RANKS, 2)).detach() for n in range(RANKS)]
     rows = [leaf(20 + n, (1, 2)).detach() for n in range(RANKS)]
     mean = torch.stack(ones).mean(0)
     gathered = torch.stack([leaf(20 + n, (6, 2)).detach() for n in range(RANKS)]).mean(0)
-    for me, out in enumerate(found):
+    for me, out in enumerate(results):
         expected = {
             "average": mean,
             "sum": torch.stack(ones).sum(0) / 2,
@@ -277,8 +288,8 @@ def test_gradients_are_those_of_horovod():
         assert "op=max has no gradient. Give tensor.detach(), or op=hvd.Average" in out["refused"]
 
 
-def uneven(context: RunContext) -> dict[str, Any]:
-    """Rank 1 is the first to have no more data, rank 0 the last."""
+def join_unevenly(context: RunContext) -> dict[str, Any]:
+    """Rank 1 is the first to run out of data, rank 0 the last."""
     hvd.init_with(context)
     me = hvd.rank()
     out: dict[str, Any] = {"sums": []}
@@ -293,7 +304,7 @@ def uneven(context: RunContext) -> dict[str, Any]:
                 "broadcast": lambda: hvd.broadcast(torch.ones(1), 0),
                 "min": lambda: hvd.allreduce(torch.ones(1), op=hvd.Min),
             }
-            out |= {name: answers(call) for name, call in calls.items()}
+            out |= {name: refusal_of(call) for name, call in calls.items()}
     if me == 0:
         time.sleep(0.3)
     out["last"] = hvd.join()
@@ -303,18 +314,19 @@ def uneven(context: RunContext) -> dict[str, Any]:
 
 
 def test_ranks_without_data_take_part_with_zeros():
-    found = run_ranks(uneven, RANKS)
-    assert [out["sums"] for out in found] == [[111.0, 101.0, 1.0, 1.0], [111.0], [111.0, 101.0]]
-    assert found[0]["average"] == 1.0
-    assert found[0]["half"] == [[3.0, 3.0]] * 2
+    results = run_ranks(join_unevenly, RANKS)
+    assert [out["sums"] for out in results] == [[111.0, 101.0, 1.0, 1.0], [111.0], [111.0, 101.0]]
+    assert results[0]["average"] == 1.0
+    assert results[0]["half"] == [[3.0, 3.0]] * 2
     for name in ("gather", "broadcast", "min"):
-        assert "has joined, and takes part in sums and averages alone" in found[0][name]
-    assert "sparse_as_dense=True" in found[0]["gather"]
-    assert "allreduce with op=min" in found[0]["min"]
-    assert [(out["last"], out["after"], out["again"]) for out in found] == [(0, 1.0, True)] * 3
+        assert "has joined, and takes part in sums and averages alone" in results[0][name]
+    assert "sparse_as_dense=True" in results[0]["gather"]
+    assert "allreduce with op=min" in results[0]["min"]
+    assert [(out["last"], out["after"], out["again"]) for out in results] == [(0, 1.0, True)] * 3
 
 
-def in_sets(context: RunContext) -> dict[str, Any]:
+def run_process_sets(context: RunContext) -> dict[str, Any]:
+    """The results of collectives in process sets."""
     hvd.init_with(context)
     me, out = hvd.rank(), {}
     outer = hvd.add_process_set(hvd.ProcessSet([2, 0]))
@@ -324,34 +336,34 @@ def in_sets(context: RunContext) -> dict[str, Any]:
     out["everyone"] = (hvd.global_process_set.size(), hvd.global_process_set.included())
     if outer.included():
         out["rank"] = outer.rank()
-        mine = of_rank(me, (2, 2)).requires_grad_()
+        mine = rank_tensor(me, (2, 2)).requires_grad_()
         total = hvd.allreduce(mine, process_set=outer)
-        weighed(me, total).backward()
+        rank_loss(me, total).backward()
         out["average"], out["gradient"] = total.detach(), mine.grad
-        out["rows"] = hvd.allgather(of_rank(me, (1,)), process_set=outer)
+        out["rows"] = hvd.allgather(rank_tensor(me, (1,)), process_set=outer)
         out["from 2"] = hvd.broadcast(torch.tensor(me), 2, process_set=outer).item()
-        out["share"] = hvd.reducescatter(of_rank(me, (2,)), op=hvd.Sum, process_set=outer)
-        out["swapped"] = hvd.alltoall(of_rank(me, (2,)), process_set=outer)
+        out["share"] = hvd.reducescatter(rank_tensor(me, (2,)), op=hvd.Sum, process_set=outer)
+        out["swapped"] = hvd.alltoall(rank_tensor(me, (2,)), process_set=outer)
         out["object"] = hvd.broadcast_object(me, 2, process_set=outer)
         hvd.barrier(process_set=outer)
-        out["root"] = answers(lambda: hvd.broadcast(torch.ones(1), 1, process_set=outer))
+        out["root"] = refusal_of(lambda: hvd.broadcast(torch.ones(1), 1, process_set=outer))
     else:
-        out["outside"] = answers(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
+        out["outside"] = refusal_of(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
         out["alone"] = hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=alone).tolist()
-    out["twice"] = answers(lambda: hvd.add_process_set([0, 2]))
-    out["all again"] = answers(lambda: hvd.add_process_set(range(RANKS)))
-    out["too many"] = answers(lambda: hvd.add_process_set([0, 7]))
+    out["twice"] = refusal_of(lambda: hvd.add_process_set([0, 2]))
+    out["all again"] = refusal_of(lambda: hvd.add_process_set(range(RANKS)))
+    out["too many"] = refusal_of(lambda: hvd.add_process_set([0, 7]))
     out["removed"] = (hvd.remove_process_set(outer), hvd.remove_process_set(outer))
     out["kept"] = hvd.remove_process_set(hvd.global_process_set)
-    out["gone"] = answers(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
-    out["number"] = answers(lambda: hvd.allreduce(torch.ones(1), process_set=1))
+    out["gone"] = refusal_of(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
+    out["number"] = refusal_of(lambda: hvd.allreduce(torch.ones(1), process_set=1))
     out["sum"] = float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum))
     return out
 
 
 def test_process_sets_exchange_among_themselves():
-    found = run_ranks(in_sets, RANKS)
-    for me, out in enumerate(found):
+    results = run_ranks(run_process_sets, RANKS)
+    for me, out in enumerate(results):
         assert out["who"] == ([0, 2], 2, 1, me != 1)
         assert out["all"] == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
         assert out["everyone"] == (3, True)
@@ -361,22 +373,25 @@ def test_process_sets_exchange_among_themselves():
         assert (out["removed"], out["kept"], out["sum"]) == ((True, False), False, 3.0)
         assert "is not connected. Call hvd.add_process_set(process_set)" in out["gone"]
         assert "process_set=1 is no process set. Give what hvd.add_process_set" in out["number"]
-    assert "rank 1 is not in process set 1 of ranks [0, 2]. Ask" in found[1]["outside"]
-    assert found[1]["alone"] == [1.0, 1.0]
+    assert "rank 1 is not in process set 1 of ranks [0, 2]. Ask" in results[1]["outside"]
+    assert results[1]["alone"] == [1.0, 1.0]
     weights = [leaf(20 + n, (2, 2)).detach() for n in (0, 2)]
-    for place, me in enumerate((0, 2)):
-        out = found[me]
-        assert (out["rank"], out["from 2"], out["object"]) == (place, 2, 2)
-        assert torch.equal(out["average"], (of_rank(0, (2, 2)) + of_rank(2, (2, 2))) / 2)
+    for set_rank, me in enumerate((0, 2)):
+        out = results[me]
+        assert (out["rank"], out["from 2"], out["object"]) == (set_rank, 2, 2)
+        assert torch.equal(out["average"], (rank_tensor(0, (2, 2)) + rank_tensor(2, (2, 2))) / 2)
         assert torch.allclose(out["gradient"], sum(weights) / 2)
-        assert torch.equal(out["rows"], torch.cat([of_rank(0, (1,)), of_rank(2, (1,))]))
-        assert torch.equal(out["share"], (of_rank(0, (2,)) + of_rank(2, (2,)))[place][None])
-        swapped = [of_rank(n, (2,))[place] for n in (0, 2)]
+        assert torch.equal(out["rows"], torch.cat([rank_tensor(0, (1,)), rank_tensor(2, (1,))]))
+        assert torch.equal(
+            out["share"], (rank_tensor(0, (2,)) + rank_tensor(2, (2,)))[set_rank][None]
+        )
+        swapped = [rank_tensor(n, (2,))[set_rank] for n in (0, 2)]
         assert torch.equal(out["swapped"], torch.stack(swapped))
         assert "root_rank=1 is not among the ranks [0, 2]" in out["root"]
 
 
-def differing(context: RunContext) -> dict[str, str]:
+def mismatched_calls(context: RunContext) -> dict[str, str]:
+    """The messages of calls that differ between the two ranks."""
     hvd.init_with(context)
     me = hvd.rank()
     calls: dict[str, Callable[[], Any]] = {
@@ -389,46 +404,50 @@ def differing(context: RunContext) -> dict[str, str]:
         "root": lambda: hvd.broadcast(torch.ones(2), me),
         "inner": lambda: hvd.allgather(torch.ones(2, 2 + me)),
     }
-    found = {name: answers(call) for name, call in calls.items()}
-    with pytest.raises(RuntimeError, match="asks for"):  # as scripts for Horovod catch it
+    messages = {name: refusal_of(call) for name, call in calls.items()}
+    with pytest.raises(RuntimeError, match="asks for"):  # the exception that Horovod scripts catch
         hvd.allgather(torch.ones(2, 2 + me))
-    # Ranks that were refused together go on together.
-    found["after"] = str(float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum)))
-    return found
+    # Ranks that were refused together continue together.
+    messages["after"] = str(float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum)))
+    return messages
 
 
 def test_ranks_that_ask_for_different_things_are_refused_by_name():
-    found = run_ranks(differing, 2)
-    assert found[0] == found[1]
-    said = found[0]
+    results = run_ranks(mismatched_calls, 2)
+    assert results[0] == results[1]
+    messages = results[0]
     assert (
         "rank 0 asks for allreduce 'x', of float32 [2], op=average, and rank 1 for allreduce 'x', "
-        "of float32 [3], op=average. Call the same exchanges in the same order" in said["shape"]
+        "of float32 [3], op=average. Call the same exchanges in the same order" in messages["shape"]
     )
-    assert "float64 [2]" in said["type"]
-    assert "'loss 0'" in said["name"]
-    assert "op=sum, and rank 1 for allreduce, of float32 [2], op=average" in said["op"]
-    assert "factors 2 and 1" in said["factor"]
-    assert "rank 0 asks for barrier, and rank 1 for allreduce" in said["kind"]
-    assert "root_rank=0, and rank 1" in said["root"]
-    assert "of float32 [2], and rank 1 for allgather, of float32 [3]" in said["inner"]
-    assert said["after"] == "2.0"
+    assert "float64 [2]" in messages["type"]
+    assert "'loss 0'" in messages["name"]
+    assert "op=sum, and rank 1 for allreduce, of float32 [2], op=average" in messages["op"]
+    assert "factors 2 and 1" in messages["factor"]
+    assert "rank 0 asks for barrier, and rank 1 for allreduce" in messages["kind"]
+    assert "root_rank=0, and rank 1" in messages["root"]
+    assert "of float32 [2], and rank 1 for allgather, of float32 [3]" in messages["inner"]
+    assert messages["after"] == "2.0"
 
 
-def timed(context: RunContext, path: str) -> str:
+def write_timeline(context: RunContext, path: str) -> str:
+    """Write a timeline; return the message of a second start."""
     hvd.init_with(context)
     hvd.start_timeline(path)
-    said = answers(lambda: hvd.start_timeline(path))
+    message = refusal_of(lambda: hvd.start_timeline(path))
     hvd.allreduce(torch.ones(2), name="loss")
     hvd.broadcast(torch.ones(2), 0, name="weights")
     hvd.stop_timeline()
     hvd.stop_timeline()
-    return said
+    return message
 
 
 def test_a_timeline_is_written(tmp_path):
     path = tmp_path / "new" / "timeline.json"
-    assert "timeline.json is being written. Call hvd.stop" in run_ranks(timed, 2, str(path))[0]
+    assert (
+        "timeline.json is being written. Call hvd.stop"
+        in run_ranks(write_timeline, 2, str(path))[0]
+    )
     events = json.loads(path.read_text())["traceEvents"]
     kinds = [(event["name"], event["tid"]) for event in events]
     assert ("ALLREDUCE", "loss") in kinds
@@ -436,7 +455,8 @@ def test_a_timeline_is_written(tmp_path):
     assert all(event["dur"] >= 0 for event in events)
 
 
-def leaves(context: RunContext) -> None:
+def raise_on_rank_1(context: RunContext) -> None:
+    """Rank 1 raises while rank 0 waits in an exchange."""
     hvd.init_with(context)
     if hvd.rank() == 1:
         raise OSError("the disk of rank 1")
@@ -445,22 +465,23 @@ def leaves(context: RunContext) -> None:
 
 def test_a_rank_that_fails_ends_those_that_wait():
     with pytest.raises(RankFailure, match="the disk of rank 1") as failure:
-        run_ranks(leaves, 2)
+        run_ranks(raise_on_rank_1, 2)
     assert failure.value.rank == 1
 
 
-def ends_early(context: RunContext) -> None:
+def end_rank_0_early(context: RunContext) -> None:
+    """Rank 0 ends while rank 1 waits in an exchange."""
     hvd.init_with(context)
     for _ in range(1 + hvd.rank()):
         hvd.allreduce(torch.ones(3), name="loss")
 
 
 def test_a_rank_that_ends_before_the_others_is_told_of_with_what_helps():
-    said = (
+    message = (
         r"hvd: allreduce 'loss', of float32 \[3\], op=average: another rank has ended .* hvd.join"
     )
-    with pytest.raises(RankFailure, match=said) as failure:
-        run_ranks(ends_early, 2, fresh=True)
+    with pytest.raises(RankFailure, match=message) as failure:
+        run_ranks(end_rank_0_early, 2, fresh=True)
     assert failure.value.rank == 1
 
 
@@ -504,21 +525,21 @@ def test_one_process_has_all_of_it(alone):
 
 
 def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
-    one = torch.ones(1)
+    ones = torch.ones(1)
     refused: dict[str, Callable[[], Any]] = {
         "average=True and op='sum' are given, and both say how. Leave out average=True": (
-            lambda: hvd.allreduce(one, average=True, op=hvd.Sum)
+            lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)
         ),
-        "op='mean' is not known. Use op=hvd.Average": lambda: hvd.allreduce(one, op="mean"),
+        "op='mean' is not known. Use op=hvd.Average": lambda: hvd.allreduce(ones, op="mean"),
         "float is no tensor. Give torch.tensor(1.0)": lambda: hvd.allreduce(1.0),
-        "is sparse. Use hvd.sparse_allreduce_async": lambda: hvd.allreduce(one.to_sparse()),
-        "a tensor of layout torch.strided": lambda: hvd.sparse_allreduce_async(one, "x"),
+        "is sparse. Use hvd.sparse_allreduce_async": lambda: hvd.allreduce(ones.to_sparse()),
+        "a tensor of layout torch.strided": lambda: hvd.sparse_allreduce_async(ones, "x"),
         "compression=torch.float16 has no compress and decompress. Use": (
-            lambda: hvd.allreduce(one, compression=torch.float16)
+            lambda: hvd.allreduce(ones, compression=torch.float16)
         ),
         "without dims has no rows. Give tensor.reshape(1)": lambda: hvd.allgather(torch.tensor(1)),
         "without dims has no rows to share": lambda: hvd.reducescatter(torch.tensor(1.0)),
-        "splits=[2], and 1 numbers whose sum is the 1 rows": lambda: hvd.alltoall(one, [2]),
+        "splits=[2], and 1 numbers whose sum is the 1 rows": lambda: hvd.alltoall(ones, [2]),
         "str is no tensor. Give torch.tensor(...), or use hvd.broadcast_object": (
             lambda: hvd.broadcast("x", 0)
         ),
@@ -529,23 +550,23 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
         "hvd.run starts processes. Start the script with torchrun": lambda: hvd.run,
         "has no 'alreduce', did you mean 'allreduce'?": lambda: hvd.alreduce,
     }
-    for said, call in refused.items():
-        assert said in answers(call)
+    for message, call in refused.items():
+        assert message in refusal_of(call)
     hvd.shutdown()
-    assert "comm=[3], and all 1 ranks take part" in answers(lambda: hvd.init(comm=[3]))
-    assert "process_sets='all'" in answers(lambda: hvd.init(process_sets="all"))
+    assert "comm=[3], and all 1 ranks take part" in refusal_of(lambda: hvd.init(comm=[3]))
+    assert "process_sets='all'" in refusal_of(lambda: hvd.init(process_sets="all"))
     hvd.init(comm=[0], process_sets="dynamic")
 
 
 def test_nodes_are_told_apart_by_their_names():
     places = hvd.session._places([("a", 0), ("a", 1), ("b", 0), ("a", 2), ("b", 1)])
-    assert [(one.node, one.local_rank) for one in places] == [
+    assert [(context.node, context.local_rank) for context in places] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (0, 2),
         (1, 1),
     ]
-    # Two agents of torchrun on one host are two nodes.
+    # Two agents of torchrun on one host count as two nodes.
     places = hvd.session._places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
-    assert [one.node for one in places] == [0, 0, 1, 1]
+    assert [context.node for context in places] == [0, 0, 1, 1]

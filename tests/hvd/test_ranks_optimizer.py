@@ -1,4 +1,4 @@
-"""Horovod's interface: on real ranks the same numbers as one process has."""
+"""Horovod's optimizer: on real ranks the same numbers as in one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def left():
-    """No session of another test."""
+def no_session():
+    """End a session that another test has left open."""
     hvd.shutdown()
     yield
     hvd.shutdown()
@@ -36,10 +36,10 @@ def rows(step: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs[part], inputs[part, :3].argmax(1)
 
 
-def trained(
+def trained_weights(
     context: RunContext, passes: int, options: dict[str, Any], fusion: int = 2**26
 ) -> list[torch.Tensor]:
-    """The weights after a few steps in which each rank has its share of 24 rows."""
+    """The weights after a few steps in which each rank has a share of 24 rows."""
     hvd.init_with(context)
     optimizer_module.FUSION_BYTES = fusion
     model = net(hvd.rank())
@@ -71,26 +71,27 @@ def trained(
 
 @pytest.mark.parametrize(("ranks", "passes", "fusion"), [(2, 1, 2**26), (3, 2, 600)])
 def test_the_weights_are_those_of_one_process(ranks, passes, fusion):
-    alone = trained(RunContext.alone(), 1, {})
+    alone = trained_weights(RunContext.alone(), 1, {})
     for options in ({}, {"gradient_predivide_factor": 2.0}):
-        for weights in run_ranks(trained, ranks, passes, options, fusion):
+        for weights in run_ranks(trained_weights, ranks, passes, options, fusion):
             for weight, expected in zip(weights, alone, strict=True):
                 assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
 
 
 def test_fp16_on_the_way_changes_the_numbers_a_little():
-    alone = trained(RunContext.alone(), 1, {})
-    compressed = run_ranks(trained, 2, 1, {"compression": hvd.Compression.fp16})[0]
+    alone = trained_weights(RunContext.alone(), 1, {})
+    compressed = run_ranks(trained_weights, 2, 1, {"compression": hvd.Compression.fp16})[0]
     differences = [float((a - b).abs().max()) for a, b in zip(alone, compressed, strict=True)]
     assert 0 < max(differences) < 1e-2
 
 
-def exchanged(context: RunContext) -> dict[str, Any]:
+def broadcast_and_average(context: RunContext) -> dict[str, Any]:
+    """The results of broadcasting a model and its optimizer, and of averages."""
     hvd.init_with(context)
     mine = torch.full((3,), float(hvd.rank() + 1))
     model = net(hvd.rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 * (hvd.rank() + 1))
-    if hvd.rank() == 1:  # as one that has read a checkpoint
+    if hvd.rank() == 1:  # like a rank that has read a checkpoint
         inputs, targets = rows(0, slice(0, 24))
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -110,21 +111,21 @@ def exchanged(context: RunContext) -> dict[str, Any]:
 
 
 def test_what_goes_between_the_ranks():
-    first, second = run_ranks(exchanged, 2)
-    for found in (first, second):
-        assert found["mean"] == [1.5] * 3
-        assert found["sum"] == found["older"] == [3.0] * 3
-        assert found["object"] == {"from": 1}
-        assert found["lr"] == 1.0
-        for moment, there in zip(found["moments"], second["moments"], strict=True):
-            assert torch.equal(moment, there)
+    first, second = run_ranks(broadcast_and_average, 2)
+    for result in (first, second):
+        assert result["mean"] == [1.5] * 3
+        assert result["sum"] == result["older"] == [3.0] * 3
+        assert result["object"] == {"from": 1}
+        assert result["lr"] == 1.0
+        for moment, second_moment in zip(result["moments"], second["moments"], strict=True):
+            assert torch.equal(moment, second_moment)
     assert (first["mine"], second["mine"]) == ([1.0] * 3, [2.0] * 3)
     assert first["nodes"] == second["nodes"] == (0, 1, True)
     assert (first["who"], second["who"]) == ((0, 0, 2, 2), (1, 1, 2, 2))
 
 
-def twice(context: RunContext) -> str:
-    """A second backward pass before the step, where one was said."""
+def backward_twice(context: RunContext) -> str:
+    """Run a second backward pass before the step, although one was declared."""
     hvd.init_with(context)
     model = net(0)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -137,9 +138,9 @@ def twice(context: RunContext) -> str:
 
 
 def test_too_many_backward_passes_are_refused():
-    for said in run_ranks(twice, 2):
-        assert "for the 2. time since the last step, and backward_passes_per_step=1" in said
-        assert "Call step(), or give" in said
+    for message in run_ranks(backward_twice, 2):
+        assert "for the 2. time since the last step, and backward_passes_per_step=1" in message
+        assert "Call step(), or give" in message
 
 
 def test_what_is_not_here_is_refused_with_what_is(monkeypatch):
@@ -166,7 +167,7 @@ def test_what_is_not_here_is_refused_with_what_is(monkeypatch):
 
 
 def two_rows(seed: int) -> nn.Module:
-    """Parameters of exactly two rows, which can be unpacked like pairs."""
+    """Parameters with exactly two rows, which could be mistaken for pairs when unpacked."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
 
@@ -185,49 +186,49 @@ def parameters_sent(context: RunContext) -> dict[str, Any]:
         "both": lambda m: [*m.parameters(), *m.named_buffers()],
         "tuple": lambda m: tuple(m.parameters()),
     }
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, form in forms.items():
         model = two_rows(hvd.rank())
         hvd.broadcast_parameters(form(model), root_rank=1)
-        found[name] = [p.detach() for p in model.parameters()]
+        outcomes[name] = [p.detach() for p in model.parameters()]
         assert all(p.requires_grad for p in model.parameters())
     model = two_rows(0)
-    other = nn.Linear(3, 2 + hvd.rank())
+    linear = nn.Linear(3, 2 + hvd.rank())
     refused: dict[str, Any] = {
         "module": lambda: hvd.broadcast_parameters(model),
         "number": lambda: hvd.broadcast_parameters({"a": torch.ones(1), "step": 3}),
         "list": lambda: hvd.broadcast_parameters([["a", torch.ones(1)]]),
         "none": lambda: hvd.broadcast_parameters([None]),
         "one": lambda: hvd.broadcast_parameters(torch.ones(2, 2)),
-        "shapes": lambda: hvd.broadcast_parameters(other.state_dict()),
+        "shapes": lambda: hvd.broadcast_parameters(linear.state_dict()),
         "names": lambda: hvd.broadcast_parameters({f"w{hvd.rank()}": torch.ones(2)}),
     }
     for name, call in refused.items():
         with pytest.raises(ConfigError) as error:
             call()
-        found[name] = str(error.value)
-    return found
+        outcomes[name] = str(error.value)
+    return outcomes
 
 
 def test_parameters_come_over_whatever_holds_them():
     expected = list(two_rows(1).parameters())
-    for found in run_ranks(parameters_sent, 2):
-        for name, weights in found.items():
+    for outcomes in run_ranks(parameters_sent, 2):
+        for name, weights in outcomes.items():
             if isinstance(weights, list):
-                for weight, there in zip(weights, expected, strict=True):
-                    assert torch.equal(weight, there), name
-        assert "Sequential is no dict or list of parameters. Give model.state" in found["module"]
-        assert "'step' is int, and tensors or pairs" in found["number"]
-        assert "list found, and tensors" in found["list"]
-        assert "NoneType found" in found["none"]
-        assert "Parameter" in found["one"] or "Tensor is no dict or list" in found["one"]
-        assert "'bias', of float32 [2], root_rank=0, and rank 1 for broadcast" in found["shapes"]
-        assert "'w0'" in found["names"]
-        assert "'w1'" in found["names"]
+                for weight, expected_weight in zip(weights, expected, strict=True):
+                    assert torch.equal(weight, expected_weight), name
+        assert "Sequential is no dict or list of parameters. Give model.state" in outcomes["module"]
+        assert "'step' is int, and tensors or pairs" in outcomes["number"]
+        assert "list found, and tensors" in outcomes["list"]
+        assert "NoneType found" in outcomes["none"]
+        assert "Parameter" in outcomes["one"] or "Tensor is no dict or list" in outcomes["one"]
+        assert "'bias', of float32 [2], root_rank=0, and rank 1 for broadcast" in outcomes["shapes"]
+        assert "'w0'" in outcomes["names"]
+        assert "'w1'" in outcomes["names"]
 
 
 def states_sent(context: RunContext, kind: str) -> dict[str, Any]:
-    """Rank 1 has trained, as one that has read a checkpoint; rank 0 has made its optimizer only."""
+    """Rank 1 has trained, as if it had read a checkpoint; rank 0 has only made its optimizer."""
     hvd.init_with(context)
     me = hvd.rank()
     model = net(0)
@@ -244,10 +245,10 @@ def states_sent(context: RunContext, kind: str) -> dict[str, Any]:
 
     def loss() -> torch.Tensor:
         inputs, targets = rows(0, slice(0, 24))
-        found = nn.functional.cross_entropy(model(inputs), targets)
+        loss_value = nn.functional.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
-        found.backward()
-        return found
+        loss_value.backward()
+        return loss_value
 
     if me == 1:
         plain = makers[kind](model.parameters())
@@ -291,8 +292,8 @@ def other_groups(context: RunContext) -> str:
 
 
 def test_optimizers_of_other_groups_are_refused():
-    for said in run_ranks(other_groups, 2):
-        assert "rank 0 has groups of [2, 2] parameters, and rank 1 of [4]. Make the same" in said
+    for message in run_ranks(other_groups, 2):
+        assert "rank 0 has groups of [2, 2] parameters, and rank 1 of [4]. Make the same" in message
 
 
 class Bag(nn.Module):
@@ -317,18 +318,20 @@ def words_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return words, words.sum(1) % 3
 
 
-def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-    """The weights by each of some options; SGD without momentum takes sparse gradients."""
+def train_embedding_bag(
+    context: RunContext, options: list[dict[str, Any]]
+) -> list[list[torch.Tensor]]:
+    """The weights for each set of options; SGD without momentum accepts sparse gradients."""
     hvd.init_with(context)
-    found = []
+    weights = []
     for chosen in options:
-        given = dict(chosen)
+        bag_options = dict(chosen)
         model = Bag(0)
-        groups = given.pop("by", None)
+        groups = bag_options.pop("by", None)
         if groups == "lists":
-            given["groups"] = [[model.head.weight, model.bag.weight], [model.side.bias]]
+            bag_options["groups"] = [[model.head.weight, model.bag.weight], [model.side.bias]]
         plain = torch.optim.SGD(model.parameters(), lr=0.5)
-        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **given)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **bag_options)
         for step in range(STEPS):
             words, targets = words_of(step)
             half = slice(6 * hvd.rank(), 6 * hvd.rank() + 6)
@@ -336,8 +339,8 @@ def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torc
             nn.functional.cross_entropy(out, targets[half]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([p.detach() for p in model.parameters()])
-    return found
+        weights.append([p.detach() for p in model.parameters()])
+    return weights
 
 
 def test_sparse_gradients_and_groups_give_the_same_weights():
@@ -360,8 +363,8 @@ def test_sparse_gradients_and_groups_give_the_same_weights():
             out = model(words[half], aside=rank == 0)
             (nn.functional.cross_entropy(out, targets[half]) / 2).backward()
         optimizer.step()
-    for found in run_ranks(bagged, 2, options):
-        for chosen, weights in zip(options, found, strict=True):
+    for results in run_ranks(train_embedding_bag, 2, options):
+        for chosen, weights in zip(options, results, strict=True):
             same = [
                 torch.allclose(weight, expected, rtol=0, atol=1e-12)
                 for weight, expected in zip(weights, model.parameters(), strict=True)
@@ -370,9 +373,9 @@ def test_sparse_gradients_and_groups_give_the_same_weights():
 
 
 def steps_of(context: RunContext) -> dict[str, Any]:
-    """What a script may do out of turn."""
+    """Unusual orders of backward passes and steps in a script."""
     hvd.init_with(context)
-    me, found = hvd.rank(), {}
+    me, results = hvd.rank(), {}
     model = net(0)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = hvd.add_process_set([0])
@@ -384,60 +387,63 @@ def steps_of(context: RunContext) -> dict[str, Any]:
     backward()
     with pytest.raises(ConfigError) as error:
         optimizer.zero_grad()
-    found["zero"] = str(error.value)
-    optimizer.step()  # after fewer passes than were said, as at the end of an epoch
-    found["short"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    results["zero"] = str(error.value)
+    optimizer.step()  # after fewer passes than declared, as at the end of an epoch
+    results["short"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
-    found["passes"] = optimizer.backward_passes_per_step
+    results["passes"] = optimizer.backward_passes_per_step
     backward()
-    optimizer.load_state_dict(optimizer.state_dict())  # as after a step that was given up
+    optimizer.load_state_dict(optimizer.state_dict())  # as after an abandoned step
     optimizer.zero_grad()
     backward()
     optimizer.synchronize()
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer.step()  # without skip_synchronize: they are not averaged again
+    optimizer.step()  # without skip_synchronize; they must not be averaged again
     for before, parameter in zip(once, model.parameters(), strict=True):
         assert torch.equal(before, parameter.grad)
-    found["weights"] = [p.detach().clone() for p in model.parameters()]
-    own = net(0)
-    mine = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=outer)
-    own(rows(me, slice(0, 4))[0]).sum().backward()
+    results["weights"] = [p.detach().clone() for p in model.parameters()]
+    own_model = net(0)
+    mine = hvd.DistributedOptimizer(
+        torch.optim.SGD(own_model.parameters(), lr=0.1), process_set=outer
+    )
+    own_model(rows(me, slice(0, 4))[0]).sum().backward()
     mine.step()
-    found["own"] = [p.detach() for p in own.parameters()]
-    return found
+    results["own"] = [p.detach() for p in own_model.parameters()]
+    return results
 
 
 def test_steps_out_of_turn():
     first, second = run_ranks(steps_of, 2)
-    for one, other in zip(first["weights"], second["weights"], strict=True):
-        assert torch.equal(one, other)
+    for first_weight, second_weight in zip(first["weights"], second["weights"], strict=True):
+        assert torch.equal(first_weight, second_weight)
     model = net(0)
     for rank in range(2):
         (model(rows(rank, slice(0, 4))[0]).sum() / 2).backward()
-    for found in (first, second):
-        assert "zero_grad() between backward() and step() would drop" in found["zero"]
-        assert found["passes"] == 1
-        for gradient, parameter in zip(found["short"], model.parameters(), strict=True):
+    for result in (first, second):
+        assert "zero_grad() between backward() and step() would drop" in result["zero"]
+        assert result["passes"] == 1
+        for gradient, parameter in zip(result["short"], model.parameters(), strict=True):
             assert torch.allclose(gradient, parameter.grad, rtol=0, atol=1e-12)
-    for rank, found in enumerate((first, second)):  # each alone: rank 1 is not in the set
+    # Each alone, as rank 1 is not in the process set
+    for rank, result in enumerate((first, second)):
         alone = net(0)
         alone(rows(rank, slice(0, 4))[0]).sum().backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
-        for weight, expected in zip(found["own"], alone.parameters(), strict=True):
+        for weight, expected in zip(result["own"], alone.parameters(), strict=True):
             assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
 
 
-def trained_later(context: RunContext) -> list[str]:
-    """Parameters that are added, or unfrozen, behind the call."""
+def add_parameters_later(context: RunContext) -> list[str]:
+    """Parameters that are added or unfrozen after the optimizer was made."""
     hvd.init_with(context)
-    found = []
+    messages = []
     for is_added in (True, False):
         model = net(0)
         first, last = model[0], model[2]
         last.requires_grad_(is_added)
-        given = first.parameters() if is_added else model.parameters()
-        plain = torch.optim.SGD(given, lr=0.1)
+        parameters = first.parameters() if is_added else model.parameters()
+        plain = torch.optim.SGD(parameters, lr=0.1)
         named = None if is_added else model.named_parameters()
         optimizer = hvd.DistributedOptimizer(plain, named)
         if is_added:
@@ -450,37 +456,37 @@ def trained_later(context: RunContext) -> list[str]:
         model(rows(0, slice(0, 4))[0]).sum().backward()
         with pytest.raises(ConfigError) as error:
             optimizer.step()
-        found.append(str(error.value))
-    return found
+        messages.append(str(error.value))
+    return messages
 
 
 def test_gradients_that_would_not_be_averaged_are_refused():
-    for added, unfrozen in run_ranks(trained_later, 2):
+    for added, unfrozen in run_ranks(add_parameters_later, 2):
         assert "hvd: a parameter of group 1 of shape [3, 16] was not trained when" in added
         assert "hvd: 2.weight of shape [3, 16] was not trained when" in unfrozen
         assert "Add groups and set requires_grad before that" in unfrozen
 
 
-def evaluated(context: RunContext) -> list[Any]:
-    """Metrics where no gradients are kept, as validation has them."""
+def average_metrics(context: RunContext) -> list[Any]:
+    """Metrics exchanged without gradients, as in validation."""
     hvd.init_with(context)
-    found = []
+    metrics = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             value = torch.tensor([float(hvd.rank())]) * 2
-            found.append(hvd.allreduce(value, name="loss").item())
-            found.append(hvd.allreduce_(value.clone(), op=hvd.Sum).item())
-            found.append(hvd.allgather(value).tolist())
-            found.append(hvd.broadcast(value, 1).item())
-            found.append(hvd.broadcast_(value, 1).item())
-            found.append(hvd.reducescatter(value.repeat(2)).item())
-            found.append(hvd.alltoall(value.repeat(2)).tolist())
-    return found
+            metrics.append(hvd.allreduce(value, name="loss").item())
+            metrics.append(hvd.allreduce_(value.clone(), op=hvd.Sum).item())
+            metrics.append(hvd.allgather(value).tolist())
+            metrics.append(hvd.broadcast(value, 1).item())
+            metrics.append(hvd.broadcast_(value, 1).item())
+            metrics.append(hvd.reducescatter(value.repeat(2)).item())
+            metrics.append(hvd.alltoall(value.repeat(2)).tolist())
+    return metrics
 
 
 def test_metrics_are_exchanged_without_gradients():
-    for found in run_ranks(evaluated, 2):
-        assert found == [1.0, 2.0, [0.0, 2.0], 2.0, 2.0, 2.0, [2.0, 2.0]] * 2
+    for metrics in run_ranks(average_metrics, 2):
+        assert metrics == [1.0, 2.0, [0.0, 2.0], 2.0, 2.0, 2.0, [2.0, 2.0]] * 2
 
 
 def test_arguments_of_the_optimizer_are_checked(monkeypatch):
@@ -506,8 +512,8 @@ def test_arguments_of_the_optimizer_are_checked(monkeypatch):
         ),
         ("compression=None has no compress", {"compression": None}),
     ]
-    for said, options in refused:
-        with pytest.raises(ConfigError, match=said):
+    for message, options in refused:
+        with pytest.raises(ConfigError, match=message):
             hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), num_groups=2)
     with pytest.raises(ConfigError, match="is one already. Wrap it once"):

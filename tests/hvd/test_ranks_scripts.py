@@ -1,4 +1,4 @@
-"""Scripts as Horovod's public ones are written: their figures are those of a plain loop."""
+"""Scripts like Horovod's public examples: their figures equal those of a plain loop."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def started(name: str, *words: str) -> str:
-    """What a script prints on two ranks."""
+def run_script(name: str, *words: str) -> str:
+    """The output of a script on two ranks."""
     command = [interpreter(), "-c", START, str(SCRIPTS / f"{name}.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -56,10 +56,10 @@ def started(name: str, *words: str) -> str:
 
 
 class PlainLoop:
-    """As many models as ranks, in one process: gradients are averaged by hand, buffers are not."""
+    """One model per rank in a single process: gradients are averaged by hand, buffers are not."""
 
     def __init__(self, make: type[nn.Module], lr: float, **options: float) -> None:
-        torch.manual_seed(0)  # of rank 0, whose weights all have
+        torch.manual_seed(0)  # rank 0's seed, as all ranks have its weights
         first = make()
         self.models = [make() for _ in range(RANKS)]
         for model in self.models:
@@ -79,12 +79,12 @@ class PlainLoop:
 
 
 def loaders(dataset, batch: int, epoch: int) -> list[DataLoader]:
-    found = []
+    made = []
     for rank in range(RANKS):
         sampler = DistributedSampler(dataset, num_replicas=RANKS, rank=rank)
         sampler.set_epoch(epoch)
-        found.append(DataLoader(dataset, batch_size=batch, sampler=sampler))
-    return found
+        made.append(DataLoader(dataset, batch_size=batch, sampler=sampler))
+    return made
 
 
 def test_epochs_of_digits(tmp_path):
@@ -105,26 +105,26 @@ def test_epochs_of_digits(tmp_path):
         expected.append([functional.nll_loss(output, labels).item(), right])
     assert expected[-1][0] < expected[0][0]
     for factor, compression in (("1.0", "none"), ("2.0", "fp16")):
-        started("hvd_digits", str(tmp_path / "figures"), factor, compression)
-        found = json.loads((tmp_path / "figures").read_text())
-        losses = [abs(got[0] - wanted[0]) for got, wanted in zip(found, expected, strict=True)]
+        run_script("hvd_digits", str(tmp_path / "figures"), factor, compression)
+        figures = json.loads((tmp_path / "figures").read_text())
+        losses = [abs(got[0] - wanted[0]) for got, wanted in zip(figures, expected, strict=True)]
         if compression == "none":
             assert max(losses) < 1e-10
-            assert [got[1] for got in found] == pytest.approx([wanted[1] for wanted in expected])
+            assert [got[1] for got in figures] == pytest.approx([wanted[1] for wanted in expected])
         else:
             assert 1e-10 < max(losses) < 1e-2
 
 
 def test_images_with_several_passes_and_a_resume(tmp_path):
     images = script("hvd_images")
-    started("hvd_images", str(tmp_path), "2")
-    started("hvd_images", str(tmp_path), "3")  # goes on from the second epoch's checkpoint
-    found = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
+    run_script("hvd_images", str(tmp_path), "2")
+    run_script("hvd_images", str(tmp_path), "3")  # continues from the second epoch's checkpoint
+    figures = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
     loop = PlainLoop(images.resnet, images.BASE_LR, momentum=0.9, weight_decay=5e-5)
-    train, held = images.images(44, 1), images.images(16, 2)
+    train, held_out = images.images(44, 1), images.images(16, 2)
     expected = []
     for epoch in range(3):
-        if epoch == 2:  # rank 0's checkpoint has its statistics; the others take them over
+        if epoch == 2:  # the checkpoint has rank 0's statistics, which all ranks load
             loop.models[1].load_state_dict(loop.models[0].state_dict())
         losses, held_losses = [], []
         parts = loaders(train, images.BATCH * images.PASSES, epoch)
@@ -142,21 +142,21 @@ def test_images_with_several_passes_and_a_resume(tmp_path):
                     losses.append(loss.item())
                     (loss / passes).backward()
             loop.step()
-        for model, batches in zip(loop.models, loaders(held, images.BATCH, 0), strict=True):
+        for model, batches in zip(loop.models, loaders(held_out, images.BATCH, 0), strict=True):
             model.eval()
             for data, target in batches:
                 with torch.no_grad():
                     held_losses.append(functional.cross_entropy(model(data), target).item())
         expected.append([sum(losses) / len(losses), sum(held_losses) / len(held_losses)])
-    for got, wanted in zip([*found[0], *found[1]], expected, strict=True):
+    for got, wanted in zip([*figures[0], *figures[1]], expected, strict=True):
         assert got == pytest.approx(wanted, rel=0, abs=1e-10)
 
 
 def test_a_synthetic_benchmark(tmp_path):
     synthetic = script("hvd_synthetic")
-    said = started("hvd_synthetic", str(tmp_path / "losses"))
-    assert said.count("img/sec") == synthetic.ITERATIONS
-    assert "Number of ranks: 2" in said
+    output = run_script("hvd_synthetic", str(tmp_path / "losses"))
+    assert output.count("img/sec") == synthetic.ITERATIONS
+    assert "Number of ranks: 2" in output
     loop = PlainLoop(synthetic.net, synthetic.LR * RANKS)
     losses = []
     for _ in range(synthetic.ITERATIONS * synthetic.STEPS):
@@ -170,7 +170,7 @@ def test_a_synthetic_benchmark(tmp_path):
 
 
 def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
-    """The losses of rank 0, and the weights at the end, of a plain loop without a fault."""
+    """The losses of rank 0 and the final weights of a plain loop without a fault."""
     import random
 
     loop = PlainLoop(elastic.net, elastic.LR, momentum=0.9)
@@ -179,10 +179,10 @@ def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
     for epoch in range(elastic.EPOCHS):
         order = list(range(len(inputs)))
         random.Random(3 + epoch).shuffle(order)
-        own = [order[rank::RANKS] for rank in range(RANKS)]
-        for first in range(0, len(own[0]), elastic.BATCH):
+        shards = [order[rank::RANKS] for rank in range(RANKS)]
+        for first in range(0, len(shards[0]), elastic.BATCH):
             for rank, model in enumerate(loop.models):
-                rows = own[rank][first : first + elastic.BATCH]
+                rows = shards[rank][first : first + elastic.BATCH]
                 loss = functional.cross_entropy(model(inputs[rows]), labels[rows])
                 losses += [loss.item()] if rank == 0 else []
                 loss.backward()
@@ -190,25 +190,25 @@ def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
     return losses, [p.tolist() for p in loop.models[0].parameters()]
 
 
-def checked(folder: Path, resets: list[int], life: int) -> None:
-    """The figures of a run that was killed are those of a plain loop."""
+def assert_figures(folder: Path, resets: list[int], life: int) -> None:
+    """Assert that the figures of a killed run equal those of a plain loop."""
     losses, weights = elastic_steps(script("hvd_elastic"))
-    found = json.loads((folder / "figures.json").read_text())
-    assert (found["life"], found["resets"]) == (life, resets)
-    assert found["losses"] == pytest.approx(losses, rel=0, abs=1e-12)
-    for got, wanted in zip(found["weights"], weights, strict=True):
+    figures = json.loads((folder / "figures.json").read_text())
+    assert (figures["life"], figures["resets"]) == (life, resets)
+    assert figures["losses"] == pytest.approx(losses, rel=0, abs=1e-12)
+    for got, wanted in zip(figures["weights"], weights, strict=True):
         assert torch.allclose(torch.tensor(got), torch.tensor(wanted), rtol=0, atol=1e-12)
 
 
 @pytest.mark.launcher
 def test_torchrun_starts_an_elastic_script_again_at_its_last_commit(tmp_path):
-    """Rank 1 is killed after step 5, and step 4 was the last commit."""
+    """Rank 1 is killed after step 5, and the last commit was at step 4."""
     line = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node={RANKS} "
     line += f"--max-restarts=1 {SCRIPTS / 'hvd_elastic.py'} {tmp_path} 5"
     done = run(["sh", "-c", f"cd {tmp_path} && exec {line}"])
     assert done.status == 0, done.output
-    checked(tmp_path, [4], 1)
-    assert not (tmp_path / "runs").exists(), "a run that has ended well leaves no commits"
+    assert_figures(tmp_path, [4], 1)
+    assert not (tmp_path / "runs").exists(), "a successful run must remove its commits"
 
 
 def test_a_later_launch_goes_on_where_a_folder_for_commits_is_named(tmp_path, monkeypatch):
@@ -218,5 +218,5 @@ def test_a_later_launch_goes_on_where_a_folder_for_commits_is_named(tmp_path, mo
     assert done.returncode != 0
     assert "rank 1" in done.stderr
     assert not (tmp_path / "figures.json").exists()
-    started("hvd_elastic", str(tmp_path), "0")
-    checked(tmp_path, [6], 0)
+    run_script("hvd_elastic", str(tmp_path), "0")
+    assert_figures(tmp_path, [6], 0)

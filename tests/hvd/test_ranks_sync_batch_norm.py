@@ -1,4 +1,4 @@
-"""Batch normalisation over the ranks: as torch's in one process with all samples."""
+"""Batch normalization over all ranks equals torch's in one process with all samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def layer(kind: type[nn.Module], case: int) -> nn.Module:
     return made
 
 
-def passed(norm: nn.Module, case: int, part: slice) -> dict[str, Any]:
+def run_layer(norm: nn.Module, case: int, part: slice) -> dict[str, Any]:
+    """The outputs, gradients and statistics of a layer over several steps."""
     outs, gradients = [], []
     for step in range(STEPS):
         inputs = samples(case, step)[part].requires_grad_()
@@ -52,34 +53,36 @@ def passed(norm: nn.Module, case: int, part: slice) -> dict[str, Any]:
     return {"out": outs, "inputs": gradients, "weights": of_weights, "buffers": buffers}
 
 
-def on_ranks(context: RunContext) -> list[dict[str, Any]]:
+def run_on_ranks(context: RunContext) -> list[dict[str, Any]]:
     hvd.init_with(context)
-    found = []
+    results = []
     for case, (share, *_) in enumerate(CASES):
         first = sum(SHARES[share][: hvd.rank()])
         part = slice(first, first + SHARES[share][hvd.rank()])
-        found.append(passed(layer(hvd.SyncBatchNorm, case), case, part))
+        results.append(run_layer(layer(hvd.SyncBatchNorm, case), case, part))
     half = hvd.SyncBatchNorm(5).to(torch.bfloat16)
-    found.append({"half": half(samples(1, 0)[hvd.rank() :].bfloat16()).dtype})
+    results.append({"half": half(samples(1, 0)[hvd.rank() :].bfloat16()).dtype})
     with pytest.raises(ConfigError, match="has no channels"):
         half(torch.ones(3))
     with pytest.raises(ConfigError, match="1 value for each channel on all ranks has no variance"):
         hvd.SyncBatchNorm(5)(torch.ones(1 - hvd.rank(), 5))
-    return found
+    return results
 
 
 def test_it_is_torch_s_over_the_samples_of_all_ranks():
-    found = run_ranks(on_ranks, 2)
+    results = run_ranks(run_on_ranks, 2)
     for case, (share, kind, *_) in enumerate(CASES):
-        expected = passed(layer(kind, case), case, slice(None))
+        expected = run_layer(layer(kind, case), case, slice(None))
         for name in ("out", "inputs"):
             for step, whole in enumerate(expected[name]):
-                parts = torch.cat([rank[case][name][step] for rank in found])
+                parts = torch.cat([rank[case][name][step] for rank in results])
                 assert torch.allclose(parts, whole, rtol=0, atol=1e-10), (share, name, step)
         for n, whole in enumerate(expected["weights"]):
-            summed = found[0][case]["weights"][n] + found[1][case]["weights"][n]
+            summed = results[0][case]["weights"][n] + results[1][case]["weights"][n]
             assert torch.allclose(summed, whole, rtol=0, atol=1e-10)
-        for rank in found:
-            for buffer, there in zip(rank[case]["buffers"], expected["buffers"], strict=True):
-                assert torch.allclose(buffer.double(), there.double(), rtol=0, atol=1e-12)
-    assert found[0][-1]["half"] == torch.bfloat16
+        for rank in results:
+            for buffer, expected_buffer in zip(
+                rank[case]["buffers"], expected["buffers"], strict=True
+            ):
+                assert torch.allclose(buffer.double(), expected_buffer.double(), rtol=0, atol=1e-12)
+    assert results[0][-1]["half"] == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The words of the commands: versions, jobs by their place, one name for one thing."""
+"""The words of the commands: versions, jobs by position or option, and the nearest known word."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_the_version_says_what_a_report_needs(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith("bigtrain 0.1.0, torch ")
-    assert torch.__version__.partition("+")[0] in said
-    assert platform.python_version() in said
+    output = capsys.readouterr().out
+    assert output.startswith("bigtrain 0.1.0, torch ")
+    assert torch.__version__.partition("+")[0] in output
+    assert platform.python_version() in output
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_the_nearest_word_is_named(words: list[str], nearest: str, capsys: Any) 
     except SystemExit as ended:
         status = ended.code
     assert status == 2
-    said = capsys.readouterr().err
-    assert nearest in said
-    assert "pace" not in said
+    errors = capsys.readouterr().err
+    assert nearest in errors
+    assert "pace" not in errors
 
 
 @pytest.mark.parametrize(

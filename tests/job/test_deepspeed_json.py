@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration file: taken as it is, "auto" filled in, contradictions refused."""
+"""A DeepSpeed configuration file: used unchanged, "auto" filled in, contradictions refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.prepare import left_to_the_loop
@@ -26,27 +26,27 @@ def keys_of(path: str, **more: Any) -> list[str]:
 
 
 def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
-    path = written(tmp_path)
+    path = write_config(tmp_path)
     words = [*keys_of(path), "optim.clip_norm=0.5", "train.precision=bf16"]
     job = load_job(None, "zero2", words)
     plan = make_plan(job, 2, "cpu")
     technique = plan.techniques["replicate"]
     assert isinstance(technique, Zero)
-    found = deepspeed_settings(technique, plan, 1_000_000)
-    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (8, 2)
-    assert (found["gradient_accumulation_steps"], found["gradient_clipping"]) == (2, 0.5)
-    assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (True, False)
-    assert "optimizer" not in found
-    assert "scheduler" not in found
-    assert found["steps_per_print"] == 1000000
-    zero = found["zero_optimization"]
+    settings = deepspeed_settings(technique, plan, 1_000_000)
+    assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (8, 2)
+    assert (settings["gradient_accumulation_steps"], settings["gradient_clipping"]) == (2, 0.5)
+    assert (settings["bf16"]["enabled"], settings["fp16"]["enabled"]) == (True, False)
+    assert "optimizer" not in settings
+    assert "scheduler" not in settings
+    assert settings["steps_per_print"] == 1000000
+    zero = settings["zero_optimization"]
     assert (zero["stage"], zero["overlap_comm"]) == (2, True)
     assert zero["reduce_bucket_size"] == 1952
-    assert "stage3_prefetch_bucket_size" not in zero  # there is nothing to fill in
+    assert "stage3_prefetch_bucket_size" not in zero  # the file does not have this key
 
 
 def test_a_batch_of_the_file_that_does_not_divide_is_to_be_changed_there(tmp_path):
-    path = written(tmp_path, train_batch_size=17, train_micro_batch_size_per_gpu=8)
+    path = write_config(tmp_path, train_batch_size=17, train_micro_batch_size_per_gpu=8)
     with pytest.raises(ConfigError) as refused:
         make_plan(load_job(None, None, [f"strategy.deepspeed={path}"]), 2, "cpu")
     assert "train.global_batch_size=17 is not a multiple" in str(refused.value)
@@ -54,13 +54,13 @@ def test_a_batch_of_the_file_that_does_not_divide_is_to_be_changed_there(tmp_pat
         f"{path} says train_batch_size and train_micro_batch_size_per_gpu: write the number "
         'there, or "auto".'
     )
-    free = written(tmp_path, train_batch_size="auto")
+    free = write_config(tmp_path, train_batch_size="auto")
     with pytest.raises(ConfigError, match=r"micro_batch_size out\.$"):
         make_plan(load_job(None, None, keys_of(free, **{"train.global_batch_size": 17})), 2, "cpu")
 
 
 def test_the_stage_is_the_files(tmp_path):
-    path = written(tmp_path, zero_optimization={"stage": 3})
+    path = write_config(tmp_path, zero_optimization={"stage": 3})
     job = load_job(None, None, keys_of(path))
     plan = make_plan(job, 2, "cpu")
     assert plan.techniques["replicate"].name == "zero"
@@ -175,19 +175,19 @@ CONTRADICTED = (
     *("optim.clip_norm=null", "optim.lr=0.25", "optim.betas=[0.9,0.95]", "optim.name=adamw"),
     *("train.precision=fp32", "optim.warmup_steps=3"),
 )
-"""Overrides on the command line that contradict the files."""
+"""Words of the command line that contradict the file."""
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
     changes, words = CONTRADICTIONS[case]
-    path = written(tmp_path, **changes)
-    given = [*keys_of(path), *CONTRADICTED]
-    given += ["optim.schedule=constant"] if case == "schedule" else []
-    with pytest.raises(ConfigError, match=words) as said:
-        make_plan(load_job(None, None, given), 2, "cpu")
-    assert "\n" not in str(said.value)
-    assert path in str(said.value)
+    path = write_config(tmp_path, **changes)
+    job_words = [*keys_of(path), *CONTRADICTED]
+    job_words += ["optim.schedule=constant"] if case == "schedule" else []
+    with pytest.raises(ConfigError, match=words) as refusal:
+        make_plan(load_job(None, None, job_words), 2, "cpu")
+    assert "\n" not in str(refusal.value)
+    assert path in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
 )
 def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path):
     kind = "Adam" if "adam_w_mode" in params else "AdamW"
-    path = written(tmp_path, optimizer={"type": kind, "params": params}, gradient_clipping=0)
+    path = write_config(tmp_path, optimizer={"type": kind, "params": params}, gradient_clipping=0)
     words = [*keys_of(path), *CONTRADICTED, "optim.eps=1e-7", "optim.weight_decay=0.5"]
     for _ in range(len(CONTRADICTED) + 2):
         try:
@@ -222,10 +222,10 @@ def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path)
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
-    path = str(tmp_path / "none.json") if text is None else written(tmp_path, text)
-    with pytest.raises(ConfigError, match=words) as said:
+    path = str(tmp_path / "none.json") if text is None else write_config(tmp_path, text)
+    with pytest.raises(ConfigError, match=words) as refusal:
         load_job(None, None, [f"strategy.deepspeed={path}"])
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -240,27 +240,29 @@ def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     ],
 )
 def test_a_value_that_is_none_is_changed_in_the_file(changes, words, tmp_path):
-    path = written(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=words) as said:
+    path = write_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=words) as refusal:
         load_job(None, None, [f"strategy.deepspeed={path}"])
-    assert str(said.value).startswith(f"{path}: ")
-    assert "Set " not in str(said.value)  # a word of the command line would contradict the file
+    assert str(refusal.value).startswith(f"{path}: ")
+    assert "Set " not in str(
+        refusal.value
+    )  # setting it on the command line would contradict the file
 
 
 def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):
-    path = written(tmp_path)
+    path = write_config(tmp_path)
     job = job_from_keys("zero2", {"strategy.deepspeed": path})
     (line,) = left_to_the_loop(job)
     assert line == (
         f"{path}: not used: optimizer, scheduler: the loop has its own optimizer and its rate"
     )
-    path = written(tmp_path, optimizer={"type": "auto"}, scheduler={})
+    path = write_config(tmp_path, optimizer={"type": "auto"}, scheduler={})
     assert left_to_the_loop(job_from_keys("zero2", {"strategy.deepspeed": path})) == []
     assert left_to_the_loop(job_from_keys("zero2", {})) == []
 
 
 def test_another_technique_beside_the_file_is_refused(tmp_path):
-    path = written(tmp_path)
+    path = write_config(tmp_path)
     for strategy, words in (
         ("ddp", "strategy.replicate.name=ddp, but strategy.deepspeed="),
         ("fsdp", "strategy.replicate.engine=torch, but strategy.deepspeed="),

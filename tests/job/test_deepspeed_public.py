@@ -1,4 +1,4 @@
-"""DeepSpeed files of public repositories: each runs, or is refused by the line that says why."""
+"""DeepSpeed files of public repositories: each runs, or is refused with the right message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from support.public_deepspeed import FILES, PublicFile
 from support.ranks import run_ranks
 
@@ -27,8 +27,8 @@ SMALL = (
 )
 
 
-def resolved(path: str) -> str | None:
-    """The line that refuses a file; None where it can be run on two ranks."""
+def refusal_of(path: str) -> str | None:
+    """The message with which a file is refused; None if it can run on two ranks."""
     try:
         make_plan(load_job(None, None, [f"strategy.deepspeed={path}", *SMALL]), 2, "cpu")
     except ConfigError as refused:
@@ -37,15 +37,15 @@ def resolved(path: str) -> str | None:
 
 
 def variants(file: PublicFile) -> dict[str, tuple[dict[str, Any], str | None]]:
-    """The file, and where its fp16 is what refuses it, the same with bf16."""
-    found = {"as published": (file.config, file.as_published)}
+    """The file, and if it is refused because of fp16, also the file with bf16."""
+    variants_by_name = {"as published": (file.config, file.as_published)}
     if file.as_published is not None and "fp16" in file.as_published:
-        found["in bf16"] = (file.with_bf16, file.in_bf16)
-    return found
+        variants_by_name["in bf16"] = (file.with_bf16, file.in_bf16)
+    return variants_by_name
 
 
 TRAINING = [n for n, f in FILES.items() if None in [said for _, said in variants(f).values()]]
-"""Those that run, as they are or with bf16 for fp16."""
+"""The files that run, either unchanged or with bf16 in place of fp16."""
 
 
 def test_there_are_thirty_of_them_from_many_repositories():
@@ -58,29 +58,29 @@ def test_there_are_thirty_of_them_from_many_repositories():
 @pytest.mark.parametrize("name", FILES)
 def test_each_runs_or_is_refused_by_the_right_line(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():
-        said = resolved(written(tmp_path, json.dumps(config)))
+        refusal = refusal_of(write_config(tmp_path, json.dumps(config)))
         if expected is None:
-            assert said is None, kind
+            assert refusal is None, kind
         else:
-            assert said is not None, kind
-            assert re.search(expected, said), (kind, said)
-            assert "\n" not in said
+            assert refusal is not None, kind
+            assert re.search(expected, refusal), (kind, refusal)
+            assert "\n" not in refusal
 
 
 def test_what_has_no_use_is_named_in_one_line(tmp_path):
-    path = written(tmp_path, json.dumps(FILES["dolly"].config))
+    path = write_config(tmp_path, json.dumps(FILES["dolly"].config))
     plan = make_plan(load_job(None, None, [f"strategy.deepspeed={path}", *SMALL]), 2, "cpu")
     (line,) = plan.warnings
     assert line == (
         f"{path}: not used: tensorboard (log.tensorboard=true), zero_optimization."
         "stage3_gather_16bit_weights_on_model_save (bigtrain checkpoint export)"
     )
-    config = deepspeed_config(written(tmp_path, json.dumps(FILES["Qwen"].config)))
+    config = deepspeed_config(write_config(tmp_path, json.dumps(FILES["Qwen"].config)))
     assert unused_sections(config) == []
 
 
 def two_steps(context, path):
-    """Losses of two steps of a small model, as `bigtrain train` does them."""
+    """The losses of two steps of a small model, trained as by `bigtrain train`."""
     job = load_job(None, None, [f"strategy.deepspeed={path}", *SMALL, "memory.predict=false"])
     plan = make_plan(job, context.world_size, "cpu")
     parts = open_setup(job, plan)
@@ -95,7 +95,7 @@ def two_steps(context, path):
 def test_what_is_not_refused_trains(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():
         if expected is None:
-            path = written(tmp_path, json.dumps(config))
+            path = write_config(tmp_path, json.dumps(config))
             first, second = run_ranks(two_steps, 2, path)
             assert first == second, kind
             assert all(3 < loss < 7 for loss, _ in first), kind

@@ -1,4 +1,4 @@
-"""The schedulers of DeepSpeed files: their rates are those of DeepSpeed's own classes."""
+"""The schedulers of DeepSpeed files give the same rates as DeepSpeed's classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from torch import nn
 
 from bigtrain.errors import ConfigError
@@ -84,7 +84,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def by_deepspeed(kind: str, params: dict[str, Any]) -> list[float]:
-    """The rates that DeepSpeed's class has an optimizer step with."""
+    """The rates with which an optimizer steps under DeepSpeed's scheduler class."""
     load_deepspeed("cpu")
     schedules = import_module("deepspeed.runtime.lr_schedules")
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=RATE)
@@ -104,7 +104,7 @@ def keys(path: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("case", SECTIONS)
 def test_each_step_has_the_rate_of_deepspeeds_own_class(case, tmp_path):
     kind, params = SECTIONS[case]
-    path = written(tmp_path, scheduler={"type": kind, "params": params})
+    path = write_config(tmp_path, scheduler={"type": kind, "params": params})
     by_optimizer = kind == "WarmupCosineLR" or (
         kind == "WarmupLR" and "warmup_max_lr" not in params
     )
@@ -113,32 +113,32 @@ def test_each_step_has_the_rate_of_deepspeeds_own_class(case, tmp_path):
     assert job.optim.schedule == "deepspeed"
     schedule = schedule_of(path, dict(job.optim), job.optim.warmup_steps, STEPS)
     assert schedule is not None
-    found = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
-    assert found == pytest.approx(by_deepspeed(kind, params), rel=1e-12, abs=1e-18)
-    assert len(set(found)) > 1
+    rates = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
+    assert rates == pytest.approx(by_deepspeed(kind, params), rel=1e-12, abs=1e-18)
+    assert len(set(rates)) > 1
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 def test_auto_is_what_the_job_says(tmp_path):
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     section = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     job = load_job(None, None, keys(path, "optim.lr=3e-3", "optim.warmup_steps=12"))
     assert (job.optim.lr, job.optim.warmup_steps) == (3e-3, 12)
     schedule = schedule_of(path, dict(job.optim), 12, STEPS)
     assert schedule is not None
     params = {"warmup_max_lr": 3e-3, "warmup_num_steps": 12, "total_num_steps": STEPS}
     expected = by_deepspeed("WarmupDecayLR", params)
-    found = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
-    assert found == pytest.approx(expected, rel=1e-12)
+    rates = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
+    assert rates == pytest.approx(expected, rel=1e-12)
     without = schedule_of(path, dict(job.optim), 0, STEPS)
     assert without is not None
-    assert without.rate(0, 3e-3) == 3e-3  # a job without a warm-up has none
+    assert without.rate(0, 3e-3) == 3e-3  # a job without a warm-up starts at the full rate
 
 
 def test_a_run_that_is_longer_than_its_decay_is_refused(tmp_path):
     section = {"type": "WarmupCosineLR", "params": {"total_num_steps": 40, "warmup_num_steps": 4}}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     job = load_job(None, None, keys(path))
     with pytest.raises(ConfigError, match=r"total_num_steps=40, but the run has 50 steps.*=40, or"):
         schedule_of(path, dict(job.optim), 4, STEPS)
@@ -148,16 +148,16 @@ def test_a_run_that_is_longer_than_its_decay_is_refused(tmp_path):
 def test_a_momentum_that_cycles_is_refused_where_there_are_betas(tmp_path):
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.25}
     section = {"type": "OneCycle", "params": params}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     with pytest.raises(ConfigError, match='cycle_momentum is true .*"cycle_momentum": false'):
         load_job(None, None, keys(path))
-    path = written(tmp_path, scheduler=section, optimizer={"type": "SGD"})
-    assert load_job(None, None, keys(path)).optim.lr == 0.25  # DeepSpeed cycles none there, too
+    path = write_config(tmp_path, scheduler=section, optimizer={"type": "SGD"})
+    assert load_job(None, None, keys(path)).optim.lr == 0.25  # DeepSpeed does not cycle it either
 
 
 def test_the_file_stands_above_the_job_and_words_agree_or_are_refused(tmp_path):
     section = {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 2e-3}}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     job = load_job(None, None, keys(path))
     assert (job.optim.warmup_steps, job.optim.lr, job.optim.final_lr_share) == (20, 2e-3, 0)
     words = ("optim.schedule=constant", "optim.warmup_steps=20", "optim.lr=2e-3")

@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's has a verdict: handed on, held against the job, named, or refused."""
+"""Every key of DeepSpeed has a verdict: passed on, compared with the job, reported, or refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 
 from bigtrain.errors import ConfigError
 from bigtrain.job import deepspeed_sections as tables
@@ -19,11 +19,11 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 KNOWN = {*tables.COMPARED, *tables.PASSED, *tables.NOT_USED, *tables.REFUSED}
 ZERO_KNOWN = {*tables.ZERO_PASSED, *tables.ZERO_NOT_USED, *tables.ZERO_REFUSED}
 OLD = {"bfloat16", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
-"""Old names are replaced by current ones before the tables are used."""
+"""Names that DeepSpeed replaces by current ones before the tables are used."""
 
 
 class Asked(dict[str, Any]):
-    """A configuration that notes which keys are looked for."""
+    """A configuration that records the keys that are looked up."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -38,7 +38,7 @@ class Asked(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self  # `in` is asked of it
+        return self  # `in` then calls `__contains__`
 
     def __copy__(self) -> Asked:
         return self
@@ -109,11 +109,13 @@ SWITCHED_OFF: dict[str, Any] = {
 @pytest.mark.parametrize("key", tables.REFUSED)
 def test_what_is_not_done_is_refused_where_it_is_on_and_let_go_where_it_is_off(key, tmp_path):
     on = SWITCHED_ON.get(key, {"enabled": True})
-    with pytest.raises(ConfigError, match=rf"ds.json: {key}(=\S+)? is not supported\. \w+") as said:
-        deepspeed_config(written(tmp_path, **{key: on}))
-    assert "\n" not in str(said.value)
+    with pytest.raises(
+        ConfigError, match=rf"ds.json: {key}(=\S+)? is not supported\. \w+"
+    ) as refusal:
+        deepspeed_config(write_config(tmp_path, **{key: on}))
+    assert "\n" not in str(refusal.value)
     off = SWITCHED_OFF.get(key, {"enabled": False})
-    config = deepspeed_config(written(tmp_path, **{key: off}))
+    config = deepspeed_config(write_config(tmp_path, **{key: off}))
     assert key not in engine_part(config)
     assert unused_sections(config) == []
 
@@ -130,9 +132,9 @@ ZERO_ON: dict[str, Any] = {
 def test_so_is_what_zero_does_otherwise(key, tmp_path):
     zero = {"stage": 3, key: ZERO_ON.get(key, True)}
     with pytest.raises(ConfigError, match=rf"zero_optimization.{key}(=\S+)? is not supported\. "):
-        deepspeed_config(written(tmp_path, zero_optimization=zero))
+        deepspeed_config(write_config(tmp_path, zero_optimization=zero))
     off = -1 if key == "mics_shard_size" else None if key == "zenflow" else False
-    config = deepspeed_config(written(tmp_path, zero_optimization={"stage": 3, key: off}))
+    config = deepspeed_config(write_config(tmp_path, zero_optimization={"stage": 3, key: off}))
     assert key not in engine_part(config)["zero_optimization"]
 
 
@@ -165,15 +167,15 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_keys_are_refused_by_name(case, tmp_path):
     changes, words = OTHERS[case]
-    with pytest.raises(ConfigError, match=words) as said:
-        deepspeed_config(written(tmp_path, **changes))
-    assert "\n" not in str(said.value)
+    with pytest.raises(ConfigError, match=words) as refusal:
+        deepspeed_config(write_config(tmp_path, **changes))
+    assert "\n" not in str(refusal.value)
 
 
 def test_older_files_mean_the_same_in_todays_words(tmp_path):
     old = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}
     config = deepspeed_config(
-        written(tmp_path, zero_optimization=old, bfloat16={"enabled": True}, bf16=None)
+        write_config(tmp_path, zero_optimization=old, bfloat16={"enabled": True}, bf16=None)
     )
     assert config["zero_optimization"] == {
         "stage": 2,
@@ -181,10 +183,10 @@ def test_older_files_mean_the_same_in_todays_words(tmp_path):
     }
     assert config["bf16"] == {"enabled": True}
     short = {"stage": 3, "prefetch_bucket_size": 7, "max_live_parameters": 9}
-    config = deepspeed_config(written(tmp_path, zero_optimization=short))
+    config = deepspeed_config(write_config(tmp_path, zero_optimization=short))
     assert config["zero_optimization"] == {
         "stage": 3,
         "stage3_prefetch_bucket_size": 7,
         "stage3_max_live_parameters": 9,
     }
-    assert "_comment" not in deepspeed_config(written(tmp_path, _comment="for people"))
+    assert "_comment" not in deepspeed_config(write_config(tmp_path, _comment="for people"))

@@ -1,4 +1,4 @@
-"""YAML files, strategies, plans and overrides, and the messages if they are wrong."""
+"""YAML files, strategies, plans and overrides, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_the_layers_lie_over_each_other_in_order(tmp_path):
     assert job.strategy.replicate.options == {"static_graph": True}
     job = load_job(config, strategy)
     assert job.strategy.name == "mine"
-    assert job.strategy.replicate.options == {}  # a strategy replaces the whole strategy
+    # A named strategy replaces all options of the earlier one
+    assert job.strategy.replicate.options == {}
     assert (job.train.steps, job.train.seed) == (5, 2)
     assert load_job(config, strategy, ["train.seed=3"]).train.seed == 3
 
@@ -214,7 +215,7 @@ WRONG = (
 
 
 def test_wrong_values_drawn_by_a_seed_are_a_line_each():
-    """Some of them are right for some keys; the others are refused by ConfigError only."""
+    """Some values are right for some keys; all others must raise ConfigError."""
     drawn, messages = random.Random(0), list[str]()
     for _ in range(200):
         word = f"{drawn.choice(KEYS).rstrip('.')}={drawn.choice(WRONG)}"
@@ -283,9 +284,9 @@ def test_words_that_are_advised_come_through_a_shell_as_they_were(value):
     (pasted,) = subprocess.run(
         ["sh", "-c", f"printf '%s\\n' {word}"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    found = parse_overrides([pasted]).values["data"]["args"]["some"]
+    value_read = parse_overrides([pasted]).values["data"]["args"]["some"]
     expected = list(value) if isinstance(value, tuple) else value
-    assert (float(found) if isinstance(value, float) else found) == expected
+    assert (float(value_read) if isinstance(value, float) else value_read) == expected
 
 
 def test_keys_below_and_a_mapping_beside_them_are_both_taken():
@@ -327,7 +328,7 @@ def test_a_warm_up_in_other_units_displaces_that_of_the_job(words, steps, epochs
 
 
 def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path):
-    words = ["optim.state=bf16"]  # `name` comes from the default job, and is right
+    words = ["optim.state=bf16"]  # the default job sets `name`, which is right
     with pytest.raises(ConfigError, match=r"^optim: state=bf16 is for name=adamw"):
         load_job(overrides=[*words, "optim.name=adam"])
     config = write(tmp_path, "optim:\n  name: sgd\n  state: bf16\n")
@@ -340,7 +341,8 @@ def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path
     with pytest.raises(ConfigError) as raised:
         load_job(overrides=["optim.name=sgd", "optim.nesterov=true"])
     assert str(raised.value).startswith("optim: nesterov=true needs momentum")
-    with pytest.raises(ConfigError) as raised:  # clip_norm is of the default job, the word is not
+    # The default job sets clip_norm, the user sets the other key
+    with pytest.raises(ConfigError) as raised:
         load_job(overrides=["optim.release_gradients=true"])
     assert str(raised.value).startswith("optim: release_gradients=true updates each parameter")
 

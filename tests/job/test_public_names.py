@@ -1,4 +1,4 @@
-"""Keys of public scripts are answered with the job's own, and a YACS file with all words of it."""
+"""Keys of other tools are answered with bigtrain's keys, and a YACS file with all words of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_each_public_name_is_answered_with_a_key_that_there_is(ours):
         section = key.partition(".")[0]
         if f"{section}.{name}" in known or name in Job.model_fields:
             continue
-        with pytest.raises(ConfigError) as said:
+        with pytest.raises(ConfigError) as refusal:
             load_job(None, "single", [f"{section}.{name}=1"])
-        assert f"unknown key {section}.{name}, did you mean {ours}?" in str(said.value)
+        assert f"unknown key {section}.{name}, did you mean {ours}?" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_no_public_name_has_two_meanings():
     ],
 )
 def test_a_table_of_names_goes_before_the_letters_that_are_alike(words, expected):
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as refusal:
         load_job(None, "single", words)
-    assert expected in str(said.value)
+    assert expected in str(refusal.value)
 
 
 YACS_FILE = """\
@@ -95,19 +95,19 @@ TRAIN: {AUTO_RESUME: true, BATCH_SIZE: 32, DATASET: ./data/some where/, IM_SIZE:
 """
 
 
-def pasted(tmp_path, text):
-    """The job that the words in the refusal of a YACS file make."""
+def job_as_advised(tmp_path, text):
+    """The job that results from the words in the refusal of a YACS file."""
     path = tmp_path / "resnet50.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as said:
+    with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as refusal:
         load_job(str(path))
-    assert "\n" not in str(said.value)
-    command = str(said.value).partition("--config imagenet ")[2].partition(" (ignored")[0]
-    return load_job("imagenet", "ddp", shlex.split(command)), str(said.value)
+    assert "\n" not in str(refusal.value)
+    command = str(refusal.value).partition("--config imagenet ")[2].partition(" (ignored")[0]
+    return load_job("imagenet", "ddp", shlex.split(command)), str(refusal.value)
 
 
 def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
-    job, said = pasted(tmp_path, YACS_FILE)
+    job, message = job_as_advised(tmp_path, YACS_FILE)
     assert (job.model.name, job.data.path) == ("resnet50", "./data/some where/")
     assert (job.data.workers, job.data.args["size"], job.log.dir) == (4, 224, "./exp")
     assert (job.train.epochs, job.train.micro_batch_size) == (100, 32)
@@ -118,7 +118,7 @@ def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
     assert (optim.momentum, optim.dampening, optim.nesterov) == (0.9, 0.0, True)
     assert (optim.weight_decay, optim.decay_norms_and_biases) == (5e-05, True)
     assert (optim.schedule, optim.final_lr_share, optim.milestones) == ("cosine", 0.0, ())
-    assert "ignored: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in said
+    assert "ignored: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in message
     rates = [learning_rate(optim, step, 1000, 256, 10) for step in range(50)]
     line = torch.linspace(0.02, 0.2, 51, dtype=torch.float64)[:-1]
     torch.testing.assert_close(torch.tensor(rates, dtype=torch.float64), line)
@@ -130,7 +130,7 @@ def test_steps_and_weights_of_a_yacs_file_are_taken(tmp_path):
     text = text.replace("WARMUP_EPOCHS: 5", "WARMUP_EPOCHS: 0").replace(
         "WEIGHTS: null", "WEIGHTS: a"
     )
-    job, _ = pasted(tmp_path, text.replace("RNG_SEED: null", "RNG_SEED: 3"))
+    job, _ = job_as_advised(tmp_path, text.replace("RNG_SEED: null", "RNG_SEED: 3"))
     assert (job.optim.schedule, job.optim.milestones) == ("step", (30.0, 60.0))
     assert (job.optim.step_factor, job.optim.warmup_factor) == (0.1, None)
     assert (job.model.pretrained, job.train.seed) == ("a", 3)

@@ -1,4 +1,4 @@
-"""The typed job and the batch arithmetic."""
+"""The typed job, and the arithmetic of batch sizes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def batch(dp: int = 1, **keys: int) -> Batch:
     ],
 )
 def test_any_two_batch_keys_give_the_third(keys, dp, expected):
-    found = batch(dp, **keys)
-    assert (found.global_size, found.micro_size, found.accumulation_steps) == expected
-    assert found.global_size == found.micro_size * found.accumulation_steps * dp
+    result = batch(dp, **keys)
+    assert (result.global_size, result.micro_size, result.accumulation_steps) == expected
+    assert result.global_size == result.micro_size * result.accumulation_steps * dp
 
 
 @pytest.mark.parametrize(

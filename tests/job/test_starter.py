@@ -1,4 +1,4 @@
-"""The files of `bigtrain init` run unchanged."""
+"""The files that `bigtrain init` writes run unchanged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from bigtrain.job.starter import FILES
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A new folder below another new one, and the output."""
-    place = tmp_path_factory.mktemp("starter")
-    done = forked_cli(("init", "new/first one"), cwd=place, timeout=60)
+    """A new folder inside another new one, and the output of the command."""
+    parent = tmp_path_factory.mktemp("starter")
+    done = forked_cli(("init", "new/first one"), cwd=parent, timeout=60)
     assert done.returncode == 0, done.stderr
-    return place / "new" / "first one", done.stdout
+    return parent / "new" / "first one", done.stdout
 
 
 def test_it_says_what_it_made_and_what_comes_next(made: tuple[Path, str]) -> None:
-    folder, said = made
+    folder, output = made
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0].startswith("made new/first one/mylib.py, ")
     assert lines[1:] == ["cd 'new/first one'", "bigtrain train job.yaml -n 2", "pytest"]
 
@@ -67,28 +67,28 @@ def test_the_readme_has_a_command_for_what_it_writes(made: tuple[Path, str]) -> 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("what", ["a file in it", "many files in it", "a file", "no name"])
+@pytest.mark.parametrize("existing", ["a file in it", "many files in it", "a file", "no name"])
 def test_nothing_is_written_over(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    existing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "there"
-    if what == "a file":
+    if existing == "a file":
         folder.write_text("mine")
-    elif what != "no name":
+    elif existing != "no name":
         folder.mkdir()
-        for number in range(1 if what == "a file in it" else 5):
+        for number in range(1 if existing == "a file in it" else 5):
             (folder / f"mine-{number}").write_text("mine")
-    assert main(["init", "a\0b" if what == "no name" else "there"]) == 2
-    said = capsys.readouterr().err
+    assert main(["init", "a\0b" if existing == "no name" else "there"]) == 2
+    errors = capsys.readouterr().err
     needed = {
         "a file in it": "init: there is not empty (mine-0), and init overwrites nothing. Name a",
         "many files in it": "is not empty (mine-0, mine-1, mine-2 and 2 more)",
         "a file": "init: there cannot be made: File exists. Name a new folder: bigtrain init first",
         "no name": "cannot be made: embedded null byte",
-    }[what]
-    assert needed in said
-    assert "Traceback" not in said
+    }[existing]
+    assert needed in errors
+    assert "Traceback" not in errors
     assert not (folder / "mylib.py").exists()
 
 

@@ -1,4 +1,4 @@
-"""Strategies by words: their meaning, their order, and the messages if they clash."""
+"""Strategies written as words: their meaning, their order, and the messages if they clash."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ALIASES = {
         "offload": {"name": "offload", "optimizer": "cpu", "parameters": "cpu"},
     },
 }
-"""The meaning of presets that combine others, before they were written as words."""
+"""The meaning of presets that combine others, recorded before they were written as words."""
 SMALL = [
     "model.args={num_layers: 2, width: 16, num_heads: 2, sequence_length: 16}",
     *("data.name=synthetic", "data.args.kind=language", "train.global_batch_size=8"),
@@ -107,9 +107,9 @@ def test_an_alias_is_what_it_was(name: str) -> None:
 def test_the_aliases_are_all_that_combine_others() -> None:
     folder = Path(__file__).parents[2] / "configs" / "strategies"
     texts = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
-    named = {name for name, said in texts.items() if isinstance(said["strategy"], str)}
+    named = {name for name, text in texts.items() if isinstance(text["strategy"], str)}
     assert named == {*ALIASES, "offload_optimizer_cpu", "offload_optimizer_disk"}
-    assert {role for said in texts.values() for role in said["strategy"] if role in ROLES} == {
+    assert {role for text in texts.values() for role in text["strategy"] if role in ROLES} == {
         *ROLES
     }
 
@@ -147,11 +147,11 @@ def test_words_lie_over_the_job_and_keys_over_the_words(tmp_path: Path) -> None:
     job = load_job(config, f"1f1b+fsdp+{mesh}", ["strategy.recompute.every=2", "train.seed=4"])
     assert (job.mesh.pp, job.train.seed, job.strategy.name) == (4, 4, "1f1b+fsdp+mine")
     assert [*roles(job)] == ["cut", "replicate", "recompute"]
-    # A file's own keys override those of its words.
-    own = write(tmp_path, "strategy: 1f1b_fsdp\nmesh: {pp: 4}\n")
-    assert load_job(None, own).mesh.pp == 4
-    own = write(tmp_path, "strategy: {name: fsdp+selective, recompute: {every: 2}}\n")
-    job = load_job(None, own)
+    # A file's keys override those of its words.
+    file = write(tmp_path, "strategy: 1f1b_fsdp\nmesh: {pp: 4}\n")
+    assert load_job(None, file).mesh.pp == 4
+    file = write(tmp_path, "strategy: {name: fsdp+selective, recompute: {every: 2}}\n")
+    job = load_job(None, file)
     assert (job.strategy.name, roles(job)["recompute"]) == (
         "mine",
         {"name": "checkpointing", "mode": "selective", "every": 2},
@@ -159,8 +159,8 @@ def test_words_lie_over_the_job_and_keys_over_the_words(tmp_path: Path) -> None:
 
 
 def test_equal_sayings_do_not_clash(tmp_path: Path) -> None:
-    own = write(tmp_path, "strategy: {replicate: {name: ddp}, recompute: full}\n")
-    assert roles(load_job(None, f"ddp_checkpointing+{own}+full")) == ALIASES["ddp_checkpointing"]
+    file = write(tmp_path, "strategy: {replicate: {name: ddp}, recompute: full}\n")
+    assert roles(load_job(None, f"ddp_checkpointing+{file}+full")) == ALIASES["ddp_checkpointing"]
     assert load_job(None, "1f1b_fsdp+1f1b+full").mesh.pp == 2
 
 
@@ -173,9 +173,9 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
     default = load_job("default")
     for file in (short, named):
         assert load_job(file).strategy == job.strategy
-        for found in (load_job(None, file), load_job(None, None, plan=file)):
-            assert roles(found) == roles(job)
-            assert found.strategy.name == Path(file).stem
+        for loaded in (load_job(None, file), load_job(None, None, plan=file)):
+            assert roles(loaded) == roles(job)
+            assert loaded.strategy.name == Path(file).stem
     forms = [[f"strategy={words}"], ["STRATEGY", words], [f"strategy={{name: {words}}}"]]
     for form in [*forms, [f"strategy.name={words}"]]:
         assert load_job(None, None, form) == job
@@ -278,37 +278,38 @@ def test_a_path_with_a_plus_in_it_is_a_file(tmp_path: Path) -> None:
 
 
 def techniques(plan: Plan) -> dict[str, object]:
-    """Names and options, with a schedule's default for a number that is left out."""
-    found = {role: (t.name, t.model_dump()) for role, t in plan.techniques.items()}
-    if "cut" in found:
-        found["cut"][1].update(stages_per_rank=plan.techniques["cut"].per_rank(), at=())
-    return found
+    """Names and options; a schedule's default replaces a number that is left out."""
+    options_by_role = {role: (t.name, t.model_dump()) for role, t in plan.techniques.items()}
+    if "cut" in options_by_role:
+        options_by_role["cut"][1].update(stages_per_rank=plan.techniques["cut"].per_rank(), at=())
+    return options_by_role
 
 
-def offered(role: Role, *, pp: int, dp: int) -> list[Variant]:
+def variants_of(role: Role, *, pp: int, dp: int) -> list[Variant]:
+    """The variants of all techniques of a role for a small cluster."""
     shape = Shape(pp, dp, devices_per_node=2, device_type="cpu", num_blocks=16, micro_batches=8)
-    return [variant for one in techniques_of(role) for variant in one.variants(shape)]
+    return [variant for technique in techniques_of(role) for variant in technique.variants(shape)]
 
 
 def candidates() -> list[Candidate]:
-    """One for each strategy that the planner may name."""
-    presets = [variant.label for variant in offered("replicate", pp=1, dp=2)]
-    found = [
-        candidate_of(1, 2, replicate, 2, 1, None, 1, place)
-        for replicate, place in product(presets, (None, "disk"))
+    """One candidate for each strategy that the planner may name."""
+    presets = [variant.label for variant in variants_of("replicate", pp=1, dp=2)]
+    plans = [
+        candidate_of(1, 2, replicate, 2, 1, None, 1, offload)
+        for replicate, offload in product(presets, (None, "disk"))
     ]
-    found += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
-    found += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
-    schedules = dict.fromkeys(str(v.options["schedule"]) for v in offered("cut", pp=2, dp=1))
-    for schedule, place in product(schedules, (None, "disk")):
+    plans += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
+    plans += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
+    schedules = dict.fromkeys(str(v.options["schedule"]) for v in variants_of("cut", pp=2, dp=1))
+    for schedule, offload in product(schedules, (None, "disk")):
         numbers = (2, 4) if schedule.startswith("interleaved") else (2,)
         for number in numbers if schedule in V_SHAPED_SCHEDULES or len(numbers) > 1 else (1,):
-            found.append(candidate_of(2, 1, "single", 1, 8, schedule, number, place))
-            found += [
-                candidate_of(2, 2, replicate, 1, 4, schedule, number, place)
+            plans.append(candidate_of(2, 1, "single", 1, 8, schedule, number, offload))
+            plans += [
+                candidate_of(2, 2, replicate, 1, 4, schedule, number, offload)
                 for replicate in ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
             ]
-    return found
+    return plans
 
 
 @pytest.mark.parametrize("one", candidates(), ids=lambda one: f"{one.label} {one.pp}x{one.dp}")
@@ -318,7 +319,7 @@ def test_what_the_planner_calls_a_plan_is_typed_back(one: Candidate) -> None:
     typed = load_job(None, words, [*SMALL, *mesh])
     try:
         wanted = make_plan(planned, one.pp * one.dp, "cpu")
-    except ConfigError as error:  # refused either way, with the same words
+    except ConfigError as error:  # both forms are refused, with the same message
         with pytest.raises(ConfigError, match=re.escape(str(error))):
             make_plan(typed, one.pp * one.dp, "cpu")
         return

@@ -1,4 +1,4 @@
-"""Cross entropy in chunks with the output projection: the same numbers, without the logits."""
+"""Cross entropy in chunks with the output projection: equal numbers without storing all logits."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> dict[st
         "weight": torch.randn(VOCABULARY, WIDTH, generator=generator),
         "bias": torch.randn(VOCABULARY, generator=generator) if bias else None,
     }
-    found: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         name: None if tensor is None else tensor.to(dtype).requires_grad_()
         for name, tensor in made.items()
     }
     target = torch.randint(VOCABULARY, ROWS, generator=generator)
     target[0, 1] = target[1, 6] = -100
-    return found | {"target": target}
+    return tensors | {"target": target}
 
 
-def plainly(hidden, weight, bias, target, **options: Any) -> Tensor:
+def plain_loss(hidden, weight, bias, target, **options: Any) -> Tensor:
+    """The summed loss with all logits at once."""
     logits = F.linear(hidden, weight, bias).flatten(0, -2)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, target.flatten(), reduction="sum", **options)
@@ -70,29 +71,31 @@ def gradients(total: Tensor, given_inputs: dict[str, Any]) -> dict[str, Tensor]:
 def test_values_and_gradients_are_those_of_the_whole(dtype, bias, smoothing, rows):
     tensors = inputs(dtype, bias=bias)
     options = {"label_smoothing": smoothing}
-    expected = plainly(**tensors, **options)
-    found = chunked_cross_entropy(
+    expected = plain_loss(**tensors, **options)
+    result = chunked_cross_entropy(
         **tensors, **options, chunk_size=rows * VOCABULARY * dtype.itemsize
     )
     within = 1e-12 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(found, expected, rtol=within, atol=0)
-    one, other = gradients(expected, tensors), gradients(found, tensors)
-    assert one.keys() == other.keys()
-    for name in one:
-        scale = float(one[name].abs().max())
-        assert float((one[name] - other[name]).abs().max()) <= within * max(1.0, scale), name
+    torch.testing.assert_close(result, expected, rtol=within, atol=0)
+    expected_gradients, result_gradients = gradients(expected, tensors), gradients(result, tensors)
+    assert expected_gradients.keys() == result_gradients.keys()
+    for name in expected_gradients:
+        scale = float(expected_gradients[name].abs().max())
+        assert float(
+            (expected_gradients[name] - result_gradients[name]).abs().max()
+        ) <= within * max(1.0, scale), name
 
 
 def test_another_ignored_index_and_one_that_is_a_class():
     tensors = inputs()
     tensors["target"][tensors["target"] == -100] = 3
-    expected = plainly(**tensors, ignore_index=3)
-    found = chunked_cross_entropy(**tensors, ignore_index=3, chunk_size=300)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    for one, other in zip(
-        gradients(expected, tensors).values(), gradients(found, tensors).values(), strict=True
+    expected = plain_loss(**tensors, ignore_index=3)
+    result = chunked_cross_entropy(**tensors, ignore_index=3, chunk_size=300)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+    for wanted, actual in zip(
+        gradients(expected, tensors).values(), gradients(result, tensors).values(), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(wanted, actual, rtol=0, atol=1e-12)
 
 
 def test_no_valid_target_is_zero_in_value_and_gradient():
@@ -121,14 +124,14 @@ def test_what_is_frozen_costs_no_gradient(frozen):
         before = tracker.live_bytes
         total = chunked_cross_entropy(**tensors, chunk_size=1)
         gc.collect()
-        held = tracker.live_bytes - before
-    kept = tensors["weight" if frozen == "hidden" else "hidden"]
-    assert kept.nbytes <= held < kept.nbytes + 64
-    expected = plainly(**tensors)
-    for one, other in zip(
+        live = tracker.live_bytes - before
+    unfrozen = tensors["weight" if frozen == "hidden" else "hidden"]
+    assert unfrozen.nbytes <= live < unfrozen.nbytes + 64
+    expected = plain_loss(**tensors)
+    for wanted, actual in zip(
         gradients(expected, tensors).values(), gradients(total, tensors).values(), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(wanted, actual, rtol=0, atol=1e-12)
 
 
 def test_without_grad_there_is_the_value_and_nothing_is_kept():
@@ -136,15 +139,15 @@ def test_without_grad_there_is_the_value_and_nothing_is_kept():
     with torch.no_grad(), StorageTracker() as tracker:
         tracker.label(tensors.values(), "parameters")
         before = tracker.live_bytes
-        found = chunked_cross_entropy(**tensors, chunk_size=300)
-        assert tracker.live_bytes - before == found.nbytes
-    assert not found.requires_grad
-    torch.testing.assert_close(found, plainly(**tensors).detach(), rtol=1e-12, atol=0)
+        result = chunked_cross_entropy(**tensors, chunk_size=300)
+        assert tracker.live_bytes - before == result.nbytes
+    assert not result.requires_grad
+    torch.testing.assert_close(result, plain_loss(**tensors).detach(), rtol=1e-12, atol=0)
 
 
 def test_autocast_and_bf16_parameters_are_as_close_as_bf16_is():
     exact = inputs(torch.float32, bias=True)
-    truth = gradients(plainly(**exact), exact)
+    truth = gradients(plain_loss(**exact), exact)
     for whole in (False, True):  # parameters in fp32 under autocast, or all in bf16
         tensors = inputs(torch.bfloat16 if whole else torch.float32, bias=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=not whole):
@@ -164,7 +167,7 @@ def test_autocast_and_bf16_parameters_are_as_close_as_bf16_is():
 
 
 def test_the_sum_over_many_chunks_in_bf16_loses_nothing():
-    """2048 equal shares: in bf16 the sum would stand still after 256 of them."""
+    """2048 equal summands: a bf16 sum would stop growing after 256 of them."""
     hidden = torch.ones(2048, 4, dtype=torch.bfloat16)
     weight = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
     target = torch.zeros(2048, dtype=torch.int64)
@@ -174,9 +177,9 @@ def test_the_sum_over_many_chunks_in_bf16_loses_nothing():
 
 
 def test_the_gradients_go_to_inputs_and_weights_in_turn_and_once():
-    """As a pipeline that splits its backward pass has it."""
+    """The two parts of a backward pass that a pipeline splits, each exactly once."""
     tensors = inputs()
-    expected = gradients(plainly(**tensors), tensors)
+    expected = gradients(plain_loss(**tensors), tensors)
     total = chunked_cross_entropy(**tensors, chunk_size=300) * 0.3
     first = torch.autograd.grad(total, tensors["hidden"], retain_graph=True)[0]
     second = torch.autograd.grad(total, tensors["weight"], retain_graph=True)[0]
@@ -196,7 +199,7 @@ def test_the_rows_of_a_chunk():
 
 
 class Returns(TinyLM):
-    """What comes out of the head, in another form."""
+    """Returns the head's output in a different form."""
 
     def __init__(self, form: str = "dict") -> None:
         super().__init__()
@@ -218,7 +221,8 @@ def through(model: nn.Module, loss: CrossEntropy, batch: tuple[Tensor, Tensor]) 
         return loss(model(batch[0]), batch[1])
 
 
-def some(rows: int = 4) -> tuple[Tensor, Tensor]:
+def some_tokens(rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a few sequences."""
     samples = tokens(rows)
     return samples.inputs, samples.targets
 
@@ -226,7 +230,7 @@ def some(rows: int = 4) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("form", ["", "dict"])
 def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recompute):
-    batch, model = some(), Returns(form).double()
+    batch, model = some_tokens(), Returns(form).double()
     twin = copy.deepcopy(model)
     names = list(model.state_dict())
     attach_head(CHUNKED, model)
@@ -238,13 +242,13 @@ def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recomput
         total = CHUNKED(run, batch[1])
     total.backward()
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+    for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, twin_parameter.grad, rtol=0, atol=1e-12)
     assert list(model.state_dict()) == names
 
 
 def test_outside_of_given_the_head_gives_logits_and_a_copy_has_its_own():
-    batch, model = some(), TinyLM()
+    batch, model = some_tokens(), TinyLM()
     attach_head(CHUNKED, model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
@@ -267,7 +271,7 @@ def test_a_wrapper_that_hands_the_output_on_is_let_through():
         def backward(_ctx: Any, gradient: Tensor) -> Tensor:
             return gradient
 
-    batch, model = some(), TinyLM()
+    batch, model = some_tokens(), TinyLM()
     attach_head(CHUNKED, model)
     model.register_forward_hook(lambda _m, _i, output: Mark.apply(output).clone())
     assert through(model, CHUNKED, batch).dim() == 0
@@ -278,15 +282,15 @@ def test_a_head_with_a_computed_weight():
         def forward(self, weight: Tensor) -> Tensor:
             return 2.0 * weight
 
-    batch, model = some(), TinyLM().double()
+    batch, model = some_tokens(), TinyLM().double()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     parametrize.register_parametrization(model.head, "weight", Double())
     twin = copy.deepcopy(model)
     attach_head(CHUNKED, model)
     through(model, CHUNKED, batch).backward()
     CrossEntropy()(twin(batch[0]), batch[1]).backward()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+    for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, twin_parameter.grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -301,11 +305,11 @@ def test_a_model_that_does_not_return_its_heads_output(form, message):
     model = Returns(form)
     attach_head(CHUNKED, model)
     with pytest.raises(ConfigError, match=message):
-        through(model, CHUNKED, some())
+        through(model, CHUNKED, some_tokens())
 
 
 def test_a_head_that_is_not_called_and_targets_that_do_not_fit():
-    batch, model = some(), TinyLM()
+    batch, model = some_tokens(), TinyLM()
     attach_head(CHUNKED, model)
     with (
         head_targets(CHUNKED, batch[1]),
@@ -353,8 +357,8 @@ def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
         assert isinstance(alone, ChunkedCrossEntropy)
         assert isinstance(behind, ChunkedCrossEntropy) is chunked
     asked = ModelSpec.of(ModelConfig(name="gpt", chunked_loss=True))
-    found = choose_loss(asked, task, model, batch_of(8), several_waiting=True)
-    assert isinstance(found, ChunkedCrossEntropy)
+    choice = choose_loss(asked, task, model, batch_of(8), several_waiting=True)
+    assert isinstance(choice, ChunkedCrossEntropy)
 
 
 def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
@@ -366,7 +370,7 @@ def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
 
 
 def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
-    """A block that is computed again keeps what was given; that may not keep the loss's graph."""
+    """A recomputed block stores its inputs, which must not keep the loss's graph alive."""
     from bigtrain.losses.chunked_cross_entropy import current_targets
 
     batch = tokens(4)
@@ -377,5 +381,5 @@ def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
         loss = CHUNKED(model(batch.inputs), batch.targets)
     assert remembered is not None
     assert torch.isfinite(loss)
-    held = [value for value in vars(remembered).values() if isinstance(value, Tensor)]
-    assert all(value.grad_fn is None for value in held)
+    tensors = [value for value in vars(remembered).values() if isinstance(value, Tensor)]
+    assert all(value.grad_fn is None for value in tensors)

@@ -1,4 +1,4 @@
-"""A torch that lacks a loss: what is asked for of it is asked for where it is there."""
+"""With a torch that lacks a loss function, only the existing ones are looked up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With a chunked loss every strategy has the numbers of one process, in less memory."""
+"""With a chunked loss, every strategy has the numbers of one process, in less memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5, "train.micro_batch_si
 
 @pytest.fixture(scope="module")
 def whole() -> Record:
-    """Plain loss, one process."""
+    """The run of one process with the plain loss."""
     return run_ranks(train, 1, TinyLM, tokens(22), "single", FP64)[0]
 
 
@@ -46,12 +46,12 @@ def whole() -> Record:
 )
 def test_a_run_in_chunks_is_the_plain_run_on_one_process(whole, strategy, ranks):
     keys, within, expected = FP64, 1e-10, whole
-    if strategy in ("zero2", "zero3"):  # DeepSpeed's steps are in fp32
+    if strategy in ("zero2", "zero3"):  # DeepSpeed updates in fp32
         keys, within = {**FP64, "train.precision": "fp32"}, 1e-5
         expected = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
     pp = 2 if strategy in ("gpipe", "zero_bubble", "pipeline_deepspeed") else 1
-    given = (train, ranks, TinyLM, tokens(22), strategy, keys, 6, sgd, CHUNKED)
-    for record in run_ranks(*given, pp=pp):
+    arguments = (train, ranks, TinyLM, tokens(22), strategy, keys, 6, sgd, CHUNKED)
+    for record in run_ranks(*arguments, pp=pp):
         assert record.losses == pytest.approx(expected.losses, rel=1e-6)
         assert largest_difference(expected, record) < within
 
@@ -68,20 +68,21 @@ def large(vocabulary: int = 50257, *, tied: bool = True) -> nn.Module:
     return make_model("gpt", {**args, "sequence_length": 32, "tie_embeddings": tied})
 
 
-def untied() -> nn.Module:
+def untied_model() -> nn.Module:
+    """A large model whose head is not tied."""
     return large(tied=False)
 
 
 def peaks(context, loss: CrossEntropy, strategy: str, keys: dict[str, Any], rows: int = 8):
-    """Train two steps; losses, predicted and measured peak."""
+    """Train two steps; return the losses, and the predicted and the measured peak."""
     everything = {"train.global_batch_size": rows * context.dp_size}
     job = job_from_keys(strategy, {**everything, **keys})
     made = torch.Generator().manual_seed(context.rank)
     inputs, targets = (torch.randint(50257, (rows, 32), generator=made) for _ in range(2))
     size = job.train.micro_batch_size or rows
     example = MicroBatch(inputs[:size], targets[:size], size * 32, size)
-    # The exchange of tied gradients between stages is what a stage this small would peak at.
-    model = untied if strategy == "gpipe" else large
+    # Without tied weights: their exchange between stages would be the peak of a stage this small.
+    model = untied_model if strategy == "gpipe" else large
     with Engine(model, loss, sgd, job, context, example=example) as engine:
         losses = [engine.step((inputs, targets)).loss for _ in range(2)]
         evaluated = engine.evaluate([example])
@@ -114,8 +115,8 @@ def test_at_least_nine_tenths_of_the_logits_are_gone():
 def test_the_predicted_peak_is_the_measured_one(strategy, ranks, keys):
     small = ChunkedCrossEntropy(head="head", chunk_size=2**20)
     pp = 2 if strategy == "gpipe" else 1
-    for found in run_ranks(peaks, ranks, small, strategy, keys, pp=pp):
-        predicted, measured = found[2:]
+    for result in run_ranks(peaks, ranks, small, strategy, keys, pp=pp):
+        predicted, measured = result[2:]
         assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (predicted, measured)
         for kind in MEMORY_KINDS:
             mine = getattr(predicted.breakdown, kind)

@@ -1,3 +1,5 @@
+"""The losses and figures of the tasks: parts add up to the whole batch's, refusals."""
+
 import functools
 import math
 from collections import OrderedDict, namedtuple
@@ -91,8 +93,8 @@ def test_auxiliary_heads_have_their_customary_weights():
     assert loss(inception(a, None), target) == la
     assert loss(OrderedDict(out=a, aux=b), target).item() == pytest.approx((la + 0.5 * lb).item())
     assert loss({"logits": a}, target) == la
-    other = CrossEntropy(auxiliary_weight=0.25)
-    assert other({"out": a, "aux": b}, target).item() == pytest.approx((la + 0.25 * lb).item())
+    weighted = CrossEntropy(auxiliary_weight=0.25)
+    assert weighted({"out": a, "aux": b}, target).item() == pytest.approx((la + 0.25 * lb).item())
     assert CrossEntropy(auxiliary_weight=0.0)({"out": a, "aux": b}, target) == la
     assert main_logits(google(a, b, c)) is a
 
@@ -226,7 +228,8 @@ def test_a_loss_that_is_no_number_is_refused():
         )
 
 
-def added(task, output, target, sizes):
+def summed_figures(task, output, target, sizes):
+    """The figures of a task, from sums over parts of the batch."""
     sums = {}
     for part, wanted in zip(output.split(sizes), target.split(sizes), strict=True):
         for name, value in task.measure(part, wanted).items():
@@ -239,9 +242,9 @@ def test_language_reports_nats_and_bits():
     task = LanguageTask(5, byte_level=True)
     logits, target = example((6, 7, 5), (6, 7), task.loss())
     loss = F.cross_entropy(logits.flatten(0, 1), target.flatten()).item()
-    figures = added(task, logits.detach(), target, [1, 5])
+    figures = summed_figures(task, logits.detach(), target, [1, 5])
     assert figures == pytest.approx({"loss": loss, "bits_per_byte": loss / math.log(2)}, abs=1e-12)
-    assert set(added(LanguageTask(5), logits.detach(), target, [6])) == {"loss"}
+    assert set(summed_figures(LanguageTask(5), logits.detach(), target, [6])) == {"loss"}
     assert (task.name, task.num_classes) == ("language", 5)
 
 
@@ -250,11 +253,11 @@ def test_classification_reports_top1_and_top5():
     logits = torch.zeros(4, 8)
     logits[:, :6] = torch.arange(6, 0, -1.0)  # class 0 first, then 1, ...
     target = torch.tensor([0, 4, 7, -100])
-    figures = added(task, logits, target, [1, 3])
+    figures = summed_figures(task, logits, target, [1, 3])
     assert figures["top1"] == pytest.approx(1 / 3)
     assert figures["top5"] == pytest.approx(2 / 3)
     assert figures["loss"] == pytest.approx(F.cross_entropy(logits, target).item())
-    assert set(added(ClassificationTask(4), logits[:, :4], target[:1].expand(4), [4])) == {
+    assert set(summed_figures(ClassificationTask(4), logits[:, :4], target[:1].expand(4), [4])) == {
         "loss",
         "top1",
     }
@@ -271,7 +274,7 @@ def test_segmentation_reports_accuracy_and_mean_iou():
     predicted = torch.tensor([[[0, 0, 1, 1]], [[1, 2, 0, 0]]])
     target = torch.tensor([[[0, 1, 1, 1]], [[1, 2, 255, 0]]])
     logits = F.one_hot(predicted, 4).movedim(-1, 1).double() * 5
-    figures = added(task, logits, target, [1, 1])
+    figures = summed_figures(task, logits, target, [1, 1])
     assert figures["pixel_accuracy"] == pytest.approx(6 / 7)
     assert figures["mean_iou"] == pytest.approx((2 / 3 + 3 / 4 + 1) / 3)  # class 3 is absent
     assert figures["loss"] == pytest.approx(
@@ -282,7 +285,7 @@ def test_segmentation_reports_accuracy_and_mean_iou():
 def test_segmentation_takes_a_model_with_more_classes_than_the_data():
     target = torch.tensor([[[0, 1, 1, 1]]])
     logits = F.one_hot(torch.tensor([[[0, 1, 1, 5]]]), 6).movedim(-1, 1).double() * 5
-    figures = added(SegmentationTask(2), logits, target, [1])
+    figures = summed_figures(SegmentationTask(2), logits, target, [1])
     assert figures["pixel_accuracy"] == pytest.approx(3 / 4)
     assert figures["mean_iou"] == pytest.approx((1 + 2 / 3 + 0) / 3)
 
@@ -290,7 +293,7 @@ def test_segmentation_takes_a_model_with_more_classes_than_the_data():
 def test_a_custom_loss_reports_itself():
     task = CustomTask(MeanLoss(F.mse_loss))
     output, target = torch.randn(5, 2), torch.randn(5, 2)
-    figures = added(task, output, target, [1, 4])
+    figures = summed_figures(task, output, target, [1, 4])
     assert figures == pytest.approx({"loss": F.mse_loss(output, target).item()}, rel=1e-6)
     assert (task.name, task.num_classes) == ("custom", None)
 

@@ -1,4 +1,4 @@
-"""Whether others used the machine during a run."""
+"""Detection of other programs that used the machine during a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_what_is_not_of_the_ranks_is_others(monkeypatch):
     assert others_cores([*ranks, elsewhere]) == pytest.approx((30 - 17 - TICK_S) / 10)
     assert is_busy([*ranks, elsewhere])
     quiet = [CpuUse("a", 10.0, 13.5, 30.0), CpuUse("a", 10.0, 13.0, 30.0)]
-    assert not is_busy(quiet)  # 0.35 of four cores
-    assert not is_busy([CpuUse("a", 10.0, 0.0, None)])  # the machine does not tell
+    assert not is_busy(quiet)  # others used 0.35 of four cores
+    assert not is_busy([CpuUse("a", 10.0, 0.0, None)])  # the machine's total is unknown
 
 
 def test_a_process_counts_itself_and_the_machine(monkeypatch):

@@ -1,4 +1,4 @@
-"""Clusters: the files that come along, a user's own, and what is said of a wrong one."""
+"""Clusters: the provided files, a user's file, and the messages for a wrong one."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ PLAIN = {
 
 
 def write(tmp_path, changes=None, text=None):
-    """A cluster file with some keys, dotted, set or (None) left out."""
+    """Write a cluster file with changed keys (dotted); None deletes a key."""
     values = yaml.safe_load(yaml.safe_dump(PLAIN))
     for key, value in (changes or {}).items():
-        *way, last = key.split(".")
+        *section_keys, last = key.split(".")
         node = values
-        for name in way:
+        for name in section_keys:
             node = node[name]
         if value is None:
             del node[last]
@@ -170,8 +170,8 @@ def test_rates_of_a_cpu_make_a_node_whose_ranks_share_it():
     assert cluster.device.kind == "cpu"
     assert cluster.device.memory == 4 * GIB
     assert cluster.device.efficiency == cluster.inside.efficiency == 1.0
-    assert cluster.device.memory_bandwidth == 1e10  # what is copied is read and written
-    assert cluster.inside.latency == 1e-4  # an all-reduce between two is two messages
+    assert cluster.device.memory_bandwidth == 1e10  # a copy reads and writes each byte
+    assert cluster.inside.latency == 1e-4  # an all-reduce between two ranks is two messages
     assert cluster.inside.rate == 1e9
     assert cluster.node.shared
     assert cluster.node.host_link is None
@@ -180,9 +180,9 @@ def test_rates_of_a_cpu_make_a_node_whose_ranks_share_it():
 
 
 def test_rates_of_gpus_make_a_node_of_them():
-    found = {**vars(RATES), "device": "cuda", "to_device_bytes": 2e10, "link_ranks": 8}
+    gpu_rates = {**vars(RATES), "device": "cuda", "to_device_bytes": 2e10, "link_ranks": 8}
     cluster = cluster_from_rates(
-        MeasuredRates(**found),
+        MeasuredRates(**gpu_rates),
         devices=8,
         host_memory=8 * GIB,
         device_memory=80 * GIB,
@@ -194,7 +194,7 @@ def test_rates_of_gpus_make_a_node_of_them():
     assert cluster.node.host_link == 2e10
     assert not cluster.node.shared
     with pytest.raises(ConfigError, match="device_memory is missing"):
-        cluster_from_rates(MeasuredRates(**found), devices=8, host_memory=8 * GIB)
+        cluster_from_rates(MeasuredRates(**gpu_rates), devices=8, host_memory=8 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
     assert link.of("all_gather").latency == pytest.approx(1e-4)  # each of three steps
     assert link.of("all_gather").rate == 5e8
     assert (link.of("send").latency, link.of("send").rate) == (5e-5, 3e9)
-    assert link.of("reduce") == link  # like all that was not measured by itself
+    assert link.of("reduce") == link  # like every collective without its measurement
     assert link.kinds["send"].curve == [(1e5, 4e-4), (1e6, 1e-3)]
     assert link.kinds["send"].after_work == [(1e5, 2e-3)]
     assert link.kinds["send"].issue == 6e-4
@@ -249,6 +249,6 @@ def test_this_machine_is_a_cluster(monkeypatch):
     assert cluster.node.devices == 4
     assert cluster.node.cores >= 1
     measure_local_cluster(16)
-    assert asked == [4, 8]  # more than that are not started to learn how they talk
+    assert asked == [4, 8]  # no more ranks than eight are started to measure links
     assert cluster.device.memory == cluster.node.host_memory // 4
     assert measure_local_cluster().node.devices >= 1

@@ -1,4 +1,4 @@
-"""The time of an exchange: rings on one node, stages over several."""
+"""The seconds of a collective: rings inside a node, stages over several nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ S = 1 << 30
 
 
 def cluster(devices: int = 8, *, nodes: bool = True) -> Cluster:
-    """Links that reach what they are said to."""
-    found = load_cluster("a100-node").model_dump()
-    found["node"]["devices"] = devices
-    found["inside"] = {"latency": ALPHA, "bandwidth": RATE, "efficiency": 1.0}
-    found["between"] = {"latency": FAR_ALPHA, "bandwidth": FAR_RATE, "efficiency": 1.0}
+    """A cluster whose links reach their full stated rates."""
+    values = load_cluster("a100-node").model_dump()
+    values["node"]["devices"] = devices
+    values["inside"] = {"latency": ALPHA, "bandwidth": RATE, "efficiency": 1.0}
+    values["between"] = {"latency": FAR_ALPHA, "bandwidth": FAR_RATE, "efficiency": 1.0}
     if not nodes:
-        found["between"] = None
-    return Cluster.model_validate(found)
+        values["between"] = None
+    return Cluster.model_validate(values)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -42,8 +42,8 @@ def test_a_ring_on_one_node(ranks):
 
 
 def test_every_message_has_its_latency_and_the_bytes_are_those_of_all():
-    one, many = (collective_seconds("all_reduce", S, 4, 1, cluster(), calls=n) for n in (1, 10))
-    assert many - one == pytest.approx(9 * 2 * 3 * ALPHA)
+    single, many = (collective_seconds("all_reduce", S, 4, 1, cluster(), calls=n) for n in (1, 10))
+    assert many - single == pytest.approx(9 * 2 * 3 * ALPHA)
     assert collective_seconds("all_reduce", 0, 4, 1, cluster()) == pytest.approx(6 * ALPHA)
     assert collective_seconds("all_reduce", 0, 4, 1, cluster(), calls=0) == 0
 
@@ -76,13 +76,13 @@ def test_over_nodes_each_device_sends_its_part_over_its_own_link():
     k, m = 8, 4
     inside = (k - 1) * ALPHA + (k - 1) / k * S / RATE
     between = (m - 1) * FAR_ALPHA + (m - 1) / m * S / k / FAR_RATE
-    given = (S, k * m, 1, cluster())
-    assert collective_seconds("all_reduce", *given) == pytest.approx(2 * inside + 2 * between)
-    assert collective_seconds("all_gather", *given) == pytest.approx(inside + between)
-    assert collective_seconds("reduce_scatter", *given) == pytest.approx(inside + between)
+    arguments = (S, k * m, 1, cluster())
+    assert collective_seconds("all_reduce", *arguments) == pytest.approx(2 * inside + 2 * between)
+    assert collective_seconds("all_gather", *arguments) == pytest.approx(inside + between)
+    assert collective_seconds("reduce_scatter", *arguments) == pytest.approx(inside + between)
     chain = (m - 1) * FAR_ALPHA + S / k / FAR_RATE
-    assert collective_seconds("broadcast", *given) == pytest.approx(2 * inside + chain)
-    assert collective_seconds("send", *given) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
+    assert collective_seconds("broadcast", *arguments) == pytest.approx(2 * inside + chain)
+    assert collective_seconds("send", *arguments) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
 
 
 def test_a_group_with_one_rank_on_each_node_has_the_link_between_them_alone():
@@ -97,10 +97,10 @@ def test_a_neighbour_is_over_the_link_that_leads_to_it():
 
 
 def test_more_nodes_than_there_are_links_for_are_refused():
-    one = cluster(nodes=False)
-    assert collective_seconds("all_reduce", S, 8, 1, one) > 0
+    one_node = cluster(nodes=False)
+    assert collective_seconds("all_reduce", S, 8, 1, one_node) > 0
     with pytest.raises(ConfigError, match="is one node of 8 devices, and 8 ranks.*need 2 nodes"):
-        collective_seconds("all_reduce", S, 8, 2, one)
+        collective_seconds("all_reduce", S, 8, 2, one_node)
 
 
 @pytest.mark.parametrize("given", [(S, 0, 1), (S, 2, 0), (-1, 2, 1)])
@@ -110,9 +110,9 @@ def test_what_makes_no_sense_is_an_error(given):
 
 
 def test_a_link_that_reaches_a_share_takes_longer():
-    found = cluster().model_dump()
-    found["inside"]["efficiency"] = 0.5
-    slow = Cluster.model_validate(found)
+    values = cluster().model_dump()
+    values["inside"]["efficiency"] = 0.5
+    slow = Cluster.model_validate(values)
     assert collective_seconds("send", S, 2, 1, slow) == pytest.approx(ALPHA + 2 * S / RATE)
 
 
@@ -124,15 +124,15 @@ def test_the_volume_of_a_ring():
 
 
 def test_measured_figures_give_the_measured_times():
-    """cpu.yaml: an all-reduce of one number took 2.3e-4 s, and a large one 1.3 GB/s of each."""
-    here = load_cluster("cpu")
-    assert collective_seconds("all_reduce", 4, 2, 1, here) == pytest.approx(2.3e-4, rel=0.1)
-    assert S / collective_seconds("all_reduce", S, 2, 1, here) == pytest.approx(1.3e9, rel=0.01)
+    """cpu.yaml: an all-reduce of one number took 2.3e-4 s, and a large one 1.3 GB/s per rank."""
+    cpu = load_cluster("cpu")
+    assert collective_seconds("all_reduce", 4, 2, 1, cpu) == pytest.approx(2.3e-4, rel=0.1)
+    assert S / collective_seconds("all_reduce", S, 2, 1, cpu) == pytest.approx(1.3e9, rel=0.01)
 
 
 def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
-    found = cluster().model_dump()
-    found["inside"]["kinds"] = {
+    values = cluster().model_dump()
+    values["inside"]["kinds"] = {
         "all_reduce": {
             "latency": ALPHA,
             "bandwidth": RATE,
@@ -141,18 +141,18 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
             "after_work": [(1e4, 2e-3), (1e6, 4e-3)],
         }
     }
-    measured = Cluster.model_validate(found)
+    measured = Cluster.model_validate(values)
 
     def seconds(nbytes: float, ranks: int = 4, calls: int = 1, *, work: bool = False) -> float:
-        given = ("all_reduce", nbytes, ranks, 1, measured, calls)
-        return collective_seconds(*given, after_work=work)
+        arguments = ("all_reduce", nbytes, ranks, 1, measured, calls)
+        return collective_seconds(*arguments, after_work=work)
 
     assert seconds(1e4) == pytest.approx(5e-4)
     assert seconds(5.05e5) == pytest.approx(7.5e-4)
     assert seconds(3e4, calls=3) == pytest.approx(3 * 5e-4)
-    # Ranks that have computed before each of them wait for one another.
+    # Ranks that have computed before each collective wait for one another.
     assert seconds(3e4, calls=3, work=True) == pytest.approx(3 * 2e-3)
-    # Other numbers of ranks take as much longer as the formula says; beyond the curve it is all.
+    # For other numbers of ranks the curve is scaled as by the formula, also beyond its end.
     plain = cluster()
     share = collective_seconds("all_reduce", 1e6, 2, 1, plain) / collective_seconds(
         "all_reduce", 1e6, 4, 1, plain

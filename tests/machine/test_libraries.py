@@ -1,4 +1,4 @@
-"""Which names of a library are there, and in which of its versions: said, or refused."""
+"""Which names a library has, and in which versions: reported, or refused if one is missing."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_a_version_that_was_not_seen_is_told_in_a_line(borrowed, version, is_tol
 
 def test_a_missing_name_is_refused_with_the_version_and_the_way_out(borrowed, monkeypatch):
     monkeypatch.setattr(libraries, "installed_version", lambda _name: "1.5.1")
-    there = foreign_names("read", "look", "borrowed.inside", "function Child")
+    present = foreign_names("read", "look", "borrowed.inside", "function Child")
     gone = foreign_names("replace", "do it faster", "borrowed.inside", "slow slower")
-    replace(borrowed, names=tuple(there)).refuse_missing("key=value", "do without")
+    replace(borrowed, names=tuple(present)).refuse_missing("key=value", "do without")
     words = (
         r"^key=value: borrowed 1\.5\.1 has no borrowed\.inside\.slow \(nor 1 more\), which is "
         r"needed \(replace: do it faster\)\. borrowed>=1\.2\.0,<1\.4 was tested\. "
         r"Run `pip install \"borrowed>=1\.2\.0,<1\.4\"`, or do without\.$"
     )
     with pytest.raises(ConfigError, match=words):
-        replace(borrowed, names=(*there, *gone)).refuse_missing("key=value", "do without")
+        replace(borrowed, names=(*present, *gone)).refuse_missing("key=value", "do without")

@@ -1,4 +1,4 @@
-"""Ranks that leave residuals behind at the same time."""
+"""Several ranks record residuals at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bigtrain.machine.residuals import (
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "bigtrain"
 

@@ -1,4 +1,4 @@
-"""The rates of this machine: measured, cached, and measured again where the cache is no good."""
+"""The rates of this machine: measured, cached, and measured again if the cache is unusable."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GIVEN = MeasuredRates(
 
 
 def plant(folder: Path, values: object, key: str | None = None) -> None:
-    """Write a cache with an entry for this machine."""
+    """Write a cache file with an entry for this machine."""
     key = key or json.dumps(rates_fingerprint(), sort_keys=True)
     path = folder / "bigtrain" / "rates.json"
     path.parent.mkdir(exist_ok=True)
@@ -65,11 +65,11 @@ def test_what_is_kept_is_given_back_without_measuring(home):
     assert measured_rates() == GIVEN
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="links are those of the GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="here the links are those of the GPUs")
 def test_other_hardware_or_ranks_have_rates_of_their_own(home, monkeypatch):
     plant(home, asdict(GIVEN))
     assert cached_rates(3) is None
-    assert cached_rates(1) == cached_rates(2) == GIVEN  # one rank has nobody to talk to
+    assert cached_rates(1) == cached_rates(2) == GIVEN  # one rank needs no link
     monkeypatch.setattr(rate_cache, "cpu_name", lambda: "another")
     assert cached_rates() is None
 
@@ -123,7 +123,7 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
         {**asdict(GIVEN), "link_kinds": None},
         {**asdict(GIVEN), "flops": {"fp32": 1e9}},
         {**asdict(GIVEN), "unknown": 1},
-        {**asdict(GIVEN), "device": "cuda"},  # without its way to the device
+        {**asdict(GIVEN), "device": "cuda"},  # a GPU without a host link
         {"flops": 1},
         [],
         None,
@@ -155,40 +155,45 @@ def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
     monkeypatch.setattr(rates, "free_disk_bytes", lambda _folder: 1000)
     monkeypatch.setattr(rates, "LINK_TIMEOUT_S", 0.05)
     before = torch.get_rng_state()
-    found = measured_rates(again=True)
-    assert set(found.problems) == {"disk", "link"}
-    assert "1000 B free" in found.problems["disk"]
-    assert (found.disk_write_bytes, found.link_latency, found.link_bytes) == (None, None, None)
-    assert found.copy_bytes is not None
-    assert found.copy_bytes != GIVEN.copy_bytes
+    measured = measured_rates(again=True)
+    assert set(measured.problems) == {"disk", "link"}
+    assert "1000 B free" in measured.problems["disk"]
+    assert (measured.disk_write_bytes, measured.link_latency, measured.link_bytes) == (
+        None,
+        None,
+        None,
+    )
+    assert measured.copy_bytes is not None
+    assert measured.copy_bytes != GIVEN.copy_bytes
     assert cached_rates() == GIVEN
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def others_take(monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
-    """Let every measurement find other programs at work."""
+def use_cores_elsewhere(monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
+    """Make every measurement find that other programs use so many cores."""
     monkeypatch.setattr(rate_cache, "measure_rates", lambda _ranks: GIVEN)
     monkeypatch.setattr(rate_cache, "others_cores", lambda _uses: cores)
 
 
 def test_rates_of_a_busy_machine_are_marked_and_taken_again(home, monkeypatch, capsys):
     monkeypatch.setattr("bigtrain.machine.busy.usable_cores", lambda: 2)
-    others_take(monkeypatch, 1.4)
+    use_cores_elsewhere(monkeypatch, 1.4)
     assert measured_rates(again=True) == replace(GIVEN, others_cores=1.4)
-    said = capsys.readouterr().err
-    assert "were measured while other programs used 1.4 of the 2 cores: they are too low" in said
-    assert "bigtrain doctor --again" in said
+    errors = capsys.readouterr().err
+    assert "were measured while other programs used 1.4 of the 2 cores: they are too low" in errors
+    assert "bigtrain doctor --again" in errors
     cluster = cached_local_cluster(2, "cpu")
     assert cluster.caveat == "while other programs used 1.4 of the 2 cores"
 
-    others_take(monkeypatch, 1.9)  # busier than before: what was kept is the better
+    use_cores_elsewhere(monkeypatch, 1.9)  # busier than before, so the cached rates are better
     assert measured_rates().others_cores == 1.4
-    others_take(monkeypatch, 0.0)
+    use_cores_elsewhere(monkeypatch, 0.0)
     capsys.readouterr()
     assert measured_rates() == replace(GIVEN, others_cores=0.0)
     assert capsys.readouterr().err == ""
-    others_take(monkeypatch, 1.0)
-    assert measured_rates() == cached_rates() == replace(GIVEN, others_cores=0.0)  # not again
+    use_cores_elsewhere(monkeypatch, 1.0)
+    # Not measured again
+    assert measured_rates() == cached_rates() == replace(GIVEN, others_cores=0.0)
     assert cached_local_cluster(2, "cpu").caveat == ""
 
 

@@ -1,4 +1,4 @@
-"""What runs leave behind for the predictions of later ones, and the margin that is read off."""
+"""Records of runs that correct the predictions of later runs, and the safety margin from them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "bigtrain"
 
@@ -91,14 +91,20 @@ RATES = MeasuredRates(
 )
 
 
-def kept(key=None):
+def stored_entries(key=None):
+    """The stored records of a device, by default of this CPU."""
     return json.loads(RESIDUALS.path.read_text())[key or hardware_key("cpu")]
 
 
 def test_without_runs_the_stated_defaults_apply():
     for engine, margin in (("torch", 0.005), ("deepspeed", 0.05), ("fairscale", 0.05)):
-        found = on_cpu(engine)
-        assert (found.margin, found.non_tensor_bytes, found.runs, found.ranks) == (margin, 0, 0, 0)
+        safety = on_cpu(engine)
+        assert (safety.margin, safety.non_tensor_bytes, safety.runs, safety.ranks) == (
+            margin,
+            0,
+            0,
+            0,
+        )
     assert on_cpu("torch").explanation == (
         "margin 0.5 %: the default of torch, as fewer than 20 ranks (0) have run on this device"
     )
@@ -112,22 +118,22 @@ def test_without_runs_the_stated_defaults_apply():
         ([1100] * 20, 0.1, "margin 10.0 %: 99 % of 20 ranks on this device needed no more"),
         # Up to 100 ranks it is the highest of all.
         ([1000] * 99 + [1200], 0.2, "margin 20.0 %: 99 % of 100 ranks"),
-        # Of 101 one may lie above, and that is 1 %; of 201 two.
+        # Of 101 ranks one may be above, which is 1%; of 201 two.
         ([1000] * 100 + [1200], 0.0, "margin 0.0 %: 99 % of 101 ranks"),
         ([1000] * 99 + [1030, 1200], 0.03, "margin 3.0 %: 99 % of 101 ranks"),
         ([1000] * 198 + [1010, 1030, 1200], 0.01, "margin 1.0 %: 99 % of 201 ranks"),
-        # A place between two ranks is that of the higher: 0.99 * 101 = 99.99.
+        # A quantile between two ranks is the higher one: 0.99 * 101 = 99.99.
         ([1000] * 100 + [1030, 1200], 0.03, "margin 3.0 %: 99 % of 102 ranks"),
-        # Below the prediction is not above it.
+        # A measurement below the prediction counts as 0.
         ([10] * 30, 0.0, "margin 0.0 %: 99 % of 30 ranks"),
     ],
 )
 def test_the_margin_is_a_quantile_from_twenty_ranks_on(tracked, margin, line):
     record_residuals(entry(size) for size in reversed(tracked))
-    found = on_cpu("torch")
-    assert found.margin == pytest.approx(margin, abs=1e-12)
-    assert found.explanation.startswith(line)
-    assert found.ranks == len(tracked)
+    safety = on_cpu("torch")
+    assert safety.margin == pytest.approx(margin, abs=1e-12)
+    assert safety.explanation.startswith(line)
+    assert safety.ranks == len(tracked)
 
 
 def test_the_line_rounds_up():
@@ -138,15 +144,15 @@ def test_the_line_rounds_up():
 def test_runs_are_told_apart_by_their_end():
     for run in range(3):
         record_residuals([entry(when=f"2030-01-01T00:00:0{run}")] * 4)
-    found = on_cpu("torch")
-    assert (found.runs, found.ranks) == (3, 12)
+    margin = on_cpu("torch")
+    assert (margin.runs, margin.ranks) == (3, 12)
 
 
 def test_bytes_beside_the_tensors_are_the_same_quantile():
     record_residuals([entry(1000, process_bytes=size) for size in (1500, 1700, None, 400)])
     assert on_cpu("torch").non_tensor_bytes == 700
     record_residuals([entry(1000, process_bytes=1600)] * 98)
-    assert on_cpu("torch").non_tensor_bytes == 600  # of 101 that have told
+    assert on_cpu("torch").non_tensor_bytes == 600  # of the 101 ranks with this figure
 
 
 def test_engines_and_devices_are_kept_apart():
@@ -179,13 +185,13 @@ def test_the_newest_five_hundred_of_a_device_are_kept():
     record_residuals([entry(device="cuda")])
     record_residuals([entry(2000)] * 100)
     record_residuals([entry(1000)] * (MAX_ENTRIES - 1))
-    assert [e["tracked_bytes"] for e in kept()] == [2000] + [1000] * (MAX_ENTRIES - 1)
+    assert [e["tracked_bytes"] for e in stored_entries()] == [2000] + [1000] * (MAX_ENTRIES - 1)
     record_residuals([entry(1234)] * 2)
-    assert len(kept()) == MAX_ENTRIES == 500
-    assert [e["tracked_bytes"] for e in kept()[-3:]] == [1000, 1234, 1234]
-    assert len(kept(hardware_key("cuda"))) == 1
+    assert len(stored_entries()) == MAX_ENTRIES == 500
+    assert [e["tracked_bytes"] for e in stored_entries()[-3:]] == [1000, 1234, 1234]
+    assert len(stored_entries(hardware_key("cuda"))) == 1
     record_residuals(entry(size) for size in range(1, 701))
-    assert [e["tracked_bytes"] for e in kept()] == list(range(201, 701))
+    assert [e["tracked_bytes"] for e in stored_entries()] == list(range(201, 701))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
 
 
 def test_a_file_that_cannot_be_read_is_not_replaced(cache):
-    (cache / "residuals.json").mkdir(parents=True)  # reading it fails, also for the superuser
+    (cache / "residuals.json").mkdir(parents=True)  # reading a folder fails, even for the superuser
     record_residuals([entry()])
     assert on_cpu("torch").ranks == 0
     assert RESIDUALS.path.is_dir()
@@ -254,9 +260,9 @@ def test_a_lock_that_others_keep_is_waited_for_and_given_up(cache, monkeypatch):
     with (cache / "residuals.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         record_residuals([entry()])
-        assert len(kept()) == 1
+        assert len(stored_entries()) == 1
     record_residuals([entry()])
-    assert len(kept()) == 2
+    assert len(stored_entries()) == 2
 
 
 def test_without_locks_the_last_writer_wins(monkeypatch):
@@ -267,7 +273,7 @@ def test_without_locks_the_last_writer_wins(monkeypatch):
     monkeypatch.setattr(cache_module, "fcntl", locks)
     record_residuals([entry()])
     record_residuals([entry()])
-    assert len(kept()) == 2
+    assert len(stored_entries()) == 2
 
 
 @pytest.mark.parametrize(
@@ -289,8 +295,11 @@ def test_the_engine_is_whose_implementation_runs(strategy, engine):
 
 def test_a_technique_of_ones_own_says_nothing_about_bigtrains():
     plan = make_plan(job_from_keys("single", {"train.global_batch_size": 8}), 1, "cpu")
-    own = type("Own", (type(plan.techniques["replicate"]),), {"__module__": "mymodule"})
-    assert engine_of(replace(plan, techniques={**plan.techniques, "replicate": own()})) is None
+    strategy_class = type("Own", (type(plan.techniques["replicate"]),), {"__module__": "mymodule"})
+    assert (
+        engine_of(replace(plan, techniques={**plan.techniques, "replicate": strategy_class()}))
+        is None
+    )
 
 
 def test_a_report_gives_entries_for_ranks_with_both_figures():
@@ -304,18 +313,18 @@ def test_a_report_gives_entries_for_ranks_with_both_figures():
         RankMemory(4, MemoryMeasurement(more, 2000), nothing),
         RankMemory(5, MemoryMeasurement(peak, None), peak),
     )
-    found = MemoryReport("ddp", "cpu", ranks).residuals("torch", "bf16")
-    assert [e.process_bytes for e in found] == [2000, 1500, None]
-    assert [e.non_tensor_bytes for e in found] == [1000, 500, None]
-    assert [e.residual for e in found] == pytest.approx([1 / 9, 1 / 9, 0])
-    assert {(e.engine, e.strategy, e.device, e.precision) for e in found} == {
+    residuals = MemoryReport("ddp", "cpu", ranks).residuals("torch", "bf16")
+    assert [e.process_bytes for e in residuals] == [2000, 1500, None]
+    assert [e.non_tensor_bytes for e in residuals] == [1000, 500, None]
+    assert [e.residual for e in residuals] == pytest.approx([1 / 9, 1 / 9, 0])
+    assert {(e.engine, e.strategy, e.device, e.precision) for e in residuals} == {
         ("torch", "ddp", "cpu", "bf16")
     }
-    assert len({e.when for e in found}) == 1
+    assert len({e.when for e in residuals}) == 1
 
 
 def step_entry(ratio=1.0, **other):
-    """A run whose step took a second."""
+    """A record of a run whose step took a second."""
     values = {"when": "2030", "engine": "torch", "strategy": "ddp", "device": "cpu"}
     values |= {"basis": "blocks", "ranks": 2, "measured_seconds": 1.0}
     return StepRecord(**{**values, "predicted_seconds": ratio, **other})
@@ -332,15 +341,15 @@ def test_seconds_are_kept_by_engine_and_by_what_they_go_by():
         f"a ± is shown after {MIN_RUNS} runs"
     )
     assert step_uncertainty("torch", "rates", "cpu").startswith("1 earlier run of torch by rates")
-    assert on_cpu("torch").ranks == 1  # bytes are kept beside them
+    assert on_cpu("torch").ranks == 1  # records of bytes stay in the same file
 
 
 def test_the_uncertainty_of_seconds_is_a_quantile_from_ten_runs_on():
     record_residuals(
         step_entry(ratio) for ratio in (0.9, 1.1, 0.95, 1.0, 1.05, 0.8, 1.3, *[1.0] * 3)
     )
-    found = step_uncertainty("torch", "blocks", "cpu")
-    assert found == (
+    text = step_uncertainty("torch", "blocks", "cpu")
+    assert text == (
         "± 30.0 %, the error of 90% of 10 earlier runs of torch by timed blocks; "
         "predicted 1.00 of the measured (median)"
     )
@@ -359,8 +368,8 @@ def test_a_run_on_a_busy_machine_says_nothing_of_seconds(
     steps = StepMeasurement(5, 1.0, CpuUse("here", 5.0, 4.2, machine))
     ranks = [RankMemory(n, MemoryMeasurement(None, None), None, None, steps) for n in (0, 1)]
     report = MemoryReport("ddp", "cpu", tuple(ranks), StepForecast(predicted, basis="blocks"))
-    found = report.step_residual("torch")
-    assert (found and found.predicted_seconds) == kept_seconds
+    residual = report.step_residual("torch")
+    assert (residual and residual.predicted_seconds) == kept_seconds
     assert report.as_json()["step"]["busy"] == (machine == 20.0)
     notes = " ".join(memory_notes(report))
     assert ("other programs used the machine" in notes) == (machine == 20.0)
@@ -368,26 +377,26 @@ def test_a_run_on_a_busy_machine_says_nothing_of_seconds(
 
 
 def train(folder, *words, ranks=1):
-    """Three steps of a small model; what is kept afterwards."""
+    """Train a small model for three steps; return the records that are left afterwards."""
     text = folder / "corpus.txt"
     text.write_text("how vexingly quick daft zebras jump. " * 100)
     (folder / "net.py").write_text(MODEL)
     size = ["data.args.sequence_length=16", "data.args.validation_samples=8"]
     steps = ["train.global_batch_size=8", "train.steps=3", "checkpoint.at_end=false"]
-    own = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
-    command = ["train", "-n", str(ranks), *own, *size, *steps, *words]
+    job_words = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
+    command = ["train", "-n", str(ranks), *job_words, *size, *steps, *words]
     done = forked_cli(command, cwd=folder)
-    return done, kept() if RESIDUALS.path.exists() else []
+    return done, stored_entries() if RESIDUALS.path.exists() else []
 
 
 def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
-    done, found = train(tmp_path, ranks=2)
+    done, entries = train(tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "runs/run/memory.json").read_text())
-    assert len(found) == 2
-    ends = {values.pop("when") for values in found}
+    assert len(entries) == 2
+    ends = {values.pop("when") for values in entries}
     assert len(ends) == 1
-    for rank, values in zip(memory["ranks"], found, strict=True):
+    for rank, values in zip(memory["ranks"], entries, strict=True):
         assert values == {
             "engine": "torch",
             "strategy": "ddp",
@@ -397,41 +406,43 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
             "tracked_bytes": rank["peak_bytes"],
             "process_bytes": rank["process_peak_bytes"],
         }
-    assert memory["step"]["measured_seconds"] is None  # all of its three steps were tracked
+    assert memory["step"]["measured_seconds"] is None  # memory was tracked in all three steps
     assert "predicted step: none (the rates of this machine are not known" in done.stdout
     assert "memory was tracked in every step" in done.stdout
     rate_cache._store(RATES)
-    done, found = train(tmp_path, "log.name=again", "memory.track_steps=1", ranks=2)
+    done, entries = train(tmp_path, "log.name=again", "memory.track_steps=1", ranks=2)
     assert done.returncode == 0, done.stderr
-    assert len(found) == 4
+    assert len(entries) == 4
     assert (on_cpu("torch").runs, on_cpu("torch").ranks) == (2, 4)
     folder = tmp_path / "runs/again"
     step = json.loads((folder / "memory.json").read_text())["step"]
-    first, *others = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    first, *other_lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert step["measured_steps"] == 2
-    assert step["measured_seconds"] == pytest.approx(sum(s["step_seconds"] for s in others) / 2)
+    assert step["measured_seconds"] == pytest.approx(
+        sum(s["step_seconds"] for s in other_lines) / 2
+    )
     assert step["predicted_seconds"] == first["predicted_step_seconds"] > 0
-    assert not any("predicted_step_seconds" in one for one in others)
+    assert not any("predicted_step_seconds" in entry for entry in other_lines)
     plan = yaml.safe_load((folder / "plan.yaml").read_text())
     assert plan["predicted"]["step_seconds"] == step["predicted_seconds"]
     assert "by the rates of this machine" in done.stdout
     stored = json.loads(RESIDUALS.path.read_text())
-    seconds = [one for key in stored if "step_seconds" in key for one in stored[key]]
+    seconds = [entry for key in stored if "step_seconds" in key for entry in stored[key]]
     expected = [] if step["busy"] else [step["measured_seconds"]]
-    assert [one["measured_seconds"] for one in seconds] == expected
+    assert [entry["measured_seconds"] for entry in seconds] == expected
 
 
 def test_a_run_that_fails_leaves_none(tmp_path):
-    done, found = train(tmp_path, "model.args.breaks=true")
+    done, entries = train(tmp_path, "model.args.breaks=true")
     assert done.returncode == 1
     assert "the seventh seal" in done.stderr
-    assert found == []
+    assert entries == []
 
 
 def test_a_run_is_not_hurt_by_a_cache_that_takes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
-    done, found = train(tmp_path)
+    done, entries = train(tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/run/memory.json").exists()
     assert "residuals" not in done.stdout + done.stderr
-    assert found == []
+    assert entries == []

@@ -1,4 +1,4 @@
-"""Ranks that bigtrain starts get tcmalloc where it is installed, unless the user says otherwise."""
+"""Ranks that bigtrain starts use tcmalloc if it is installed, unless the user decides otherwise."""
 
 import os
 
@@ -14,7 +14,7 @@ from bigtrain.units import MIB
 
 @pytest.fixture
 def installed(monkeypatch):
-    """A machine on which tcmalloc is installed, and a user who has said nothing."""
+    """A machine on which tcmalloc is installed, and a user who has set no variable."""
     known = {"tcmalloc_minimal": "libtcmalloc_minimal.so.4"}
     monkeypatch.setattr(allocator.ctypes.util, "find_library", known.get)
     for name in [n for n in os.environ if n.startswith("MALLOC_") or n == "LD_PRELOAD"]:
@@ -53,11 +53,12 @@ def test_what_the_user_set_stays(environ):
     assert allocator_environ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"})
 
 
-@pytest.mark.usefixtures("installed")  # no other allocator was set: glibc hands memory out
+@pytest.mark.usefixtures("installed")  # the test process itself uses glibc
 def test_freed_blocks_go_back():
     return_large_blocks(64 * 1024)
     before = proc_status_bytes("VmData")
-    held = [torch.empty(256 * MIB, dtype=torch.uint8) for _ in range(8)]  # never written to
-    assert proc_status_bytes("VmData") >= before + 1024 * MIB  # some may reuse free memory
-    del held
+    # Never written, so no physical memory is used
+    blocks = [torch.empty(256 * MIB, dtype=torch.uint8) for _ in range(8)]
+    assert proc_status_bytes("VmData") >= before + 1024 * MIB  # some blocks may reuse free memory
+    del blocks
     assert proc_status_bytes("VmData") <= before + 8 * MIB

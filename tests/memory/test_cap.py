@@ -1,4 +1,4 @@
-"""A cap is on tensors: to the byte while they are tracked, by the kernel after that."""
+"""A cap limits tensors: exactly while they are tracked, and by the kernel's limit afterwards."""
 
 import gc
 import mmap
@@ -15,16 +15,16 @@ from bigtrain.units import MIB
 
 CPU = torch.device("cpu")
 LIMIT = 4096 * MIB
-"""More than is free in the heap of a process that ran other tests; hardly any is touched."""
+"""More than the free heap of a process that ran other tests; hardly any of it is touched."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture
 def cap():
-    """A cap, which is taken away again."""
-    gc.collect()  # what earlier tests left behind may go at any moment, and be a GiB
-    with MemoryMeter(CPU, 1).step():  # imports the modules of a dispatch mode
+    """A cap, which is removed after the test."""
+    gc.collect()  # garbage of earlier tests may be a GiB and be freed at any moment
+    with MemoryMeter(CPU, 1).step():  # imports modules before the cap applies
         torch.empty(8)
     made = MemoryCap(LIMIT, CPU)
     yield made
@@ -33,7 +33,7 @@ def cap():
 
 
 def soft_limit() -> int:
-    """The kernel's current limit for this process."""
+    """The kernel's current limit for this process, in bytes."""
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
@@ -41,13 +41,14 @@ def test_tracked_tensors_are_held_to_the_byte(cap):
     meter = MemoryMeter(CPU, 2, cap)
     with meter.step():
         half = torch.empty(LIMIT // 2, dtype=torch.uint8)
-        rest = torch.empty(LIMIT // 2, dtype=torch.uint8)
-        del rest
+        second_half = torch.empty(LIMIT // 2, dtype=torch.uint8)
+        del second_half
         with pytest.raises(torch.OutOfMemoryError) as raised:
             torch.empty(LIMIT // 2 + 1, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
     assert requested_bytes(raised.value) == LIMIT // 2 + 1
-    assert meter.peak_bytes() == meter.measured().peak.bytes == LIMIT  # it was never there
+    # The refused tensor never existed
+    assert meter.peak_bytes() == meter.measured().peak.bytes == LIMIT
     assert half.nbytes == LIMIT // 2
 
 
@@ -78,7 +79,7 @@ def test_what_is_no_tensor_is_no_part_of_the_cap(cap, beside):
 
 
 def test_kernel_keeps_it_from_the_beginning_where_nothing_is_tracked(cap):
-    error = RuntimeError("could not create a primitive")  # all that oneDNN says
+    error = RuntimeError("could not create a primitive")  # oneDNN's complete message
     assert not is_out_of_memory(error)
     MemoryMeter(CPU, 0, cap)
     expected = proc_status_bytes("VmData") + ROOM_BYTES + LIMIT

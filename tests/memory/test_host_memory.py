@@ -1,4 +1,4 @@
-"""Free space and memory: by the file system, the kernel, and the limits of control groups."""
+"""Free disk space and memory: by the file system, the kernel, and the limits of control groups."""
 
 from __future__ import annotations
 

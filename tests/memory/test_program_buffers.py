@@ -1,4 +1,4 @@
-"""Buffers that compiled programs make where no dispatch mode looks."""
+"""Buffers that compiled programs allocate without a dispatch mode seeing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from bigtrain.memory.tracker import StorageTracker
 
 
 def make(rows: int) -> torch.Tensor:
-    """As a program of inductor does: with the functions that it looks up when it is loaded."""
+    """Allocate like a program of inductor, with the functions that it looks up when it
+    is loaded.
+    """
     return torch._C._dynamo.guards._empty_strided_cpu((rows, 4), (4, 1), torch.float32)
 
 
@@ -20,11 +22,11 @@ def test_a_tracker_counts_what_a_program_makes_and_drops() -> None:
     with StorageTracker() as tracker:
         buffer = make(8)
         assert tracker.live_bytes == 8 * 4 * 4
-        other = make(2).view(-1)
+        second_buffer = make(2).view(-1)
         assert tracker.live_bytes == 10 * 4 * 4
         del buffer
-        assert tracker.live_bytes == other.nbytes
-        del other
+        assert tracker.live_bytes == second_buffer.nbytes
+        del second_buffer
     assert tracker.live_bytes == 0
     assert tracker.peak_bytes == 10 * 4 * 4
     make(8)
@@ -41,7 +43,7 @@ def test_a_forecast_does_not_count_what_a_run_makes_beside_it() -> None:
 def test_a_limit_holds_for_the_buffers_of_programs() -> None:
     announce_buffers()
     with StorageTracker(limit_bytes=200) as tracker:
-        kept = make(8)
+        within_limit = make(8)
         with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 128 bytes"):
             make(8)
-        assert tracker.live_bytes == kept.nbytes
+        assert tracker.live_bytes == within_limit.nbytes

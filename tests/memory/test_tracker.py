@@ -1,4 +1,4 @@
-"""The tracker against figures that can be worked out by hand, and fake against real tensors."""
+"""The memory tracker against figures computed by hand, and fake tensors against real ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_views_share_their_storage_and_in_place_operations_make_none():
         y = x.clone()
         assert tracker.live_bytes == 2 * MB
         del x
-        assert tracker.live_bytes == 2 * MB  # the view still holds it
+        assert tracker.live_bytes == 2 * MB  # the view still refers to the storage
         del view, y
     assert tracker.live_bytes == 0
 
@@ -69,7 +69,7 @@ def test_a_storage_resized_in_place_is_counted_at_its_new_size():
     assert tracker.peak_bytes == 3 * MB
     assert tracker.timeline().peak().breakdown.parameters == 3 * MB
     before = x.untyped_storage().nbytes()
-    x.untyped_storage().resize_(before + 5)  # outside the window nothing is reported
+    x.untyped_storage().resize_(before + 5)  # outside the window changes are not reported
     assert tracker.live_bytes == 0
 
 
@@ -96,7 +96,7 @@ def test_the_parts_of_a_linear_layer_are_those_of_the_textbook():
     parts = peak.breakdown
     assert parts.parameters == 100 * 50 * 8
     assert peak.phase == "backward"
-    # input 1000 x 100, the layer's output 1000 x 50 saved twice over by the product (one storage)
+    # Input 1000 x 100; the layer's output 1000 x 50, saved twice by the product (one storage).
     assert parts.activations >= 1000 * 100 * 8 + 1000 * 50 * 8
     assert parts.total == peak.bytes == meter.peak_bytes()
 
@@ -131,12 +131,14 @@ def test_fake_tensors_have_the_same_timeline_as_real_ones():
         loss = net(x).square().sum()
         loss.backward()
     assert fake.live_bytes == (2 * 100 * 50 + 77 * 100 + 1) * 8
-    assert unmoved.peak_bytes == 0  # a run counts no fake tensors
+    assert unmoved.peak_bytes == 0  # a real run does not count fake tensors
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells, others do not")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux can reset a process's peak"
+)
 def test_the_process_peak_sees_what_came_and_went():
-    # In a new process: an old one reuses memory that it has freed.
+    # In a new process, because an old one reuses memory that it has freed.
     program = """
 import torch
 from bigtrain.memory.meter import ProcessPeak
@@ -159,13 +161,13 @@ def test_the_host_says_how_much_it_has():
 def test_an_exchange_is_over_when_its_own_storages_are_gone():
     meter = MemoryMeter(torch.device("cpu"))
     with meter.step():
-        kept = torch.zeros(8)
+        tensor = torch.zeros(8)
         before = meter.peak_bytes()
         with meter.exchange():
-            held = [torch.zeros(1024)]  # by a thread, which lets go of it a moment later
-            thread = threading.Thread(target=lambda: (time.sleep(0.01), held.clear()))
+            buffers = [torch.zeros(1024)]  # a thread releases the buffer a moment later
+            thread = threading.Thread(target=lambda: (time.sleep(0.01), buffers.clear()))
             thread.start()
         again = torch.zeros(1024)
         assert meter.peak_bytes() == before + again.nbytes
         thread.join()
-    assert kept.nbytes == 32
+    assert tensor.nbytes == 32

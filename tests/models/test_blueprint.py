@@ -1,4 +1,4 @@
-"""Initial weights: functions of seed and name only, and the same as a whole construction's."""
+"""Initial weights depend only on seed and name, and equal those of a complete construction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.described import One, one, same, values
+from support.described import One, have_equal_values, module_with_buffer, values
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -19,8 +19,8 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.blueprint import Blueprint, describe, initial_seed
 
 
-def made(make: Callable[[], nn.Module], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every value of a model that must have been deferred."""
+def deferred_values(make: Callable[[], nn.Module], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every value of a model, whose construction must have been deferred."""
     blueprint = describe(make)
     assert blueprint.deferred, blueprint.reason
     assert all(tensor.is_meta for tensor in values(blueprint.model).values())
@@ -51,18 +51,20 @@ def test_a_description_holds_no_memory_and_the_result_is_on_the_device() -> None
 
 
 def test_values_depend_on_seed_and_name_only() -> None:
-    whole = made(small, seed=3)
-    assert same(whole, made(small, seed=3))
-    assert not torch.equal(whole["0.weight"], made(small, seed=4)["0.weight"])
+    whole = deferred_values(small, seed=3)
+    assert have_equal_values(whole, deferred_values(small, seed=3))
+    assert not torch.equal(whole["0.weight"], deferred_values(small, seed=4)["0.weight"])
 
     reversed_order = describe(small)
     for name in reversed(list(whole)):
         reversed_order.materialize("cpu", seed=3, only=[name])
-    assert same(whole, values(reversed_order.model))
+    assert have_equal_values(whole, values(reversed_order.model))
 
-    # Another model, in which only one name is the same.
-    other = made(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)), seed=3)
-    assert torch.equal(whole["0.weight"], other["0.weight"])
+    # A different model with only one name in common.
+    second_model = deferred_values(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)), seed=3
+    )
+    assert torch.equal(whole["0.weight"], second_model["0.weight"])
 
 
 def test_only_the_named_tensors_are_made() -> None:
@@ -70,7 +72,9 @@ def test_only_the_named_tensors_are_made() -> None:
     blueprint.materialize("cpu", seed=0, only={"2.weight", "1.running_var"})
     real = {name for name, tensor in values(blueprint.model).items() if not tensor.is_meta}
     assert real == {"2.weight", "1.running_var"}
-    assert torch.equal(blueprint.model.get_parameter("2.weight"), made(small)["2.weight"])
+    assert torch.equal(
+        blueprint.model.get_parameter("2.weight"), deferred_values(small)["2.weight"]
+    )
 
 
 def test_tied_parameters_stay_one_object() -> None:
@@ -82,14 +86,16 @@ def test_tied_parameters_stay_one_object() -> None:
     for only in (None, ["a.weight"], ["b.weight"]):
         model = describe(tied).materialize("cpu", seed=0, only=only)
         assert model.get_parameter("a.weight") is model.get_parameter("b.weight")
-        assert torch.equal(model.get_parameter("b.weight"), made(tied)["a.weight"])
+        assert torch.equal(model.get_parameter("b.weight"), deferred_values(tied)["a.weight"])
 
 
 class Special(nn.Parameter):
-    """A parameter of a subclass with attributes."""
+    """A subclass of Parameter with attributes."""
 
 
-def odd() -> nn.Module:
+def odd_module() -> nn.Module:
+    """A module with parameters and buffers of unusual kinds."""
+
     def fill(module: nn.Module) -> None:
         module.frozen = nn.Parameter(torch.randn(4, 6).t(), requires_grad=False)
         module.special = Special(torch.randn(3))
@@ -104,7 +110,7 @@ def odd() -> nn.Module:
 
 
 def test_what_a_tensor_is_stays_as_it_was() -> None:
-    real, model = odd(), describe(odd).materialize("cpu", seed=0)
+    real, model = odd_module(), describe(odd_module).materialize("cpu", seed=0)
     for name, tensor in values(model).items():
         expected = values(real)[name]
         assert type(tensor) is type(expected)
@@ -123,13 +129,13 @@ def test_what_a_tensor_is_stays_as_it_was() -> None:
 
 def test_references_that_others_hold_stay_valid() -> None:
     blueprint = describe(small)
-    kept = list(blueprint.model.parameters())
+    parameters = list(blueprint.model.parameters())
     model = blueprint.materialize("cpu", seed=0)
-    assert all(a is b for a, b in zip(kept, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
     blueprint = describe(lambda: nn.LSTM(3, 4))
     model = blueprint.materialize("cpu", seed=0)
-    # nn.RNN holds its weights a second time, and by weak references.
+    # nn.RNN refers to its weights a second time, by weak references.
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
     output, _ = model(torch.randn(2, 1, 3))
     assert output.shape == (2, 1, 4)
@@ -169,13 +175,15 @@ def test_every_initialiser_draws_as_it_does_on_the_cpu(name: str) -> None:
         with torch.no_grad():
             return INITIALISERS[name](torch.empty(128, 96))  # type: ignore[no-any-return]
 
-    mine = made(one(make))["x"]
+    mine = deferred_values(module_with_buffer(make))["x"]
     torch.default_generator.manual_seed(initial_seed(0, "x"))
-    assert torch.equal(mine, make())  # a seed, then the initialiser: no other number is drawn
+    assert torch.equal(mine, make())  # no other number is drawn between seed and initialiser
 
 
 def test_an_initialiser_of_many_draws_does_what_it_says() -> None:
-    mine = made(one(lambda: nn.init.sparse_(torch.empty(128, 96), 0.25)))["x"]
+    mine = deferred_values(module_with_buffer(lambda: nn.init.sparse_(torch.empty(128, 96), 0.25)))[
+        "x"
+    ]
     assert (mine == 0).sum(0).tolist() == [32] * 96
     assert len({tuple(column.nonzero().flatten().tolist()) for column in mine.t()}) == 96
 
@@ -186,15 +194,15 @@ def test_fixed_initialisers_are_exact() -> None:
         lambda: nn.init.dirac_(torch.empty(3, 4, 5, 5)),
         lambda: nn.init.constant_(torch.empty(3), 0.3),
     ):
-        assert torch.equal(made(one(make))["x"], make())
+        assert torch.equal(deferred_values(module_with_buffer(make))["x"], make())
 
 
 def test_numbers_that_are_overwritten_are_not_drawn() -> None:
     def twice() -> torch.Tensor:
         return torch.empty(1000).uniform_().normal_(5.0)
 
-    once = made(one(lambda: torch.empty(1000).normal_(5.0)))["x"]
-    assert torch.equal(made(one(twice))["x"], once)
+    once = deferred_values(module_with_buffer(lambda: torch.empty(1000).normal_(5.0)))["x"]
+    assert torch.equal(deferred_values(module_with_buffer(twice))["x"], once)
 
 
 def chain() -> torch.Tensor:
@@ -235,7 +243,7 @@ def test_what_is_not_random_is_exact(name: str, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
         expected = CONSTANTS[name]().detach()
-        blueprint = describe(one(lambda: CONSTANTS[name]().detach()))
+        blueprint = describe(module_with_buffer(lambda: CONSTANTS[name]().detach()))
     finally:
         torch.set_default_dtype(before)
     assert blueprint.deferred, blueprint.reason
@@ -246,11 +254,11 @@ def test_what_is_not_random_is_exact(name: str, dtype: torch.dtype) -> None:
 
 
 def test_memory_that_nothing_writes_is_zeros() -> None:
-    assert made(one(lambda: torch.empty(1000)))["x"].count_nonzero() == 0
+    assert deferred_values(module_with_buffer(lambda: torch.empty(1000)))["x"].count_nonzero() == 0
 
 
 def test_tensors_made_from_each_other_agree() -> None:
-    normed = made(lambda: parametrizations.weight_norm(nn.Linear(5, 3)))
+    normed = deferred_values(lambda: parametrizations.weight_norm(nn.Linear(5, 3)))
     g, v = (normed[f"parametrizations.weight.original{i}"] for i in (0, 1))
     torch.testing.assert_close(g, v.norm(dim=1, keepdim=True))
 
@@ -267,7 +275,7 @@ def test_tensors_made_from_each_other_agree() -> None:
         layer = nn.Linear(3, 3)
         return nn.ModuleList([layer, copy.deepcopy(layer)])
 
-    tensors = made(twins)
+    tensors = deferred_values(twins)
     assert torch.equal(tensors["0.weight"], tensors["1.weight"])
     assert tensors["0.weight"] is not tensors["1.weight"]
 
@@ -281,7 +289,7 @@ def halves() -> nn.Module:
 
 
 def test_parts_of_one_draw_are_parts_of_one_draw() -> None:
-    whole = made(halves)
+    whole = deferred_values(halves)
     assert not torch.equal(whole["left"], whole["right"])
     assert whole["left"].untyped_storage()._cdata == whole["right"].untyped_storage()._cdata
     alone = describe(halves).materialize("cpu", seed=0, only=["right"])
@@ -289,7 +297,9 @@ def test_parts_of_one_draw_are_parts_of_one_draw() -> None:
 
 
 def test_a_slice_does_not_keep_the_whole() -> None:
-    sliced = made(one(lambda: torch.arange(1000)[10:20].view(2, 5).t()))["x"]
+    sliced = deferred_values(module_with_buffer(lambda: torch.arange(1000)[10:20].view(2, 5).t()))[
+        "x"
+    ]
     assert sliced.untyped_storage().nbytes() == 10 * 8
     assert torch.equal(sliced, torch.arange(10, 20).view(2, 5).t())
 
@@ -299,7 +309,7 @@ def test_constructors_read_layers_they_transformed() -> None:
         encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         return nn.TransformerEncoder(encoder, 2).double()
 
-    tensors = made(converted)
+    tensors = deferred_values(converted)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float64}
     assert torch.equal(tensors["layers.0.linear1.weight"], tensors["layers.1.linear1.weight"])
 
@@ -311,7 +321,7 @@ def test_a_model_already_built_keeps_its_values() -> None:
     assert not blueprint.deferred
     assert blueprint.reason == "given already built"
     assert blueprint.materialize("cpu", seed=5) is module
-    assert same(before, values(module))
+    assert have_equal_values(before, values(module))
 
 
 def test_errors_of_a_constructor_are_its_own() -> None:
@@ -337,7 +347,7 @@ def test_errors_say_what_to_do() -> None:
     ):
         describe(small).materialize("cpu", seed=0, only=["0.wieght"])
     sizes = iter((2, 2, 3))
-    grows = describe(one(lambda: torch.unique(torch.arange(next(sizes)))))
+    grows = describe(module_with_buffer(lambda: torch.unique(torch.arange(next(sizes)))))
     with pytest.raises(
         ConfigError, match="two constructions differ at 'x'. Make the model's shape"
     ):
@@ -379,7 +389,7 @@ def test_tensors_that_overlap_still_do_when_a_model_is_built_again() -> None:
 
 
 def test_statistics_are_those_of_the_formula() -> None:
-    weight = made(lambda: nn.Linear(400, 300))["weight"].detach()
+    weight = deferred_values(lambda: nn.Linear(400, 300))["weight"].detach()
     bound = 1 / math.sqrt(400)
     assert weight.abs().max() <= bound
     assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
@@ -387,7 +397,7 @@ def test_statistics_are_those_of_the_formula() -> None:
 
 
 class Hooked(nn.Module):
-    """Registers hooks on its parameters in its constructor, as users do; an RNN among them."""
+    """Its constructor registers hooks on parameters, as users do, including those of an RNN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,5 +420,5 @@ def test_hooks_of_the_constructor_run_after_values_are_filled_in():
     for model in (filled, plain):
         model(torch.ones(4, 3)).sum().backward()
         assert sorted(model.seen) == sorted(name for name, _ in model.named_parameters())
-    for mine, other in zip(filled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for mine, expected in zip(filled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)

@@ -1,11 +1,11 @@
-"""The cost of describing and materialising, in operations and bytes."""
+"""The number of operations and bytes of describing a model and of making its values."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from support.described import one
+from support.described import module_with_buffer
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ def test_the_cost_grows_with_the_model_and_not_with_its_square() -> None:
 
 
 class HeldBytes(TorchDispatchMode):
-    """The peak bytes of CPU storages made inside a `with` block."""
+    """The peak of bytes in CPU storages that are allocated inside a `with` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,12 +52,12 @@ def test_little_more_than_one_tensor_is_held_while_materialising() -> None:
             x = x * 2
         return x
 
-    blueprint = describe(one(make))
-    with HeldBytes() as held:
+    blueprint = describe(module_with_buffer(make))
+    with HeldBytes() as held_bytes:
         blueprint.materialize("cpu", seed=0)
-    assert size * 4 <= held.peak <= 2.01 * size * 4  # the input and the output of one operation
+    assert size * 4 <= held_bytes.peak <= 2.01 * size * 4  # input and output of one operation
 
     layers = describe(lambda: nn.ModuleList(nn.Linear(512, 512) for _ in range(8)))
-    with HeldBytes() as held:
+    with HeldBytes() as held_bytes:
         layers.materialize("cpu", seed=0)
-    assert held.peak <= 1.01 * 8 * 512 * 513 * 4  # nothing but the result
+    assert held_bytes.peak <= 1.01 * 8 * 512 * 513 * 4  # only the result

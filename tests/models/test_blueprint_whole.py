@@ -1,4 +1,4 @@
-"""Constructors that cannot be deferred: they are run whole, and it is said why."""
+"""Constructors that cannot be deferred run completely, and the reason is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.described import One, one, same, values
+from support.described import One, have_equal_values, module_with_buffer, values
 from torch import nn
 
 from bigtrain.models.blueprint import describe
@@ -50,25 +50,43 @@ class Swallows(nn.Linear):
 
 
 class Pretrained(nn.Linear):
-    """As the models of transformers are, which look at the device before they initialise."""
+    """Skips its initialization on the meta device, as the models of transformers do."""
 
     __module__ = "transformers.modeling_utils"
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "random read": (one(lambda: torch.rand(3) / torch.rand(1).item()), "reads values that are ran"),
+    "random read": (
+        module_with_buffer(lambda: torch.rand(3) / torch.rand(1).item()),
+        "reads values that are ran",
+    ),
     "swallowed": (lambda: Swallows(2, 2), "reads values that are random"),
-    "generator": (one(_generator_weights), "draws from a generator of its own"),
-    "numpy": (one(_numpy_weights), "draws or seeds random numbers on the CPU"),
-    "python": (one(lambda: torch.tensor(random.random())), "draws or seeds random numbers"),
-    "torch on cpu": (one(lambda: torch.rand(3, device="cpu")), "random numbers on the CPU"),
-    "legacy": (one(lambda: torch.Tensor(2).zero_()), "puts 'x' on cpu itself"),
-    "array": (one(_array_filled_later), "changes an array after making a tensor of it"),
+    "generator": (module_with_buffer(_generator_weights), "draws from a generator of its own"),
+    "numpy": (module_with_buffer(_numpy_weights), "draws or seeds random numbers on the CPU"),
+    "python": (
+        module_with_buffer(lambda: torch.tensor(random.random())),
+        "draws or seeds random numbers",
+    ),
+    "torch on cpu": (
+        module_with_buffer(lambda: torch.rand(3, device="cpu")),
+        "random numbers on the CPU",
+    ),
+    "legacy": (module_with_buffer(lambda: torch.Tensor(2).zero_()), "puts 'x' on cpu itself"),
+    "array": (
+        module_with_buffer(_array_filled_later),
+        "changes an array after making a tensor of it",
+    ),
     "asks": (lambda: AsksForMeta(2, 2), "reset_parameters asks whether a tensor is on meta"),
     "loose": (lambda: One(_loose), r"keeps a tensor at 'cache\[0\]'"),
-    "no kernel": (one(lambda: torch.unique(torch.arange(4))), "NotImplementedError: aten::_unique"),
+    "no kernel": (
+        module_with_buffer(lambda: torch.unique(torch.arange(4))),
+        "NotImplementedError: aten::_unique",
+    ),
     "transformers": (lambda: Pretrained(2, 2), "leaves its initialisation out on meta"),
-    "conjugate": (one(lambda: torch.ones(2, dtype=torch.cfloat).conj()), "lazily conjugated"),
+    "conjugate": (
+        module_with_buffer(lambda: torch.ones(2, dtype=torch.cfloat).conj()),
+        "lazily conjugated",
+    ),
 }
 
 
@@ -83,9 +101,9 @@ def test_a_constructor_that_cannot_be_deferred_is_run_whole(name: str) -> None:
     assert {tensor.device.type for tensor in objects.values()} == {"cpu"}
     first = {k: v.detach().clone() for k, v in values(blueprint.materialize("cpu", seed=1)).items()}
     assert all(values(blueprint.model)[k] is v for k, v in objects.items())
-    assert same(first, values(describe(make).materialize("cpu", seed=1)))
+    assert have_equal_values(first, values(describe(make).materialize("cpu", seed=1)))
     part = describe(make).materialize("cpu", seed=1, only=[next(iter(first))])
-    assert same(first, values(part))
+    assert have_equal_values(first, values(part))
 
 
 def test_a_whole_construction_follows_the_seed_everywhere() -> None:
@@ -97,5 +115,5 @@ def test_a_whole_construction_follows_the_seed_everywhere() -> None:
 
 def test_a_tensor_made_elsewhere_is_not_deferred() -> None:
     elsewhere = torch.empty(2, device="meta")
-    blueprint = describe(one(lambda: torch.zeros_like(elsewhere)))
+    blueprint = describe(module_with_buffer(lambda: torch.zeros_like(elsewhere)))
     assert blueprint.reason == "it uses a tensor on meta that was made elsewhere"

@@ -1,4 +1,4 @@
-"""Keys and values for generating text: not kept in training, and as they were afterwards."""
+"""Key-value caches for text generation are switched off in training and restored afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_configuration_that_keeps_them_is_switched_off_and_back():
     assert not model.net.config.text.use_cache
     switch_on_caches(changed)
     assert model.net.config.text.use_cache
-    assert not model.net.config.use_cache  # it was off before
+    assert not model.net.config.use_cache  # it was off before the call
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_callers_own_module_comes_back_with_its_cache(tmp_path, capfd):
 
 
 class WithConfiguration(nn.Module):
-    """Names its configuration class, as transformers' classes do."""
+    """Names its configuration class, as the classes of transformers do."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class WithConfiguration(nn.Module):
 
 
 class Configuration(Settings):
-    attribute_map = {"hidden_size": "width"}  # noqa: RUF012 - as transformers has it
+    attribute_map = {"hidden_size": "width"}  # noqa: RUF012 - declared as in transformers
 
     def __init__(self, width: int = 3, depth: int = 1, **more: Any) -> None:
         if depth > 9:

@@ -1,4 +1,4 @@
-"""Compiled blocks: which ones, and one program for all of a class."""
+"""Compiled blocks: which blocks are compiled, and one program for all blocks of a class."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Dropping(Block):
-    """Compiled it keeps a mask of bytes; as it is written, one of floats."""
+    """Saves a mask of bytes if compiled, and a mask of floats otherwise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.dropout(self.inner(x).sin().exp(), 0.5, self.training)
@@ -40,7 +40,7 @@ class Dropping(Block):
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """The programs that torch makes, run as they are: nothing of C++ is compiled."""
+    """The programs that torch traces; they run uncompiled, so no C++ compiler is needed."""
     made: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _example: object) -> torch.fx.GraphModule:
@@ -76,12 +76,12 @@ def test_a_copy_computes_with_its_own_parameters_and_recomputation_goes_around(p
     model = nn.Sequential(Block(), Block())
     compile_blocks(model, {})
     apply_policies(model, {"0": "full", "1": "full"})
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in copied.parameters():
             parameter.zero_()
     x = torch.randn(4, 8, requires_grad=True)
-    torch.testing.assert_close(other(x), x)
+    torch.testing.assert_close(copied(x), x)
     model(x).sum().backward()
     assert programs
     grads = [parameter.grad.clone() for parameter in model.parameters()]
@@ -104,7 +104,7 @@ def test_more_sizes_than_torch_allows_are_all_compiled(programs) -> None:
 
 
 def trained(**keys: object) -> tuple[list[float], Peak, Peak]:
-    """The losses of four steps, the first two of them tracked; the forecast peak, the tracked."""
+    """The losses of four steps, two of them tracked; the forecast peak and the tracked peak."""
     torch.manual_seed(0)
     fixed = {"train.global_batch_size": 4, "memory.track_steps": 2}
     job = job_from_keys("single", {**fixed, **keys})
@@ -119,15 +119,16 @@ def trained(**keys: object) -> tuple[list[float], Peak, Peak]:
         return losses, engine.prediction.peak, engine.meter.measured().peak
 
 
-@pytest.mark.filterwarnings("default::UserWarning")  # of torch, at its own looks
+@pytest.mark.filterwarnings("default::UserWarning")  # torch warns while it traces
 def test_a_compiled_run_equals_the_uncompiled_one_and_its_peak_is_predicted() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found, predicted, tracked = trained(**{"train.compile": "blocks"})
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2  # forecast, and run
+    losses, predicted, tracked = trained(**{"train.compile": "blocks"})
+    # One in the forecast, one in the run
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
     assert predicted == tracked
     expected, as_written, _ = trained()
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-6)
     assert predicted.bytes < as_written.bytes
 
 

@@ -1,4 +1,4 @@
-"""Programs of compiled blocks on fake tensors: their buffers, and what their kernels touch."""
+"""Programs of compiled blocks on fake tensors: their buffers, and the bytes their kernels touch."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def saved(*, compiled: bool, log: OperationLog | None = None) -> tuple[int, int,
         if compiled:
             compile_blocks(model, {})
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        model[0](x)  # a program draws its own constants at its first call
+        model[0](x)  # a program allocates constants at its first call
         before = tracker.live_bytes
         tracker.peak_bytes = before
         y = model[1](x)
-        kept, highest = tracker.live_bytes - before, tracker.peak_bytes - before
+        saved_bytes, highest = tracker.live_bytes - before, tracker.peak_bytes - before
         gradient = torch.ones_like(y)
         torch.autograd.backward(y, gradient)
         del y, gradient
-        return kept - 4 * NUMBERS, highest, tracker.live_bytes - before
+        return saved_bytes - 4 * NUMBERS, highest, tracker.live_bytes - before
 
 
 def test_saved_bytes_of_a_program_are_predicted_exactly(monkeypatch: Any) -> None:
@@ -65,14 +65,14 @@ def test_saved_bytes_of_a_program_are_predicted_exactly(monkeypatch: Any) -> Non
         elif operation.flops:
             products.append(operation.flops)
 
-    # As written: the sine's input, its result's exponential, and a mask of floats.
+    # Uncompiled: the sine's input, the exponential of its result, and a mask of floats.
     assert saved(compiled=False)[0] == 3 * 4 * NUMBERS
-    # Compiled: the sine's input and a mask of bytes; the rest is computed again, which is cheap.
-    kept, _, left = saved(compiled=True, log=OperationLog(note))
-    assert kept == 4 * NUMBERS + NUMBERS
-    assert left == 4 * (WIDTH * WIDTH + NUMBERS)  # the gradients of the weight and of the input
-    assert compiled  # the kernels were asked for, and are none
-    # Forward the product's result is read and one tensor written.
+    # Compiled: the sine's input and a mask of bytes; the cheap rest is recomputed.
+    saved_bytes, _, left = saved(compiled=True, log=OperationLog(note))
+    assert saved_bytes == 4 * NUMBERS + NUMBERS
+    assert left == 4 * (WIDTH * WIDTH + NUMBERS)  # gradients of the weight and of the input
+    assert compiled  # the kernels were requested, and replaced by fakes
+    # The forward pass reads the product's result and writes one tensor.
     assert kernels[0] == 2 * 4 * NUMBERS
-    # Two forward passes; one back, for the weight and for the input.
+    # Two forward matrix products; in the backward pass one for the weight and one for the input.
     assert products == [2 * NUMBERS * WIDTH] * 4

@@ -1,4 +1,4 @@
-"""Models by name and by import path: their structure and refusals."""
+"""Models by name and by import path: their structure, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from bigtrain.models.gpt import PRESETS
 CLASSIFICATION = torchvision.models.list_models(module=torchvision.models)
 SEGMENTATION = torchvision.models.list_models(module=torchvision.models.segmentation)
 
-# The name says how many parameters, in millions; tied, and counted by hand from the table.
+# The name states the parameters in millions, with tied weights, counted by hand from the table.
 NAMED_SIZES = {
     "gpt": 3,
     "gpt-10m": 10,
@@ -55,7 +55,8 @@ NAMED_SIZES = {
 
 
 @functools.cache
-def described(name: str) -> Blueprint:
+def describe_model(name: str) -> Blueprint:
+    """The blueprint of a model by name."""
     return describe(lambda: make_model(name, {}))
 
 
@@ -68,7 +69,7 @@ def test_every_preset_has_a_named_size() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_parameters_that_their_names_say(name: str) -> None:
-    count = sum(parameter.numel() for parameter in described(name).model.parameters())
+    count = sum(parameter.numel() for parameter in describe_model(name).model.parameters())
     assert GPTConfig.from_preset(name, {}).num_parameters == count
     assert count / 1e6 == pytest.approx(NAMED_SIZES[name], rel=0.1)
 
@@ -91,7 +92,7 @@ def test_the_job_gpt2_trains_gpt2_on_bytes() -> None:
     defaults = model_defaults(job.model.name, num_classes=256, sequence_length=1024)
     config = GPTConfig.from_preset(job.model.name, {**defaults, **job.model.args})
     assert config.num_parameters == 124_439_808
-    job = load_job("gpt2", overrides=["model.args.vocab_size=256"])  # where bytes alone are meant
+    job = load_job("gpt2", overrides=["model.args.vocab_size=256"])  # for bytes only
     config = GPTConfig.from_preset(job.model.name, {**defaults, **job.model.args})
     assert config.num_parameters == 124_439_808 - (50257 - 256) * 768
 
@@ -106,7 +107,7 @@ def test_the_formula_counts_parameters(bias: bool, tie_embeddings: bool) -> None
 
 
 def test_the_largest_is_described_quickly_and_filled_in_part() -> None:
-    blueprint = described("gpt-175b")
+    blueprint = describe_model("gpt-175b")
     assert blueprint.deferred, blueprint.reason
     name = "blocks.95.mlp.output.bias"
     blueprint.materialize("cpu", seed=0, only=[name])
@@ -325,12 +326,12 @@ def test_the_data_fills_in_what_was_left_out() -> None:
     assert model_defaults("lenet", num_classes=7, sequence_length=None) == {"num_classes": 7}
     assert model_defaults("resnet18", num_classes=7, sequence_length=3) == {"num_classes": 7}
     language = model_defaults("gpt2", num_classes=256, sequence_length=64)
-    assert language == {"sequence_length": 64}  # its vocabulary is larger, and stays
+    assert language == {"sequence_length": 64}  # its vocabulary is larger than the data's and stays
     larger = model_defaults("gpt2", num_classes=60000, sequence_length=None)
     assert larger == {"vocab_size": 60000}
-    for name in ("gpt", "gpt-10m"):  # models of bytes take the vocabulary of the data
-        own = model_defaults(name, num_classes=64, sequence_length=None)
-        assert own == {"vocab_size": 64}
+    for name in ("gpt", "gpt-10m"):  # models of bytes use the vocabulary of the data
+        defaults = model_defaults(name, num_classes=64, sequence_length=None)
+        assert defaults == {"vocab_size": 64}
     assert model_defaults("gpt", num_classes=None, sequence_length=None) == {}
     assert model_defaults("a.b:C", num_classes=7, sequence_length=3) == {}
     check_model("gpt2", language)

@@ -1,4 +1,4 @@
-"""Models that begin with the weights of a file: on every rank, whatever holds which part."""
+"""Models start from the weights of a file, on every rank and with any division of parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SMALL = "shufflenet_v2_x0_5"
 
 
 def saved(path, name="lenet", wrapped="", **args):
-    """A state dict of other weights than initial ones; written as torch does."""
+    """Write a state dict with weights that differ from initial ones; `wrapped` nests it under a
+    key.
+    """
     torch.manual_seed(7)
     state = make_model(name, args).state_dict()
     state = {f"{wrapped}{n}": t + 0.25 if t.is_floating_point() else t for n, t in state.items()}
@@ -32,14 +34,15 @@ def saved(path, name="lenet", wrapped="", **args):
     return state
 
 
-def opened(strategy, words, ranks=1):
+def open_run(strategy, words, ranks=1):
+    """The setup of a run with these words."""
     job = load_job(None, strategy, [*KEYS, *words])
     return open_setup(job, make_plan(job, ranks, "cpu"))
 
 
-def beginning(context, strategy, words):
-    """The weights before the first step, and the losses of two."""
-    parts = opened(strategy, words, context.world_size)
+def weights_and_losses(context, strategy, words):
+    """The weights before the first step, and the losses of two steps."""
+    parts = open_run(strategy, words, context.world_size)
     with parts.engine(context) as engine:
         state = {n: t.clone() for n, t in whole_tensors(engine.runner.state()).items()}
         batches = itertools.islice(parts.training_steps(context, 0), 2)
@@ -54,9 +57,9 @@ def test_ranks_begin_with_the_values_of_the_file(strategy, pp, tmp_path):
     path = tmp_path / "lenet.pth"
     expected = saved(path, wrapped="module.")
     words = (f"model.pretrained={path}", "train.check_first_steps=2")
-    found = run_ranks(beginning, 2, strategy, words, pp=pp)[0][0]
-    assert found.keys() == {name.removeprefix("module.") for name in expected}
-    for name, values in found.items():
+    weights = run_ranks(weights_and_losses, 2, strategy, words, pp=pp)[0][0]
+    assert weights.keys() == {name.removeprefix("module.") for name in expected}
+    for name, values in weights.items():
         torch.testing.assert_close(values, expected[f"module.{name}"], rtol=0, atol=0)
 
 
@@ -65,11 +68,13 @@ def test_a_head_for_other_classes_begins_anew_where_that_is_asked_for(tmp_path):
     expected = saved(path, SMALL, num_classes=1000)
     words = [f"model.name={SMALL}", f"model.pretrained={path}", "data.name=synthetic"]
     words += ["data.args.num_classes=10", "data.args.input_shape=[3,64,64]"]
-    with pytest.raises(ConfigError, match=r"fc.weight is \[1000, 1024\] .* \[10, 1024\]") as said:
-        opened("single", words)
-    fix = shlex.split(str(said.value).partition(" Set ")[2].partition(" to begin")[0])
+    with pytest.raises(
+        ConfigError, match=r"fc.weight is \[1000, 1024\] .* \[10, 1024\]"
+    ) as refusal:
+        open_run("single", words)
+    fix = shlex.split(str(refusal.value).partition(" Set ")[2].partition(" to begin")[0])
     assert fix == ["model.pretrained_except=[fc]"]
-    model = opened("single", [*words, *fix]).blueprint.twin().materialize("cpu", seed=0)
+    model = open_run("single", [*words, *fix]).blueprint.twin().materialize("cpu", seed=0)
     for name, values in model.state_dict().items():
         same = values.shape == expected[name].shape and torch.equal(values, expected[name])
         assert same == (not name.startswith("fc."))
@@ -80,11 +85,11 @@ def test_torchvisions_own_cache_is_looked_into(tmp_path, monkeypatch):
     words = [f"model.name={SMALL}", "model.pretrained=cache", "data.name=synthetic"]
     words += ["data.args.num_classes=1000", "data.args.input_shape=[3,64,64]"]
     with pytest.raises(ConfigError, match=r"no shufflenetv2_x0.5-\w+.pth .*nothing is downloaded"):
-        opened("single", words)
+        open_run("single", words)
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
     expected = saved(folder / "shufflenetv2_x0.5-f707e7126e.pth", SMALL)
-    model = opened("single", words).blueprint.materialize("cpu", seed=0)
+    model = open_run("single", words).blueprint.materialize("cpu", seed=0)
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
 
 
@@ -92,7 +97,8 @@ def other_names(path):
     torch.save({"a.weight": torch.zeros(2), "b.weight": torch.zeros(3)}, path)
 
 
-def without_one(path):
+def write_without_one(path):
+    """Write a state dict that lacks one tensor."""
     state = saved(path)
     del state[max(state)]
     torch.save(state, path)
@@ -103,7 +109,7 @@ REFUSED = {
     "no state dict": (lambda path: path.write_bytes(b"x" * 99), "Give a state dict of lenet"),
     "of another model": (other_names, "the file has no .* and 7 more: it is of another model than"),
     "one is missing": (
-        without_one,
+        write_without_one,
         r"the file has no (\S+)\.weight. Set 'model.pretrained_except=\[\1\]' to begin there",
     ),
 }
@@ -114,17 +120,17 @@ def test_what_would_leave_other_weights_is_refused(case, tmp_path):
     write, message = REFUSED[case]
     path = tmp_path / "weights.pth"
     write(path)
-    with pytest.raises(ConfigError, match=f"model.pretrained={path}: .*{message}") as said:
-        opened("single", [f"model.pretrained={path}"])
-    assert "\n" not in str(said.value)
+    with pytest.raises(ConfigError, match=f"model.pretrained={path}: .*{message}") as refusal:
+        open_run("single", [f"model.pretrained={path}"])
+    assert "\n" not in str(refusal.value)
 
 
 def test_keys_that_say_nothing_are_refused(tmp_path):
     path = tmp_path / "weights.pth"
     saved(path)
     with pytest.raises(ConfigError, match="the model has no 'head'. It has classifier, features"):
-        opened("single", [f"model.pretrained={path}", "model.pretrained_except=[head]"])
+        open_run("single", [f"model.pretrained={path}", "model.pretrained_except=[head]"])
     with pytest.raises(ConfigError, match="no file is given. Set model.pretrained=FILE"):
-        opened("single", ["model.pretrained_except=[fc]"])
+        open_run("single", ["model.pretrained_except=[fc]"])
     with pytest.raises(ConfigError, match="model.pretrained=cache is torchvision's"):
-        opened("single", ["model.pretrained=cache"])
+        open_run("single", ["model.pretrained=cache"])

@@ -1,4 +1,6 @@
-"""torchvision's models by name: all can be deferred, and start as they do in torchvision."""
+"""torchvision's models by name: all can be deferred, and their initial weights are
+torchvision's.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from bigtrain.models import check_model, make_model
 from bigtrain.models.blueprint import describe
 
 FULL = 25 * 10**6
-"""Up to this size a model is also built as usual, to compare with."""
+"""A model of up to this many parameters is also built normally, for comparison."""
 ALSO_FULL = ("convnext_tiny", "swin_t", "swin_v2_t")
-"""The smallest of their kind, though larger."""
+"""The smallest models of their families, although larger."""
 LARGE = 5 * 10**5
-"""Of tensors with more elements, a model has one compared: the others are of the same kinds."""
+"""Only the first tensor with more elements is compared in a model: the others are similar."""
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,7 +37,8 @@ def test_every_torchvision_model_is_deferred_and_initialised_as_usual(name: str)
     tensors = values(blueprint.model)
     assert all(tensor.is_meta for tensor in tensors.values())
     count = sum(parameter.numel() for parameter in blueprint.model.parameters())
-    if name in CLASSIFICATION and name != "googlenet":  # its figure is without auxiliary heads
+    # Its published figure excludes auxiliary heads
+    if name in CLASSIFICATION and name != "googlenet":
         published = torchvision.models.get_model_weights(name)
         assert count in [weights.meta["num_params"] for weights in published]
 
@@ -67,35 +70,36 @@ def test_parts_of_torchvision_models_equal_the_whole(name: str) -> None:
 
 
 def compared(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """All but the second and further large tensors."""
+    """The names of all tensors except for the second and further large ones."""
     large = [key for key, tensor in tensors.items() if tensor.numel() > LARGE]
     return [key for key in tensors if key not in large[1:]]
 
 
-def assert_alike(what: str, mine: torch.Tensor, usual: torch.Tensor) -> None:
-    """Equal where fixed; where random, of equal mean and size within six standard errors.
+def assert_alike(label: str, mine: torch.Tensor, usual: torch.Tensor) -> None:
+    """Assert that fixed values are equal, and random ones alike within six standard errors.
 
-    The size is the mean absolute value and not the deviation: in older releases of torch, one
-    value in a million of trunc_normal_ is at its bound, a hundred deviations out.
+    Compared are the mean and the size of the random values. The size is the mean absolute value
+    instead of the deviation, because in older releases of torch one value in a million of
+    trunc_normal_ is at its bound, a hundred deviations from the mean.
     """
     assert (mine.dtype, mine.shape, mine.stride()) == (usual.dtype, usual.shape, usual.stride())
     if torch.equal(mine, usual):
         return
-    assert mine.is_floating_point(), what
+    assert mine.is_floating_point(), label
     count, spread = mine.numel(), float(usual.std())
-    assert spread > 0, f"{what} is a constant, and another one"
+    assert spread > 0, f"{label} is constant, and differs from torchvision's"
     if count >= 64:
         error = abs(float(mine.mean()) - float(usual.mean()))
-        assert error <= 6 * spread * math.sqrt(2 / count), what
+        assert error <= 6 * spread * math.sqrt(2 / count), label
         size = float(usual.abs().mean())
-        assert float(mine.abs().mean()) == pytest.approx(size, rel=6 / math.sqrt(count)), what
+        assert float(mine.abs().mean()) == pytest.approx(size, rel=6 / math.sqrt(count)), label
 
 
 def test_index_buffers_are_exact() -> None:
     name = "features.1.0.attn.relative_position_index"
     blueprint = describe(lambda: make_model("swin_t", {}))
     mine = values(blueprint.materialize("cpu", seed=0, only=[name]))[name]
-    assert mine[0] == 6 * 13 + 6  # no offset, in the middle of 13 x 13 offsets
+    assert mine[0] == 6 * 13 + 6  # a zero offset is in the middle of 13 x 13 offsets
     assert torch.equal(mine, values(torchvision.models.swin_t(weights=None))[name])
 
 

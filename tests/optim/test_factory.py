@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, and the kernels of the optimizers."""
+"""The learning rate as a function of the step, and the implementations of the optimizers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def rates(total, batch=32, epoch=5, **keys):
 
 
 def test_warm_up_climbs_in_equal_steps_and_cosine_lets_down():
-    found = rates(10, lr=1.0, warmup_steps=4, schedule="cosine", final_lr_share=0.1)
-    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert found[4] == pytest.approx(1.0)
-    assert found[7] == pytest.approx(0.1 + 0.9 / 2)
-    assert found[4:] == sorted(found[4:], reverse=True)
-    assert found[-1] > 0.1
+    schedule_rates = rates(10, lr=1.0, warmup_steps=4, schedule="cosine", final_lr_share=0.1)
+    assert schedule_rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert schedule_rates[4] == pytest.approx(1.0)
+    assert schedule_rates[7] == pytest.approx(0.1 + 0.9 / 2)
+    assert schedule_rates[4:] == sorted(schedule_rates[4:], reverse=True)
+    assert schedule_rates[-1] > 0.1
 
 
 def test_constant_and_linear():
@@ -30,14 +30,16 @@ def test_constant_and_linear():
 
 
 def test_poly_is_a_power_of_what_remains():
-    found = rates(4, lr=1.0, schedule="poly")
-    assert found == pytest.approx([share**0.9 for share in (1.0, 0.75, 0.5, 0.25)])
+    schedule_rates = rates(4, lr=1.0, schedule="poly")
+    assert schedule_rates == pytest.approx([share**0.9 for share in (1.0, 0.75, 0.5, 0.25)])
     assert rates(4, lr=1.0, schedule="poly", poly_power=1) == rates(4, lr=1.0, schedule="linear")
 
 
 def test_steps_divide_the_rate_after_epochs_of_data():
-    found = rates(12, epoch=2, lr=1.0, warmup_epochs=1, schedule="step", milestones=[2, 4.5])
-    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, *[0.1] * 5, *[0.01] * 3])
+    schedule_rates = rates(
+        12, epoch=2, lr=1.0, warmup_epochs=1, schedule="step", milestones=[2, 4.5]
+    )
+    assert schedule_rates == pytest.approx([0.5, 1.0, 1.0, 1.0, *[0.1] * 5, *[0.01] * 3])
 
 
 @pytest.mark.parametrize(
@@ -65,13 +67,13 @@ def test_every_implementation_takes_the_same_step(name):
     for implementation in ("auto", "fused", "foreach", "loop"):
         torch.manual_seed(0)
         layer = nn.Linear(5, 5)
-        own = {"momentum": 0.5} if name == "sgd" else {"eps": 1e-3}
-        config = OptimConfig(name=name, implementation=implementation, lr=0.1, **own)
+        options = {"momentum": 0.5} if name == "sgd" else {"eps": 1e-3}
+        config = OptimConfig(name=name, implementation=implementation, lr=0.1, **options)
         optimizer = optimizer_factory(config)(layer.parameters())
         for _ in range(3):
             layer(torch.ones(2, 5)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append(layer.weight.detach())
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other)
+    for result in results[1:]:
+        torch.testing.assert_close(results[0], result)

@@ -1,11 +1,11 @@
-"""The optimizer's step inside the backward pass: on one process, and what is refused."""
+"""The optimizer's step inside the backward pass: on one process, and the refusals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.nets import TinyLM
-from support.released import RELEASE, Deep, alone, broken
+from support.released import RELEASE, Deep, run_broken, train_alone
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,10 +22,10 @@ from bigtrain.ranks.context import RunContext
 def test_the_numbers_are_the_same_bits(optimizer):
     keys = {"optim.name": optimizer, "optim.weight_decay": 0.1}
     keys |= {"optim.momentum": 0.9} if optimizer == "sgd" else {}
-    plain, released = alone(keys), alone({**keys, **RELEASE})
-    for one, other in zip(plain[0], released[0], strict=True):
-        assert (one.loss, one.lr) == (other.loss, other.lr)
-        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+    plain, released = train_alone(keys), train_alone({**keys, **RELEASE})
+    for plain_step, released_step in zip(plain[0], released[0], strict=True):
+        assert (plain_step.loss, plain_step.lr) == (released_step.loss, released_step.lr)
+        assert plain_step.grad_norm == pytest.approx(released_step.grad_norm, rel=1e-6)
     assert plain[1].keys() == released[1].keys()
     for name, value in plain[1].items():
         assert torch.equal(value, released[1][name]), name
@@ -33,8 +33,8 @@ def test_the_numbers_are_the_same_bits(optimizer):
 
 def test_gradients_leave_the_peak_and_the_prediction_is_exact():
     keys = {"optim.name": "sgd"}
-    _, weights, before, _ = alone(keys, model=Deep, steps=2)
-    _, _, after, predicted = alone({**keys, **RELEASE}, model=Deep, steps=2)
+    _, weights, before, _ = train_alone(keys, model=Deep, steps=2)
+    _, _, after, predicted = train_alone({**keys, **RELEASE}, model=Deep, steps=2)
     gradients = sum(v.numel() * 4 for n, v in weights.items() if n.startswith("model."))
     assert before.breakdown.gradients >= 0.85 * gradients
     assert before.bytes - after.bytes >= 0.85 * gradients
@@ -43,7 +43,7 @@ def test_gradients_leave_the_peak_and_the_prediction_is_exact():
 
 
 def test_a_gradient_that_is_no_number_is_told_after_the_update():
-    message, _ = broken(RunContext.alone(torch.device("cpu")), "gradient", "single")
+    message, _ = run_broken(RunContext.alone(torch.device("cpu")), "gradient", "single")
     assert "the gradient norm is" in message
     assert "with optim.release_gradients=true the parameters were updated already" in message
     assert "Resume from the last checkpoint with optim.release_gradients=false" in message
@@ -140,7 +140,7 @@ def test_settings_that_are_loaded_or_replaced_count():
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in the group, for all parameters together."""
+    """Counts its steps in the group, once for all parameters."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {"lr": 0.1, "step": 0})

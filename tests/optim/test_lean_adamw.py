@@ -1,4 +1,4 @@
-"""AdamW in little memory: the numbers of torch's and torchao's, roundings, and what it holds."""
+"""AdamW in little memory, compared with torch's and torchao's: numbers, rounding, memory."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def torchs(parameters):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_in_full_precision_it_is_torchs(dtype):
-    shape = (3, CHUNK_ELEMENTS // 2 + 5)  # more than one piece, and no whole number of them
+    shape = (3, CHUNK_ELEMENTS // 2 + 5)  # more than one chunk, and a partial one
     ours, _ = after_steps(lambda p: LeanAdamW(p, **KEYS), shape=shape, dtype=dtype)
     theirs, _ = after_steps(torchs, shape=shape, dtype=dtype)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_in_another_order_and_with_gaps():
@@ -74,11 +74,11 @@ def test_a_step_needs_a_few_mebibytes_beside_the_states():
             dtype=dtype,
             steps=1,
         )
-        held = [*parameters, *(p.grad for p in parameters)]
-        held += [v for slots in optimizer.state.values() for v in slots.values()]
+        step_tensors = [*parameters, *(p.grad for p in parameters)]
+        step_tensors += [v for slots in optimizer.state.values() for v in slots.values()]
         tracker = StorageTracker()
         with tracker:
-            tracker.label(held, "optimizer")
+            tracker.label(step_tensors, "optimizer")
             before = tracker.live_bytes
             optimizer.step()
         assert tracker.peak_bytes - before <= 6 * 2**20
@@ -86,12 +86,15 @@ def test_a_step_needs_a_few_mebibytes_beside_the_states():
 
 def test_stochastic_rounding_is_right_on_average_and_takes_neighbours():
     generator = torch.Generator().manual_seed(0)
-    value = torch.full((100_000,), 1.0 + 2**-10)  # an eighth of the way from 1 to the next
+    # An eighth of the distance from 1 to the next bf16 number
+    value = torch.full((100_000,), 1.0 + 2**-10)
     rounded = stochastically_rounded(value, generator)
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.double().mean()) == pytest.approx(1.0 + 2**-10, abs=1e-4)
-    kept = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), 2.0**-120])
-    torch.testing.assert_close(stochastically_rounded(kept, generator), kept, rtol=0, atol=0)
+    exact_values = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), 2.0**-120])
+    torch.testing.assert_close(
+        stochastically_rounded(exact_values, generator), exact_values, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -126,30 +129,30 @@ def test_rounding_repeats_and_moves_no_other_generator():
 
     (first, _), drawn = lean(0), torch.rand(1)
     (again, _), drawn_again = lean(0), torch.rand(1)
-    (other, _) = lean(1)
+    (second_seed, _) = lean(1)
     after_steps(torchs)
     assert torch.equal(drawn, torch.rand(1))
     assert torch.equal(drawn, drawn_again)
     assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], second_seed[0])
 
 
 @pytest.mark.parametrize(("bits", "slots"), [(8, 2 * (1 + 4 / 256)), (4, 2 * (0.5 + 4 / 128))])
 def test_few_bits_are_torchaos(bits, slots):
-    """Torchao's own update, not compiled, from the same numbers."""
+    """Compared with torchao's update, uncompiled, from the same numbers."""
     from torchao import optim
 
     kind = {8: optim.AdamW8bit, 4: optim.AdamW4bit}[bits]
     with mock.patch("torch.compile", lambda function, **_: function):
         theirs, _ = after_steps(lambda p: kind(p, **KEYS))
     ours, optimizer = after_steps(lambda p: LowBitAdamW(p, bits, **KEYS))
-    # A number in the middle between two codes may fall to either side.
+    # A number halfway between two codes may be rounded to either.
     close = (ours[0] - theirs[0]).abs() < 1e-5
     assert float(close.float().mean()) > 0.999
     torch.testing.assert_close(ours[1], theirs[1])
     state = optimizer.state[ours[0]]
-    held = sum(v.numel() * v.element_size() for k, v in state.items() if k != "step")
-    assert held / ours[0].numel() == pytest.approx(slots)
+    state_bytes = sum(v.numel() * v.element_size() for k, v in state.items() if k != "step")
+    assert state_bytes / ours[0].numel() == pytest.approx(slots)
 
 
 def test_full_moments_are_taken_over_into_few_bits():
@@ -161,9 +164,9 @@ def test_full_moments_are_taken_over_into_few_bits():
     weight.grad = bias.grad = None
     weight.grad = before * 0
     optimizer.step()
-    found = optimizer._read(optimizer.state[weight], "exp_avg", slice(0, 16384), torch.float32)
+    moment = optimizer._read(optimizer.state[weight], "exp_avg", slice(0, 16384), torch.float32)
     assert optimizer.state[weight]["exp_avg"].dtype == torch.uint8
-    torch.testing.assert_close(found.view(64, 256), before * 0.9, rtol=0.1, atol=0.01)
+    torch.testing.assert_close(moment.view(64, 256), before * 0.9, rtol=0.1, atol=0.01)
 
 
 def test_without_torchao_it_says_what_to_install():

@@ -1,4 +1,4 @@
-"""Updates in pieces: the cuts, any optimizer on them, their state, and the fp32 copies."""
+"""Updates in pieces: the partition, any optimizer on pieces, their state, and fp32 copies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.whole import InMemory, saved, whole_tensors
+from support.whole import InMemory, as_saved, whole_tensors
 from torch import nn
 
 import bigtrain.optim.partitioned
@@ -35,8 +35,8 @@ def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
         assert all(a[1] == b[0] for a, b in itertools.pairwise(mine))
     assert [rank for _, rank, _, _ in cuts] == sorted(rank for _, rank, _, _ in cuts)
     for rank in range(ranks):
-        held = sum(stop - start for _, owner, start, stop in cuts if owner == rank)
-        assert held == pytest.approx(sum(SIZES.values()) / ranks, abs=64)
+        owned = sum(stop - start for _, owner, start, stop in cuts if owner == rank)
+        assert owned == pytest.approx(sum(SIZES.values()) / ranks, abs=64)
     assert all(0 < stop - start <= (most or 10**9) for _, _, start, stop in cuts)
 
 
@@ -63,7 +63,7 @@ def test_a_chunk_is_a_32nd_of_a_share_and_not_tiny():
 
 
 class Chunked(StateStore):
-    """Nothing moves; only a chunk at a time."""
+    """A store that moves nothing, but lets the update process a chunk at a time."""
 
     chunked = True
 
@@ -84,7 +84,8 @@ def descend(module: nn.Module, update, steps: int, first: int = 0) -> None:
         module.zero_grad()
 
 
-def named(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module by name."""
     return dict(module.named_parameters())
 
 
@@ -111,8 +112,8 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
     whole, cut = model(), model()
-    descend(whole, WholeUpdate(named(whole), OPTIMIZERS[name]), 4)
-    update = PartitionedUpdate(named(cut), OPTIMIZERS[name], state_store=Chunked())
+    descend(whole, WholeUpdate(parameters_of(whole), OPTIMIZERS[name]), 4)
+    update = PartitionedUpdate(parameters_of(cut), OPTIMIZERS[name], state_store=Chunked())
     if name != "Adafactor":
         assert len(update.optimizer.param_groups[0]["params"]) > 4
     descend(cut, update, 4)
@@ -123,7 +124,7 @@ def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
 @pytest.mark.usefixtures("small_chunks")
 def test_an_optimizer_that_needs_whole_tensors_gets_them():
     cut = model()
-    update = PartitionedUpdate(named(cut), torch.optim.Adafactor, state_store=Chunked())
+    update = PartitionedUpdate(parameters_of(cut), torch.optim.Adafactor, state_store=Chunked())
     shapes = [p.shape for p in update.optimizer.param_groups[0]["params"]]
     assert shapes == [p.shape for p in cut.parameters()]
 
@@ -131,22 +132,24 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them():
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", ["SGD", "AdamW, fused", "AdamW, foreach", "Adafactor"])
 def test_state_goes_from_pieces_to_whole_and_back(name):
-    one, other, third = model(), model(), model()
-    pieces = PartitionedUpdate(named(one), OPTIMIZERS[name], state_store=Chunked())
-    descend(one, pieces, 3)
+    whole, in_pieces, third = model(), model(), model()
+    pieces = PartitionedUpdate(parameters_of(whole), OPTIMIZERS[name], state_store=Chunked())
+    descend(whole, pieces, 3)
     updates = [
-        (other, WholeUpdate(named(other), OPTIMIZERS[name])),
-        (third, PartitionedUpdate(named(third), OPTIMIZERS[name])),
+        (in_pieces, WholeUpdate(parameters_of(in_pieces), OPTIMIZERS[name])),
+        (third, PartitionedUpdate(parameters_of(third), OPTIMIZERS[name])),
     ]
     for module, update in updates:
-        module.load_state_dict(one.state_dict())
-        for full, value in saved(whole_tensors(pieces.state())).items():
+        module.load_state_dict(whole.state_dict())
+        for full, value in as_saved(whole_tensors(pieces.state())).items():
             parameter, _, key = full.rpartition(".")
             update.load_state(parameter, key, value)
         assert update.state().keys() == pieces.state().keys()
-    for module, update in [(one, pieces), *updates]:
+    for module, update in [(whole, pieces), *updates]:
         descend(module, update, 2, first=3)
-    for mine, second, last in zip(*(m.parameters() for m in (one, other, third)), strict=True):
+    for mine, second, last in zip(
+        *(m.parameters() for m in (whole, in_pieces, third)), strict=True
+    ):
         assert torch.equal(mine, second)
         assert torch.equal(mine, last)
 
@@ -167,19 +170,19 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
 
     for make in (OPTIMIZERS["AdamW, fused"], torch.optim.Adafactor):
         whole, cut = conv(), conv()
-        plain = WholeUpdate(named(whole), make)
-        pieces = PartitionedUpdate(named(cut), make, state_store=Chunked())
+        plain = WholeUpdate(parameters_of(whole), make)
+        pieces = PartitionedUpdate(parameters_of(cut), make, state_store=Chunked())
         rounds(whole, plain)
         rounds(cut, pieces)
         assert torch.equal(whole.weight, cut.weight)
-        found = whole_tensors(pieces.state())
+        state = whole_tensors(pieces.state())
         for key, value in whole_tensors(plain.state()).items():
-            assert torch.equal(value, found[key]), key
+            assert torch.equal(value, state[key]), key
 
 
 def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     reference, low = model(torch.float32), model(torch.float32)
-    update = PartitionedUpdate(named(low), OPTIMIZERS["SGD"], low_names=["0.weight"])
+    update = PartitionedUpdate(parameters_of(low), OPTIMIZERS["SGD"], low_names=["0.weight"])
     assert low[0].weight.dtype == torch.bfloat16
     assert low[2].weight.dtype == torch.float32
     before = whole_tensors(update.masters())["0.weight"]
@@ -189,14 +192,16 @@ def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     update.step()
     after = whole_tensors(update.masters())["0.weight"]
     assert after.dtype == torch.float32
-    # The change is too small for bf16, and there nevertheless.
+    # The change is too small for bf16, but the fp32 copy has it.
     expected = before - 0.01 * (2**-12 + 0.1 * before)
     assert torch.allclose(after, expected, rtol=0, atol=1e-8)
     assert torch.equal(low[0].weight, after.bfloat16())
     update.load_master("0.weight", InMemory(before + 1))
     assert torch.equal(whole_tensors(update.masters())["0.weight"], before + 1)
-    held = sum(t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape)
-    assert held == 2 * before.numel()  # the values and their momentum
+    fp32_numbers = sum(
+        t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape
+    )
+    assert fp32_numbers == 2 * before.numel()  # the fp32 values and their momentum
 
 
 def test_parameters_without_gradient_or_elements_are_left_alone():
@@ -205,7 +210,7 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
     )
     module["empty"] = nn.Parameter(torch.zeros(0))
     for make in (OPTIMIZERS["SGD"], torch.optim.Adafactor):
-        update = PartitionedUpdate(named(module), make, state_store=Chunked())
+        update = PartitionedUpdate(parameters_of(module), make, state_store=Chunked())
         module["used"].grad = torch.ones(3)
         update.step()
         assert torch.equal(module["not"], torch.ones(3))
@@ -214,10 +219,10 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
 
 def test_a_parameter_with_gaps_is_updated_nevertheless():
     whole, cut = (nn.ParameterDict({"p": nn.Parameter(torch.ones(4, 6)[:, :3])}) for _ in range(2))
-    plain = WholeUpdate(named(whole), OPTIMIZERS["SGD"])
+    plain = WholeUpdate(parameters_of(whole), OPTIMIZERS["SGD"])
     for module, update in (
         (whole, plain),
-        (cut, PartitionedUpdate(named(cut), OPTIMIZERS["SGD"], state_store=Chunked())),
+        (cut, PartitionedUpdate(parameters_of(cut), OPTIMIZERS["SGD"], state_store=Chunked())),
     ):
         module["p"].grad = torch.ones(4, 3)
         update.step()
@@ -233,18 +238,18 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
     def modules() -> nn.Module:
         return nn.ParameterDict({"p": nn.Parameter(torch.tensor(2.0))})
 
-    one, other, third = modules(), modules(), modules()
-    updates = [(one, WholeUpdate(named(one), OPTIMIZERS[name]))]
+    whole, in_pieces, third = modules(), modules(), modules()
+    updates = [(whole, WholeUpdate(parameters_of(whole), OPTIMIZERS[name]))]
     once(*updates[0])
-    for module, kind in ((other, PartitionedUpdate), (third, WholeUpdate)):
-        update, (source, before) = kind(named(module), OPTIMIZERS[name]), updates[-1]
+    for module, kind in ((in_pieces, PartitionedUpdate), (third, WholeUpdate)):
+        update, (source, before) = kind(parameters_of(module), OPTIMIZERS[name]), updates[-1]
         module.load_state_dict(source.state_dict())
-        for full, value in saved(whole_tensors(before.state())).items():
+        for full, value in as_saved(whole_tensors(before.state())).items():
             update.load_state(*full.split("."), value)
         updates.append((module, update))
     for module, update in updates:
         once(module, update)
-    assert one["p"] == other["p"] == third["p"]
+    assert whole["p"] == in_pieces["p"] == third["p"]
 
 
 def test_more_ranks_than_elements_leaves_some_with_nothing_to_update():

@@ -1,4 +1,4 @@
-"""Weight decay that leaves out norms and biases is the same however the parameters are cut."""
+"""Weight decay without norms and biases is the same for every division of the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def decaying(**keys: Any) -> torch.optim.Optimizer:
     return optimizer_factory(config)
 
 
-def all_decay(parameters: Any) -> torch.optim.Optimizer:
+def decay_everything(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that decays all parameters."""
     return decaying()(parameters)
 
 
@@ -27,11 +28,12 @@ def only_matrices(parameters: Any) -> torch.optim.Optimizer:
     return decaying(decay_norms_and_biases=False)(parameters)
 
 
-def by_hand(parameters: Any) -> torch.optim.Optimizer:
-    given = list(parameters)
-    matrices = [parameter for parameter in given if parameter.dim() > 1]
-    others = [parameter for parameter in given if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others}]
+def decay_matrices(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer with two groups made by hand: only matrices decay."""
+    listed = list(parameters)
+    matrices = [parameter for parameter in listed if parameter.dim() > 1]
+    small_ones = [parameter for parameter in listed if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": small_ones}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
@@ -42,12 +44,12 @@ def run(strategy: str, ranks: int, optimizer: Any, precision: str = "fp64") -> l
 
 @pytest.fixture(scope="module")
 def expected() -> Record:
-    return run("single", 1, by_hand)[0]
+    return run("single", 1, decay_matrices)[0]
 
 
 def test_one_process_decays_what_has_more_than_one_dim(expected):
     assert largest_difference(expected, run("single", 1, only_matrices)[0]) < 1e-12
-    assert largest_difference(expected, run("single", 1, all_decay)[0]) > 1e-3
+    assert largest_difference(expected, run("single", 1, decay_everything)[0]) > 1e-3
 
 
 @pytest.mark.parametrize("strategy", ["zero1_torch", "zero1_torch_offload_disk", "fsdp", "oss"])
@@ -58,6 +60,6 @@ def test_every_way_to_cut_the_parameters_decays_the_same(expected, strategy):
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_deepspeed_decays_the_same_in_fp32(strategy):
-    alone = run("single", 1, by_hand, "fp32")[0]
+    alone = run("single", 1, decay_matrices, "fp32")[0]
     for record in run(strategy, 2, only_matrices, "fp32"):
         assert largest_difference(alone, record) < 1e-5

@@ -1,4 +1,4 @@
-"""Every optimizer trains, resumes, and needs what is predicted, on one rank and on several."""
+"""Every optimizer trains, resumes, and needs the predicted memory, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOW = {"train.precision": "bf16", "optim.master_weights": False}
 
 
 def train(context, strategy, keys, folder, model=TinyLM, steps=4):
-    """Losses of a run, those after its checkpoint again, and both peaks of rank 0."""
+    """Losses of a run, losses after loading its checkpoint, and both peaks of rank 0."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
     samples, loss, made = tokens(40), CrossEntropy(), optimizer_factory(job.optim, 1)
     rows = make_plan(job, context.world_size, "cpu").batch.micro_size
 
     def loader(size, seen=0, **ranks):
         order = GlobalOrder(len(samples), size, seed=3)
-        given = {"micro_batch_size": rows, "samples_seen": seen, **ranks}
-        return StepLoader(samples, order, count=loss.count, **given)
+        loader_options = {"micro_batch_size": rows, "samples_seen": seen, **ranks}
+        return StepLoader(samples, order, count=loss.count, **loader_options)
 
     example = next(iter(loader(rows))).micro_batches[0]
     losses, ranks = [], {"dp_rank": context.dp_rank, "dp_size": context.dp_size}
@@ -45,7 +45,7 @@ def train(context, strategy, keys, folder, model=TinyLM, steps=4):
 
 
 def wide():
-    """Matrices large enough for few bits."""
+    """A model with matrices large enough for 4- and 8-bit state."""
     return TinyLM(width=64)
 
 
@@ -63,11 +63,11 @@ RUNS = {
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_resumed_run_goes_on_and_the_memory_is_foretold(case, tmp_path):
-    found = run_ranks(train, 1, "single", RUNS[case], tmp_path, wide)[0]
-    losses, again, (measured, predicted) = found
+    result = run_ranks(train, 1, "single", RUNS[case], tmp_path, wide)[0]
+    losses, again, (measured, predicted) = result
     assert losses[2:] == again
     assert losses[-1] < losses[0]
-    # The tables of the codes are not foretold: 4 KiB of a run.
+    # The forecast omits the tables of the codes: 4 KiB for a run.
     assert abs(measured.bytes - predicted.bytes) <= 4096
     assert measured.breakdown.optimizer == predicted.breakdown.optimizer
 
@@ -86,7 +86,7 @@ SHARED = {
 def test_ranks_have_the_losses_of_one_process(case, tmp_path):
     strategy, ranks, keys, tolerance = SHARED[case]
     pp = 2 if strategy == "1f1b" else 1
-    one = run_ranks(train, 1, "single", keys, tmp_path / "one", wide)[0]
+    single = run_ranks(train, 1, "single", keys, tmp_path / "one", wide)[0]
     for losses, again, _ in run_ranks(train, ranks, strategy, keys, tmp_path / "all", wide, pp=pp):
-        assert losses == pytest.approx(one[0], abs=tolerance)
+        assert losses == pytest.approx(single[0], abs=tolerance)
         assert losses[2:] == again

@@ -1,4 +1,4 @@
-"""Keys of optimizers that public scripts set: torch's numbers, however the parameters are cut."""
+"""Optimizer keys of public scripts: torch's numbers, for every division of the parameters."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ CASES = {
 }
 
 
-def all_cases(context, strategy, keys):
-    """A record for each case, made by the job's keys."""
+def job_records(context, strategy, keys):
+    """A record for each case; the optimizers are made from the job's keys."""
     made = [optimizer_factory(OptimConfig(**given)) for given, _ in CASES.values()]
     data = tokens(22)
     return [train(context, TinyLM, data, strategy, keys, 4, optimizer) for optimizer in made]
 
 
-def by_torch(context, keys):
-    """The same by torch's own optimizers in one process, with check against a plain loop."""
+def torch_records(context, keys):
+    """The same with torch's optimizers in one process, checked against a plain loop."""
     checked = {**keys, "train.check_first_steps": 4}
     data = tokens(22)
     return [train(context, TinyLM, data, "single", checked, 4, make) for _, make in CASES.values()]
@@ -49,7 +49,7 @@ def by_torch(context, keys):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run_ranks(by_torch, 1, {"train.precision": "fp64"})[0]
+    return run_ranks(torch_records, 1, {"train.precision": "fp64"})[0]
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,13 @@ def expected():
     ],
 )
 def test_every_engine_has_torchs_numbers(strategy, ranks, tolerance, expected):
-    keys = {} if tolerance == 1e-4 else {"train.precision": "fp64"}  # DeepSpeed has no fp64
+    # DeepSpeed does not support fp64
+    keys = {} if tolerance == 1e-4 else {"train.precision": "fp64"}
     pp = 2 if strategy == "1f1b" else 1
-    for records in run_ranks(all_cases, ranks, strategy, keys, pp=pp):
-        for case, one, other in zip(CASES, expected, records, strict=True):
-            assert largest_difference(one, other) < tolerance, case
-            assert len(set(one.losses)) == len(one.losses), case
+    for records in run_ranks(job_records, ranks, strategy, keys, pp=pp):
+        for case, expected_record, record in zip(CASES, expected, records, strict=True):
+            assert largest_difference(expected_record, record) < tolerance, case
+            assert len(set(expected_record.losses)) == len(expected_record.losses), case
 
 
 REFUSED = {
@@ -119,8 +120,8 @@ def test_another_optimizer_leaves_what_only_the_one_below_it_has():
 
 def test_a_warm_up_begins_at_its_factor():
     config = OptimConfig(lr=2.0, warmup_steps=4, warmup_factor=0.1)
-    found = [learning_rate(config, step, 10, 8, 5) for step in range(6)]
-    assert found == pytest.approx([0.2, 0.65, 1.1, 1.55, 2.0, 2.0])
+    schedule_rates = [learning_rate(config, step, 10, 8, 5) for step in range(6)]
+    assert schedule_rates == pytest.approx([0.2, 0.65, 1.1, 1.55, 2.0, 2.0])
     linear = torch.optim.lr_scheduler.LinearLR
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler = linear(optimizer, start_factor=0.1, total_iters=4)
@@ -129,6 +130,6 @@ def test_a_warm_up_begins_at_its_factor():
         by_torch.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert found == pytest.approx(by_torch)
+    assert schedule_rates == pytest.approx(by_torch)
     epochs = OptimConfig(lr=2.0, warmup_epochs=0.8, warmup_factor=0.1)
-    assert [learning_rate(epochs, step, 10, 8, 5) for step in range(6)] == found
+    assert [learning_rate(epochs, step, 10, 8, 5) for step in range(6)] == schedule_rates

@@ -1,4 +1,4 @@
-"""A resumed run goes on as it was, in whatever order the numbers of a parameter lie in memory."""
+"""A resumed run continues exactly, for any memory layout of a parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.ranks.context import RunContext
 
 
 class Net(nn.Module):
-    """Weights with their channels last, and one that is a transposed view."""
+    """Weights in channels-last order, and one that is a transposed view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,23 +51,25 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_going_on_and_resuming_are_the_same(kind, tmp_path):
-    with engine(KINDS[kind]) as one, engine(KINDS[kind]) as other:
+    with engine(KINDS[kind]) as continued, engine(KINDS[kind]) as resumed:
         for _ in range(3):
-            one.step(batch())
-        one.save(tmp_path)
-        other.load(next(tmp_path.glob("step-*")))
+            continued.step(batch())
+        continued.save(tmp_path)
+        resumed.load(next(tmp_path.glob("step-*")))
         for _ in range(3):
-            one.step(batch())
-            other.step(batch())
-        for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            continued.step(batch())
+            resumed.step(batch())
+        for mine, theirs in zip(
+            continued.model.parameters(), resumed.model.parameters(), strict=True
+        ):
             assert torch.equal(mine, theirs)
 
 
 def test_state_in_another_type_is_taken_over(tmp_path):
-    with engine(KINDS["lean"]) as one, engine(KINDS["fused"]) as other:
-        one.step(batch())
-        one.save(tmp_path)
-        other.load(next(tmp_path.glob("step-*")))
-        other.step(batch())
-        moments = [slots["exp_avg"] for slots in other.runner.optimizer.state.values()]
+    with engine(KINDS["lean"]) as saver, engine(KINDS["fused"]) as loader:
+        saver.step(batch())
+        saver.save(tmp_path)
+        loader.load(next(tmp_path.glob("step-*")))
+        loader.step(batch())
+        moments = [slots["exp_avg"] for slots in loader.runner.optimizer.state.values()]
         assert {moment.dtype for moment in moments} == {torch.float32}

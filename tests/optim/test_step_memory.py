@@ -1,4 +1,4 @@
-"""An optimizer's own step says what it needs beside what it is given."""
+"""The memory of an optimizer's step in addition to its inputs, found by running the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def memory(make, device_type="cpu"):
 
 
 def copies(make, groups, device_type="cpu", dtype=torch.float32):
-    """Of a piece of `SIZE` numbers, how many the step has at its highest."""
+    """The step's memory peak on pieces of `SIZE` numbers, in units of such a piece."""
     timeline = memory(make, device_type).timeline(groups, dtype)
     assert timeline is not None
     return timeline.peak().bytes / COPY
@@ -33,7 +33,8 @@ def copies(make, groups, device_type="cpu", dtype=torch.float32):
     [
         (partial(torch.optim.SGD, lr=0.1), 0, 0),
         (partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), 1, 1),
-        (partial(torch.optim.AdamW, lr=0.1), 2, 3),  # what the one before had last is still there
+        # The last temporary of the previous parameter is still alive
+        (partial(torch.optim.AdamW, lr=0.1), 2, 3),
         (partial(torch.optim.AdamW, lr=0.1, foreach=True), 1, 4),
         (partial(torch.optim.AdamW, lr=0.1, fused=True), 0, 0),
         (partial(torch.optim.RMSprop, lr=0.1, foreach=True), 1, 4),
@@ -61,11 +62,11 @@ def test_each_group_is_updated_with_its_own_options():
         return torch.optim.SGD([g for g in groups if g["params"]], lr=0.1)
 
     optimizer = make([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
-    found = StepMemory(make, CPU, "cpu", group_options(optimizer), "SGD")
-    decayed, plain = (found.timeline(g) for g in ([[(SIZE,)], []], [[], [(SIZE,)]]))
+    step_memory = StepMemory(make, CPU, "cpu", group_options(optimizer), "SGD")
+    decayed, plain = (step_memory.timeline(g) for g in ([[(SIZE,)], []], [[], [(SIZE,)]]))
     assert decayed.peak().bytes == pytest.approx(COPY, rel=0.02)
     assert plain.peak().bytes < 0.02 * COPY
-    highest = found.highest([(SIZE, 0), (SIZE // 2, 0), (4 * SIZE, 1)])
+    highest = step_memory.highest([(SIZE, 0), (SIZE // 2, 0), (4 * SIZE, 1)])
     assert highest.peak().bytes == pytest.approx(COPY, rel=0.02)
 
 
@@ -73,9 +74,9 @@ def test_each_group_is_updated_with_its_own_options():
 @pytest.mark.parametrize("foreach", [False, True])
 def test_every_optimizer_runs_without_numbers(name, foreach):
     make = partial(getattr(torch.optim, name), lr=0.1, foreach=foreach)
-    found = copies(make, [[(SIZE,)]])
-    # One by one, ASGD copies nothing before its step `t0`, from which on it averages.
-    assert found < 0.02 if (name, foreach) == ("ASGD", False) else found >= 0.9
+    size = copies(make, [[(SIZE,)]])
+    # For one parameter at a time: ASGD makes no copy before step `t0`, when it begins to average.
+    assert size < 0.02 if (name, foreach) == ("ASGD", False) else size >= 0.9
 
 
 def test_one_that_does_not_run_on_flat_pieces_is_not_guessed_at():
@@ -86,11 +87,11 @@ def test_one_that_does_not_run_on_flat_pieces_is_not_guessed_at():
                     parameter.grad.sum(dim=1)
             return super().step(closure)
 
-    found = memory(partial(Rows, lr=0.1))
-    assert found.timeline([[(8, 8)]]) is not None
-    assert found.timeline([[(64,)]]) is None
-    assert found.highest([(64, 0)]) is None
-    assert found.timeline([[]]) is None
+    step_memory = memory(partial(Rows, lr=0.1))
+    assert step_memory.timeline([[(8, 8)]]) is not None
+    assert step_memory.timeline([[(64,)]]) is None
+    assert step_memory.highest([(64, 0)]) is None
+    assert step_memory.timeline([[]]) is None
 
 
 def test_nothing_of_torch_is_changed_for_good():

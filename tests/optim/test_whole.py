@@ -1,4 +1,4 @@
-"""An optimizer made of whole parameters, put on pieces; and what its step needs."""
+"""An optimizer built for whole parameters and applied to pieces, and the needs of its step."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_step_needs_is_found_out_by_steps(name):
     make, expected = KINDS[name]
-    found = kind(make)
-    assert (found.elementwise, found.separable, found.counts) == expected
+    needs = kind(make)
+    assert (needs.elementwise, needs.separable, needs.counts) == expected
 
 
 def test_a_class_that_is_only_called_as_torchs_is_tried():
@@ -112,6 +112,6 @@ def test_what_is_kept_beside_the_state_is_made_again_or_refused():
 
 
 def test_a_tensor_that_is_no_parameter_of_the_model_is_refused():
-    own = nn.Parameter(torch.zeros(3))
+    outside = nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigError, match=r"not a parameter of the model \(shape \[3\]\)"):
-        _ = WholeOptimizer(lambda ps: torch.optim.SGD([*ps, own], lr=0.1), small()).groups
+        _ = WholeOptimizer(lambda ps: torch.optim.SGD([*ps, outside], lr=0.1), small()).groups

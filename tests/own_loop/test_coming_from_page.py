@@ -1,4 +1,4 @@
-"""The page for users of other tools: each line of ours runs, or is read as a job or a command."""
+"""The page for users of other tools: each bigtrain line runs, or is read as a job or a command."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 PYTHON = re.compile(r"^(\w+ = )?(engine\.|bigtrain\.prepare|print\()")
 
 
-def ours() -> list[str]:
-    """What stands in backticks in the last cells of the tables."""
+def bigtrain_code() -> list[str]:
+    """The code in backticks in the last column of the tables."""
     rows = re.findall(r"^\|.*\| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
     return [code for cell in rows for code in re.findall(r"`([^`]+)`", cell)]
 
 
-WORDS = sorted({code for code in ours() if re.match(r"(--strategy |[a-z]+\.[a-z_.]+=)", code)})
+WORDS = sorted(
+    {code for code in bigtrain_code() if re.match(r"(--strategy |[a-z]+\.[a-z_.]+=)", code)}
+)
 
 
 def test_lines_of_python_run(tmp_path: Path) -> None:
-    """In the script of the page; each `prepare` makes an engine in the place of the last one."""
+    """In the page's script; each `prepare` makes an engine that replaces the previous one."""
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    lines = [code for code in dict.fromkeys(ours()) if PYTHON.match(code)]
+    lines = [code for code in dict.fromkeys(bigtrain_code()) if PYTHON.match(code)]
     assert len(lines) > 8
     script += "\n\nclass Sampler:\n    state_dict = dict\n    load_state_dict = print\n\n\n"
     script += "sampler = Sampler()\n"
@@ -52,11 +54,11 @@ def test_words_are_a_job_that_can_be_planned(words: str) -> None:
     strategy = split[1] if split[0] == "--strategy" else "fsdp"
     if "package.module" in words:
         return
-    rest = split[2:] if split[0] == "--strategy" else split
+    keys_and_values = split[2:] if split[0] == "--strategy" else split
     device = "cuda" if strategy.endswith("_cpu") else "cpu"
-    job = load_job(None, strategy, ["train.global_batch_size=64", *rest])
+    job = load_job(None, strategy, ["train.global_batch_size=64", *keys_and_values])
     if strategy == "interleaved_1f1b" or "accumulation_steps" in words:
-        job = load_job(None, strategy, rest)
+        job = load_job(None, strategy, keys_and_values)
     make_plan(job, 8, device)
 
 

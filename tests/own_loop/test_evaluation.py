@@ -1,4 +1,4 @@
-"""Figures and outputs in a custom loop, in one process: `evaluate` and `predict`."""
+"""Figures and outputs in a custom loop on one process: `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def spread(outputs: Tensor, targets: Tensor) -> tuple[float, int]:
-    """A metric over something other than rows: of the first class alone."""
+    """A metric weighted by something other than rows: by the targets of the first class."""
     of_first = outputs[targets == 0]
     return float(of_first.abs().sum()), of_first.numel()
 
@@ -53,16 +53,16 @@ def plain(model: nn.Module) -> dict[str, float]:
 
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "after steps"])
 def test_a_loop_measures_what_a_plain_loop_does_on_all_rows(trained: bool) -> None:
-    """Of batches of different sizes, whether a step came before or not."""
+    """With batches of different sizes, before the first step and after steps."""
     with bigtrain.prepare(net, F.cross_entropy, sgd, metrics=METRICS) as engine:
         for _ in range(3 if trained else 0):
             engine.step((X, Y))
         model = net()
         model.load_state_dict(engine.model.state_dict())
-        found = engine.evaluate(BATCHES)
-        assert found == pytest.approx(plain(model), rel=1e-6)
-        assert list(found) == ["loss", "accuracy", "spread"]
-        assert engine.evaluate(iter(BATCHES), {}) == pytest.approx({"loss": found["loss"]})
+        figures = engine.evaluate(BATCHES)
+        assert figures == pytest.approx(plain(model), rel=1e-6)
+        assert list(figures) == ["loss", "accuracy", "spread"]
+        assert engine.evaluate(iter(BATCHES), {}) == pytest.approx({"loss": figures["loss"]})
         only = engine.evaluate(BATCHES[:1], {"rows": lambda outputs, _: (len(outputs), 1)})
         assert only["rows"] == 7
         engine.step((X, Y))
@@ -72,11 +72,11 @@ def test_modes_are_as_they_were_and_nothing_trains() -> None:
     with bigtrain.prepare(net, F.cross_entropy, sgd) as engine:
         engine.step((X, Y))
         engine.model[1].eval()
-        before = [one.training for one in engine.model.modules()]
+        before = [module.training for module in engine.model.modules()]
         state = {n: t.clone() for n, t in engine.model.state_dict().items()}
         engine.evaluate(BATCHES)
         outputs = engine.predict(X)
-        assert [one.training for one in engine.model.modules()] == before
+        assert [module.training for module in engine.model.modules()] == before
         assert all(torch.equal(state[n], t) for n, t in engine.model.state_dict().items())
         assert not outputs.requires_grad
         engine.model.eval()
@@ -91,29 +91,29 @@ def test_outputs_of_any_structure_come_as_they_are() -> None:
             self.linear = nn.Linear(4, 3)
 
         def forward(self, x: Tensor, scale: Tensor) -> dict[str, Any]:
-            found = self.linear(x) * scale
-            return {"logits": found, "pair": (found.sum(), "text")}
+            results = self.linear(x) * scale
+            return {"logits": results, "pair": (results.sum(), "text")}
 
     def loss(outputs: dict[str, Any], targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs["logits"], targets)
 
     inputs = {"x": X, "scale": torch.tensor(2.0)}
     with bigtrain.prepare(Odd, loss, sgd) as engine:
-        found = engine.predict(inputs)
-        assert found["logits"].shape == (15, 3)
-        assert found["pair"][1] == "text"
+        results = engine.predict(inputs)
+        assert results["logits"].shape == (15, 3)
+        assert results["pair"][1] == "text"
         figures = engine.evaluate([(inputs, Y)], {"n": lambda o, t: (o["logits"].sum(), len(t))})
-        assert figures["n"] == pytest.approx(float(found["logits"].sum()) / 15, rel=1e-6)
+        assert figures["n"] == pytest.approx(float(results["logits"].sum()) / 15, rel=1e-6)
 
 
 def test_nothing_to_measure_is_no_number() -> None:
     with bigtrain.prepare(net, F.cross_entropy, sgd, metrics={"accuracy": accuracy}) as engine:
-        found = engine.evaluate([])
-        assert math.isnan(found["accuracy"])
+        figures = engine.evaluate([])
+        assert math.isnan(figures["accuracy"])
 
 
 @pytest.mark.parametrize(
-    ("batches", "metrics", "said"),
+    ("batches", "metrics", "message"),
     [
         ([X], None, r"evaluate: got a Tensor, and \(inputs, targets\) is needed"),
         ([(X, Y, Y)], None, "evaluate: got a tuple of 3 things"),
@@ -125,10 +125,10 @@ def test_nothing_to_measure_is_no_number() -> None:
         (BATCHES, {"a": 3}, "metrics: give functions"),
     ],
 )
-def test_what_is_no_batch_or_no_metric_is_said(batches: Any, metrics: Any, said: str) -> None:
+def test_what_is_no_batch_or_no_metric_is_said(batches: Any, metrics: Any, message: str) -> None:
     with (
         bigtrain.prepare(net, F.cross_entropy, sgd) as engine,
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
     ):
         engine.evaluate(batches, metrics)
 

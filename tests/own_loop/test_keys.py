@@ -1,4 +1,4 @@
-"""Keys in `prepare`: followed, or refused with what to write in their place."""
+"""Keys in `prepare`: followed, or refused with the code to write instead."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bigtrain.own_loop.keys import FOLLOWED, INSTEAD
 
 
 def keys_of(kind: type[BaseModel], prefix: str = "") -> set[str]:
-    found = set()
+    keys = set()
     for name, field in kind.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found |= keys_of(inner, f"{prefix}{name}.")
+            keys |= keys_of(inner, f"{prefix}{name}.")
         else:
-            found.add(f"{prefix}{name}")
-    return found
+            keys.add(f"{prefix}{name}")
+    return keys
 
 
 def test_every_key_has_one_verdict() -> None:
@@ -41,12 +41,12 @@ def linear() -> nn.Module:
 
 @pytest.mark.parametrize("key", sorted(INSTEAD))
 def test_what_is_not_followed_is_refused_by_its_name(key: str) -> None:
-    given = key.replace(".", "__")
+    keyword = key.replace(".", "__")
     with pytest.raises(ConfigError) as refused:
-        bigtrain.prepare(linear, F.cross_entropy, sgd, **{given: 1})  # type: ignore[arg-type]
-    said = str(refused.value)
-    assert said.startswith(f"prepare(..., {given}=...) would be ignored: ")
-    assert said.endswith("Leave it out.")
+        bigtrain.prepare(linear, F.cross_entropy, sgd, **{keyword: 1})  # type: ignore[arg-type]
+    message = str(refused.value)
+    assert message.startswith(f"prepare(..., {keyword}=...) would be ignored: ")
+    assert message.endswith("Leave it out.")
 
 
 def test_a_whole_section_is_looked_into() -> None:
@@ -73,7 +73,8 @@ def test_keys_that_are_followed_are_followed() -> None:
         before = engine.model.weight.detach().clone()
         engine.step((x, y))
         assert engine.model.weight.dtype == torch.float64
-        assert (engine.model.weight - before).norm() < 5e-3  # the decay is not clipped
+        # Weight decay is not affected by clipping
+        assert (engine.model.weight - before).norm() < 5e-3
         assert engine.meter.measured().peak is None
         assert engine.job.checkpoint.keep == 7
         assert engine.context.seed == 5
@@ -107,13 +108,13 @@ def test_more_rows_than_the_keys_say_are_refused(keys: dict[str, Any], said: str
 def test_a_batch_that_is_none_is_said() -> None:
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     with bigtrain.prepare(linear, F.cross_entropy, sgd) as engine:
-        for batch, said in (
+        for batch, message in (
             (x, r"step: got a Tensor, and \(inputs, targets\)"),
             ((x, y, y), "step: got a tuple of 3 things"),
             ({"x": x}, "step: got a dict with 'x'"),
             ((x[:0], y[:0]), "has no row"),
             (("text", "more"), "the inputs hold no tensor"),
         ):
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=message):
                 engine.step(batch)  # type: ignore[arg-type]
         engine.step((x, y))

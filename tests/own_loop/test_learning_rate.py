@@ -1,6 +1,6 @@
 """Learning rates in a custom loop: torch's schedulers on engine.optimizer, and `learning_rate`.
 
-In one process, held against a plain loop of torch; under strategies: `test_ranks_schedules.py`.
+In one process, compared with a plain torch loop; `test_ranks_schedules.py` tests strategies.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def opened(optimizer: Any = in_two_groups, **more: Any) -> bigtrain.Engine:
+def open_engine(optimizer: Any = in_two_groups, **more: Any) -> bigtrain.Engine:
+    """An engine of one process for the linear model."""
     more = {"memory__predict": False, **more}
     return bigtrain.prepare(linear, F.cross_entropy, optimizer, strategy="single", **more)
 
 
 def plain_rates(schedule: str) -> tuple[list[list[float]], list[float]]:
-    """Rates and momenta before each step, and the loss of each, of a plain loop."""
+    """The rates and momenta before each step of a plain loop, and the loss of each step."""
     model = linear()
-    with opened() as engine:
+    with open_engine() as engine:
         model.load_state_dict(engine.model.state_dict())
     optimizer = in_two_groups(model.parameters())
     scheduler = SCHEDULES[schedule](optimizer)
@@ -57,24 +58,24 @@ def plain_rates(schedule: str) -> tuple[list[list[float]], list[float]]:
 def test_a_scheduler_on_the_engines_optimizer_does_what_it_does_in_a_plain_loop(
     schedule: str, tmp_path: Path
 ) -> None:
-    """Saved after two steps by one run and gone on with by another."""
+    """Two steps are run and saved by one engine, and continued by a second one."""
     expected, plain = plain_rates(schedule)
     settings, losses = [], []
-    for turn in range(2):
-        with opened() as engine, warnings.catch_warnings():
-            warnings.simplefilter("error")  # a scheduler warns where no optimizer has stepped
+    for part in range(2):
+        with open_engine() as engine, warnings.catch_warnings():
+            warnings.simplefilter("error")  # a scheduler warns if it steps before the optimizer
             scheduler = SCHEDULES[schedule](engine.optimizer)
             engine.attach(scheduler=scheduler)
-            if turn:
+            if part:
                 assert engine.load(tmp_path / "step-2") == {"epoch": 7}
-            for _ in range(STEPS - 2 if turn else 2):
+            for _ in range(STEPS - 2 if part else 2):
                 groups = engine.optimizer.param_groups
                 settings.append([g[k] for g in groups for k in ("lr", "momentum")])
                 result = engine.step((X, Y))
                 scheduler.step()
                 losses.append(result.loss)
                 assert result.lr == settings[-1][0]
-            if not turn:
+            if not part:
                 engine.save(tmp_path, extra={"epoch": 7})
     assert settings == expected
     assert losses == pytest.approx(plain, abs=1e-6)
@@ -84,27 +85,27 @@ def test_a_scheduler_on_the_engines_optimizer_does_what_it_does_in_a_plain_loop(
 def test_prepare_steps_a_scheduler_and_resumes_it(schedule: str, tmp_path: Path) -> None:
     expected, plain = plain_rates(schedule)
     rates, losses = [], []
-    for turn in range(2):
-        with opened(learning_rate=SCHEDULES[schedule]) as engine:
-            if turn:
+    for part in range(2):
+        with open_engine(learning_rate=SCHEDULES[schedule]) as engine:
+            if part:
                 engine.load(tmp_path / "step-2")
-            for _ in range(STEPS - 2 if turn else 2):
+            for _ in range(STEPS - 2 if part else 2):
                 result = engine.step((X, Y))
                 rates.append(result.lr)
                 losses.append(result.loss)
-            if not turn:
+            if not part:
                 engine.save(tmp_path)
-    assert rates == [one[0] for one in expected]
+    assert rates == [rate[0] for rate in expected]
     assert losses == pytest.approx(plain, abs=1e-6)
 
 
 def test_a_number_a_function_and_one_with_a_rate_for_each_group() -> None:
-    for given, expected in (
+    for rate, expected in (
         (0.02, [[0.02, 0.02]] * 3),
         (lambda step: 0.1 / (step + 1), [[0.1 / n] * 2 for n in (1, 2, 3)]),
         (lambda step: [0.1, 0.01 * step], [[0.1, 0.01 * n] for n in range(3)]),
     ):
-        with opened(learning_rate=given) as engine:
+        with open_engine(learning_rate=rate) as engine:
             seen = []
             for _ in range(3):
                 lr = engine.step((X, Y)).lr
@@ -116,12 +117,12 @@ def test_a_number_a_function_and_one_with_a_rate_for_each_group() -> None:
 def test_a_schedule_begins_where_it_would_be_in_a_run_that_had_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         for _ in range(3):
             engine.step((X, Y))
         engine.save(tmp_path)
     cosine = functools.partial(lr_scheduler.CosineAnnealingLR, T_max=6)
-    with opened(SGD, learning_rate=cosine) as engine:
+    with open_engine(SGD, learning_rate=cosine) as engine:
         engine.load(tmp_path / "step-3")
         assert engine.step((X, Y)).lr == pytest.approx(0.1 * (1 + math.cos(math.pi / 2)) / 2)
     assert (
@@ -130,18 +131,18 @@ def test_a_schedule_begins_where_it_would_be_in_a_run_that_had_none(
 
 
 def test_a_plateau_is_the_loops_to_step() -> None:
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         plateau = lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
         engine.attach(plateau=plateau)
         for figure in (1.0, 2.0, 3.0):
             plateau.step(figure)
         assert engine.step((X, Y)).lr == pytest.approx(0.001)
     with pytest.raises(ConfigError, match=r"ReduceLROnPlateau steps by a figure.*engine\.attach"):
-        opened(SGD, learning_rate=lr_scheduler.ReduceLROnPlateau)
+        open_engine(SGD, learning_rate=lr_scheduler.ReduceLROnPlateau)
 
 
 def test_settings_that_the_loop_sets_come_to_the_optimizer_and_back(tmp_path: Path) -> None:
-    with opened() as engine:
+    with open_engine() as engine:
         first, second = engine.optimizer.param_groups
         assert (first["lr"], second["lr"]) == (0.1, 0.05)
         second["lr"], first["weight_decay"] = 0.0, 0.5
@@ -149,10 +150,10 @@ def test_settings_that_the_loop_sets_come_to_the_optimizer_and_back(tmp_path: Pa
         engine.step((X, Y))
         assert torch.equal(engine.model.bias, bias)
         assert engine.runner.optimizer.param_groups[0]["weight_decay"] == 0.5
-        engine.runner.optimizer.param_groups[0]["lr"] = 0.25  # by those who reach below
+        engine.runner.optimizer.param_groups[0]["lr"] = 0.25  # set on the inner optimizer directly
         assert engine.step((X, Y)).lr == 0.25
         engine.save(tmp_path)
-    with opened() as engine:
+    with open_engine() as engine:
         engine.load(tmp_path / "step-2")
         groups = engine.optimizer.param_groups
         assert [g["lr"] for g in groups] == [0.25, 0.0]
@@ -168,26 +169,27 @@ def scheduled_inside(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def captured(parameters: Any) -> torch.optim.Optimizer:
+def captured_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """SGD that is also appended to CAPTURED, as a user's factory may do."""
     CAPTURED.append(torch.optim.SGD(parameters, lr=0.1))
     return CAPTURED[-1]
 
 
 def test_a_scheduler_made_inside_of_the_factory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learning-rate scheduler.*engine\.optimizer.*T_max=STE"):
-        opened(scheduled_inside)
+        open_engine(scheduled_inside)
 
 
 def test_optimizers_that_forecasts_were_made_with_refuse_to_be_used() -> None:
     example = (X, Y)
     CAPTURED.clear()
-    with opened(captured, memory__predict=True, example=example) as engine:
+    with open_engine(captured_sgd, memory__predict=True, example=example) as engine:
         engine.step((X, Y))
         used = [o for o in CAPTURED if o is engine.runner.optimizer]
-        others = [o for o in CAPTURED if o is not engine.runner.optimizer]
+        forecast_optimizers = [o for o in CAPTURED if o is not engine.runner.optimizer]
         assert len(used) == 1
-        assert others
-        for dead in others:
+        assert forecast_optimizers
+        for dead in forecast_optimizers:
             with pytest.raises(ConfigError, match=r"made for a forecast.*is engine\.optimizer"):
                 lr_scheduler.StepLR(dead, 1)
             with pytest.raises(ConfigError, match="updates nothing"):
@@ -195,7 +197,7 @@ def test_optimizers_that_forecasts_were_made_with_refuse_to_be_used() -> None:
 
 
 def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         optimizer = engine.optimizer
         optimizer.zero_grad()
         with pytest.raises(ConfigError, match=r"engine\.step\(batch\) has done the backward"):
@@ -209,7 +211,7 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("rate", "message"),
     [
         ("cosine", r"learning_rate: got 'cosine'\. Give a number; a function of the step"),
         (lambda _: None, r"learning_rate: it gave a NoneType\. Give a number"),
@@ -218,9 +220,9 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
         (lr_scheduler.StepLR, r"with the optimizer TypeError: .*step_size"),
     ],
 )
-def test_what_is_no_rate_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        opened(learning_rate=given)
+def test_what_is_no_rate_is_refused(rate: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_engine(learning_rate=rate)
 
 
 def test_objects_of_the_users_own_go_with_a_checkpoint(
@@ -236,11 +238,15 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
         def load_state_dict(self, state: dict[Any, Any]) -> None:
             self.seen = state
 
-    own = {1: (2, math.inf), "t": torch.tensor([1.5, math.nan], dtype=torch.bfloat16), None: [True]}
+    user_state = {
+        1: (2, math.inf),
+        "t": torch.tensor([1.5, math.nan], dtype=torch.bfloat16),
+        None: [True],
+    }
     counter = Counter()
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         engine.attach(counter=counter, other=Counter())
-        counter.seen = own
+        counter.seen = user_state
         engine.save(tmp_path, extra={"best": -math.inf})
         counter.seen = {"model": linear()}
         with pytest.raises(ConfigError, match=r"counter\.state_dict\(\)\['model'\] is a Linear"):
@@ -255,33 +261,33 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
         with pytest.raises(ConfigError, match="the name is taken"):
             engine.attach(counter=Counter())
     again = Counter()
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         engine.attach(counter=again, third=Counter())
         assert engine.load(tmp_path / "step-0") == {"best": -math.inf}
-    assert again.seen.keys() == own.keys()
+    assert again.seen.keys() == user_state.keys()
     assert again.seen[1] == (2, math.inf)
     assert again.seen["t"].dtype == torch.bfloat16
     assert again.seen["t"][0] == 1.5
     assert again.seen["t"][1].isnan()
-    said = capsys.readouterr().err
-    assert "has no state of third, which stays as it is" in said
-    assert "has a state of other, which is not used: call engine.attach(other=...)" in said
+    errors = capsys.readouterr().err
+    assert "has no state of third, which stays as it is" in errors
+    assert "has a state of other, which is not used: call engine.attach(other=...)" in errors
 
 
 def test_an_optimizer_that_is_made_already_is_answered_with_what_makes_it() -> None:
     model = linear()
 
-    def refused(given: Any) -> str:
+    def refused(optimizer: Any) -> str:
         with pytest.raises(ConfigError) as refusal:
-            bigtrain.prepare(model, F.cross_entropy, given)
+            bigtrain.prepare(model, F.cross_entropy, optimizer)
         return str(refusal.value)
 
-    said = refused(torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95)))
-    assert "got an AdamW that is made already" in said
-    assert "Give functools.partial(torch.optim.AdamW, lr=0.002, betas=(0.9, 0.95))." in said
+    message = refused(torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95)))
+    assert "got an AdamW that is made already" in message
+    assert "Give functools.partial(torch.optim.AdamW, lr=0.002, betas=(0.9, 0.95))." in message
     groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "lr": 1.0}]
-    said = refused(torch.optim.SGD(groups, lr=0.5, momentum=0.9))
-    maker = said.partition("lambda parameters: ")[2].partition(". A group")[0]
+    message = refused(torch.optim.SGD(groups, lr=0.5, momentum=0.9))
+    maker = message.partition("lambda parameters: ")[2].partition(". A group")[0]
     weights, biases = (lambda p: p.dim() > 1), (lambda p: p.dim() == 1)
     names = {"torch": torch, "BELONGS_TO_0": weights, "BELONGS_TO_1": biases}
     made = eval(f"lambda parameters: {maker}", names)(list(model.parameters()))

@@ -57,7 +57,8 @@ def plain(forward: Any, model: Any = Named, steps: int = 3) -> list[float]:
     return losses
 
 
-def trained(model: Any, inputs: Any, **more: Any) -> list[float]:
+def train_on(model: Any, inputs: Any, **more: Any) -> list[float]:
+    """The losses of three steps on these inputs."""
     with bigtrain.prepare(model, F.cross_entropy, sgd, **more) as engine:
         return [engine.step((inputs, TARGETS)).loss for _ in range(3)]
 
@@ -73,12 +74,12 @@ def test_a_dict_goes_by_name_where_the_forward_has_the_names(
 ) -> None:
     expected = plain(lambda twin: twin(**GIVEN), copy.deepcopy(model))
     example = {"example": (inputs, TARGETS)} if shown else {}
-    assert trained(model, inputs, **example) == pytest.approx(expected, abs=1e-6)
+    assert train_on(model, inputs, **example) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_module_comes_back_as_it_was() -> None:
     model = Named()
-    trained(model, GIVEN, example=(GIVEN, TARGETS))
+    train_on(model, GIVEN, example=(GIVEN, TARGETS))
     assert set(vars(model)) == set(vars(Named()))
     with pytest.raises(AssertionError):
         model(GIVEN)
@@ -87,20 +88,20 @@ def test_a_module_comes_back_as_it_was() -> None:
 def test_a_forward_of_the_users_own() -> None:
     def forward(model: Any, inputs: Any) -> Tensor:
         assert isinstance(model.head, nn.Linear)
-        found: Tensor = model(inputs["ids"], mask=inputs["extra"]["mask"])
-        return found * 2
+        output: Tensor = model(inputs["ids"], mask=inputs["extra"]["mask"])
+        return output * 2
 
     inputs = {"ids": IDS, "extra": {"mask": MASK}}
     expected = plain(lambda twin: twin(IDS, mask=MASK) * 2)
     more: dict[str, Any] = {"forward": forward, "train__accumulation_steps": 2}
-    assert trained(Named, inputs, **more) == pytest.approx(expected, abs=1e-6)
+    assert train_on(Named, inputs, **more) == pytest.approx(expected, abs=1e-6)
     more["example"] = (inputs, TARGETS)
-    assert trained(Named, inputs, **more) == pytest.approx(expected, abs=1e-6)
+    assert train_on(Named, inputs, **more) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_forward_of_other_arguments_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"forward: it cannot be called with \(model, inputs\)"):
-        trained(Named, GIVEN, forward=lambda model: model)
+        train_on(Named, GIVEN, forward=lambda model: model)
 
 
 def test_a_changed_model_can_be_copied_and_pickled() -> None:
@@ -120,7 +121,7 @@ def test_when_a_mapping_goes_by_name() -> None:
     assert goes_by_name(lambda x, y=1, z=2: None, tensors)
     assert goes_by_name(lambda **kwargs: None, tensors)
     assert goes_by_name(lambda x=None, **kwargs: None, tensors)
-    assert not goes_by_name(lambda x: None, tensors)  # has nothing for y
+    assert not goes_by_name(lambda x: None, tensors)  # it has no parameter for y
     assert not goes_by_name(lambda batch: None, tensors)
     assert not goes_by_name(lambda batch=None, **kwargs: None, tensors)
     assert not goes_by_name(lambda batch, y: None, tensors)

@@ -1,4 +1,4 @@
-"""Checkpoints in a custom loop: paths as text, the newest, equal errors on all ranks."""
+"""Checkpoints in a custom loop: paths as text, the newest one, and equal errors on all ranks."""
 
 from __future__ import annotations
 
@@ -27,39 +27,41 @@ class Net(nn.Linear):
         super().__init__(4, 3)
 
 
-def kept(context: RunContext, folder: str) -> list[Any]:
-    """With text instead of paths; wrong arguments come first, and the loop continues."""
+def save_and_load_by_text(context: RunContext, folder: str) -> list[Any]:
+    """Text instead of paths; wrong arguments come first, and the loop continues after
+    their errors.
+    """
     job = job_from_keys("ddp", {"train.global_batch_size": 8, **UNSEEN})
-    said: list[Any] = []
+    results: list[Any] = []
     with Engine(Net, F.cross_entropy, sgd, job, context) as engine:
-        said.append(engine.newest(folder))
+        results.append(engine.newest(folder))
         for call in (engine.save, engine.load, engine.newest):
             for wrong in (None, 3, "", "a\0b"):
                 with pytest.raises(ConfigError) as refused:
                     call(wrong)  # type: ignore[operator]
-                said.append(str(refused.value))
+                results.append(str(refused.value))
         with pytest.raises(CheckpointError) as none:
             engine.load(folder)
-        said.append(str(none.value))
+        results.append(str(none.value))
         engine.step(BATCH)
         path = engine.save(folder, extra={"epoch": 1})
         second = engine.step(BATCH).loss
         engine.load(folder)
-        said += [path, engine.newest(folder), engine.newest(Path(folder)), engine.steps_done]
+        results += [path, engine.newest(folder), engine.newest(Path(folder)), engine.steps_done]
         assert engine.step(BATCH).loss == second
         assert engine.load(str(path)) == {"epoch": 1}
-    return said
+    return results
 
 
 def test_paths_may_be_text_and_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    one, other = run_ranks(kept, 2, str(tmp_path / "ck"))
-    assert one == other
-    assert one[0] is None
-    assert "save: got a NoneType, and the path of a folder is needed" in one[1]
-    assert "load: got a int" in one[6]
-    assert "newest: got an empty name" in one[11]
-    assert "there is no checkpoint" in one[13] or "ck" in one[13]
-    assert one[14:] == [tmp_path / "ck" / "step-1"] * 3 + [1]
+    first, second = run_ranks(save_and_load_by_text, 2, str(tmp_path / "ck"))
+    assert first == second
+    assert first[0] is None
+    assert "save: got a NoneType, and the path of a folder is needed" in first[1]
+    assert "load: got a int" in first[6]
+    assert "newest: got an empty name" in first[11]
+    assert "there is no checkpoint" in first[13] or "ck" in first[13]
+    assert first[14:] == [tmp_path / "ck" / "step-1"] * 3 + [1]
 
 
 def test_the_newest_is_found_below_text_too(tmp_path: Path) -> None:
@@ -76,17 +78,17 @@ def test_a_removed_checkpoint_is_told_of_once(
         for _ in range(5):
             engine.step(BATCH)
             engine.save(tmp_path)
-    said = capsys.readouterr().err
-    assert said.count("was removed") == 1
-    assert f"{tmp_path / 'step-1'} was removed: only the newest 2 checkpoints stay" in said
-    assert "checkpoint__keep=20" in said
+    errors = capsys.readouterr().err
+    assert errors.count("was removed") == 1
+    assert f"{tmp_path / 'step-1'} was removed: only the newest 2 checkpoints stay" in errors
+    assert "checkpoint__keep=20" in errors
 
 
 def test_a_checkpoint_of_a_loop_says_the_classes_it_is_of(tmp_path: Path) -> None:
     with bigtrain.prepare(Net, F.cross_entropy, sgd, memory__predict=False) as engine:
-        found = describe_checkpoint(bigtrain.Checkpoint(engine.save(tmp_path)))
-    assert found["model"] == {"name": "Net"}
-    assert found["optimizer"] == "SGD"
+        description = describe_checkpoint(bigtrain.Checkpoint(engine.save(tmp_path)))
+    assert description["model"] == {"name": "Net"}
+    assert description["optimizer"] == "SGD"
 
 
 def test_memory_is_printed_as_a_table() -> None:

@@ -1,4 +1,4 @@
-"""`evaluate` and `predict` under strategies: every rank has the figures of all rows."""
+"""`evaluate` and `predict` under strategies: every rank returns the figures of all rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigtrain.ranks.context import RunContext
 
 
 class Larger(nn.Module):
-    """Shows which mode a model is in."""
+    """Doubles its input in evaluation mode only, so that a wrong mode changes the figures."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training else 2 * x
@@ -48,8 +48,10 @@ def rows(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(number, 6, generator=draw), torch.randint(3, (number,), generator=draw)
 
 
-def measured(context: RunContext, strategy: str) -> dict[str, Any]:
-    """Uneven batches, more on the first replica, none on the last; outputs of each rank's rows."""
+def run_evaluation(context: RunContext, strategy: str) -> dict[str, Any]:
+    """Uneven batches, more on the first replica, none on the last; and outputs of each
+    rank's rows.
+    """
     job = job_from_keys(strategy, {"train.global_batch_size": 12, **UNSEEN})
     x, y = rows(12)
     size = 12 // context.dp_size
@@ -57,18 +59,20 @@ def measured(context: RunContext, strategy: str) -> dict[str, Any]:
     with Engine(
         net, F.cross_entropy, sgd, job, context, example=example, metrics=METRICS
     ) as engine:
-        place, parts = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
-        if place is None:
+        data_rank, parts = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+        if data_rank is None:
             mine: list[tuple[Tensor, Tensor]] = []
-            own = slice(0, 1)
+            rank_rows = slice(0, 1)
         else:
-            mine = [rows(n) for n in ((9, 2, 5) if place == 0 else (4,) if place == 1 else ())]
-            own = slice(place * 12 // parts, (place + 1) * 12 // parts)
+            mine = [
+                rows(n) for n in ((9, 2, 5) if data_rank == 0 else (4,) if data_rank == 1 else ())
+            ]
+            rank_rows = slice(data_rank * 12 // parts, (data_rank + 1) * 12 // parts)
         first = engine.evaluate(mine)
-        engine.step((x[own], y[own]))
-        second, outputs = engine.evaluate(mine), engine.predict(x[own])
-        none = engine.evaluate([] if place != 0 else mine[:1], {"accuracy": accuracy})
-        loss = engine.step((x[own], y[own])).loss
+        engine.step((x[rank_rows], y[rank_rows]))
+        second, outputs = engine.evaluate(mine), engine.predict(x[rank_rows])
+        none = engine.evaluate([] if data_rank != 0 else mine[:1], {"accuracy": accuracy})
+        loss = engine.step((x[rank_rows], y[rank_rows])).loss
         called = ""
         if context.pp_size > 1:
             with pytest.raises(ConfigError) as refused:
@@ -85,23 +89,23 @@ def measured(context: RunContext, strategy: str) -> dict[str, Any]:
         }
 
 
-def alone(parts: int) -> dict[str, Any]:
+def plain_figures(parts: int) -> dict[str, Any]:
     """The figures of a plain torch loop over the same rows."""
     model = describe(net).materialize("cpu", seed=0)
     optimizer = sgd(model.parameters())
-    given = [rows(n) for n in ((9, 2, 5, 4) if parts > 1 else (9, 2, 5))]
-    every = tuple(torch.cat(one) for one in zip(*given, strict=True))
+    batches = [rows(n) for n in ((9, 2, 5, 4) if parts > 1 else (9, 2, 5))]
+    every = tuple(torch.cat(one) for one in zip(*batches, strict=True))
 
     def figures(x: Tensor, y: Tensor) -> dict[str, float]:
         with torch.no_grad():
             outputs = model.eval()(x)
-            found = {
+            figures_by_name = {
                 "loss": F.cross_entropy(outputs, y).item(),
                 "accuracy": accuracy(outputs, y).item(),
                 "top": float(outputs.max(-1).values.mean()),
             }
         model.train()
-        return found
+        return figures_by_name
 
     x, y = rows(12)
     first = figures(*every)
@@ -131,33 +135,34 @@ CHEAP = {("ddp", 2), ("fsdp", 2), ("1f1b", 2), ("tensor", 2), ("zero3", 2), ("dd
 def test_every_rank_has_the_figures_of_all_rows(strategy: str, ranks: int) -> None:
     axes = axes_of(strategy, ranks)
     parts = ranks // axes.get("pp", 1) // axes.get("tp", 1) - (strategy == "parameter_server")
-    expected = alone(parts)
-    for rank, found in enumerate(run_ranks(measured, ranks, strategy, **axes)):
+    expected = plain_figures(parts)
+    for rank, result in enumerate(run_ranks(run_evaluation, ranks, strategy, **axes)):
         for name in ("first", "second", "none"):
             if name == "first" or strategy != "local_sgd":
-                assert found[name] == pytest.approx(expected[name], rel=2e-5), name
+                assert result[name] == pytest.approx(expected[name], rel=2e-5), name
         cuts = axes.get("pp", 1) > 1
-        assert ("engine.predict(inputs)" in found["called"]) == cuts
-        if found["outputs"] is None:
+        assert ("engine.predict(inputs)" in result["called"]) == cuts
+        if result["outputs"] is None:
             assert strategy == "parameter_server"
             assert rank == 0
             continue
         if strategy != "local_sgd":
-            assert len(found["outputs"]) == 12 // parts
+            assert len(result["outputs"]) == 12 // parts
             assert all(
-                any(row == pytest.approx(one, abs=1e-5) for one in expected["outputs"])
-                for row in found["outputs"]
+                any(row == pytest.approx(outputs, abs=1e-5) for outputs in expected["outputs"])
+                for row in result["outputs"]
             )
 
 
 def axes_of(strategy: str, ranks: int) -> dict[str, int]:
     pipelines = ("1f1b", "zbv", "dualpipev", "layer_split", "pipeline")
-    if any(one in strategy for one in pipelines):
+    if any(name in strategy for name in pipelines):
         return {"pp": 2}
     return {"tp": ranks} if strategy == "tensor" else {}
 
 
-def otherwise(context: RunContext) -> None:
+def evaluate_different_rows(context: RunContext) -> None:
+    """Evaluate a pipeline whose ranks pass different numbers of rows."""
     job = job_from_keys("1f1b", {"train.global_batch_size": 12, **UNSEEN})
     x, y = rows(12)
     with Engine(
@@ -168,10 +173,11 @@ def otherwise(context: RunContext) -> None:
 
 def test_other_rows_on_ranks_of_one_pipeline_are_refused_on_all() -> None:
     with pytest.raises(RankFailure, match=r"hold parts of one model, and give batches of 4 and 5"):
-        run_ranks(otherwise, 2, pp=2)
+        run_ranks(evaluate_different_rows, 2, pp=2)
 
 
-def no_pair(context: RunContext) -> str:
+def evaluate_wrong_batch(context: RunContext) -> str:
+    """The message if one rank passes a batch that is not a pair."""
     job = job_from_keys("ddp", {"train.global_batch_size": 12, **UNSEEN})
     with (
         Engine(net, F.cross_entropy, sgd, job, context) as engine,
@@ -182,6 +188,6 @@ def no_pair(context: RunContext) -> str:
 
 
 def test_a_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks(no_pair, 2)
+    first, second = run_ranks(evaluate_wrong_batch, 2)
     assert "evaluate: got a Tensor" in first
     assert "another rank refuses its batch" in second

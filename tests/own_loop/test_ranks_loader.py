@@ -1,4 +1,6 @@
-"""`engine.loader`: every row once an epoch over all ranks, gone on with under other strategies."""
+"""`engine.loader`: every row once an epoch over all ranks, also when resumed by another
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ROWS, BATCH = 22, 8
 
 
 class Rows(Dataset[Any]):
-    """Each row tells its number: in its first feature."""
+    """A dataset whose first feature is the number of the row."""
 
     def __len__(self) -> int:
         return ROWS
@@ -36,7 +38,8 @@ class Rows(Dataset[Any]):
         return features, index % 3
 
 
-def collated(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def collate_pairs(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Stack samples into (inputs, targets)."""
     return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
 
 
@@ -52,12 +55,14 @@ def seen(step: Any) -> list[int]:
 def run(
     context: RunContext, strategy: str, folder: Path, first: int, last: int, workers: int
 ) -> tuple[list[list[int]], list[float], dict[str, float]]:
-    """Steps from `first` to before `last`, after those of an engine before it."""
+    """Run the steps from `first` to before `last`, resuming from the engine before if
+    there is one.
+    """
     job = job_from_keys(strategy, {"train.global_batch_size": BATCH, **UNSEEN})
-    x, y = collated([Rows()[n] for n in range(BATCH // context.dp_size)])
+    x, y = collate_pairs([Rows()[n] for n in range(BATCH // context.dp_size)])
     example = MicroBatch(x, y, len(x), len(x))
     with Engine(net, F.cross_entropy, sgd, job, context, example=example) as engine:
-        loader = engine.loader(Rows(), workers=workers, collate_fn=collated)
+        loader = engine.loader(Rows(), workers=workers, collate_fn=collate_pairs)
         if first:
             engine.load(folder)
         rows, losses = [], []
@@ -81,7 +86,7 @@ def plain(orders: list[list[int]]) -> list[float]:
     model = describe(net).materialize("cpu", seed=0)
     optimizer, losses = sgd(model.parameters()), []
     for rows in orders:
-        x, y = collated([Rows()[n] for n in rows])
+        x, y = collate_pairs([Rows()[n] for n in rows])
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -90,26 +95,26 @@ def plain(orders: list[list[int]]) -> list[float]:
     return losses
 
 
-def together(found: list[Any], replicas: int) -> list[list[int]]:
-    """The rows of each step over the replicas."""
-    firsts = found[:: len(found) // replicas] if replicas < len(found) else found
-    return [sorted(n for rank in firsts for n in rank[0][s]) for s in range(len(found[0][0]))]
+def rows_by_step(results: list[Any], replicas: int) -> list[list[int]]:
+    """The rows of each step, over all replicas."""
+    firsts = results[:: len(results) // replicas] if replicas < len(results) else results
+    return [sorted(n for rank in firsts for n in rank[0][s]) for s in range(len(results[0][0]))]
 
 
 def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> None:
-    """Alone, on two replicas, in a pipeline: the rows and losses of one plain loop."""
+    """In one process, on two replicas and in a pipeline: the rows and losses of one plain loop."""
     turns = [("single", 1, 0, 2, 1), ("ddp", 2, 2, 4, 2), ("1f1b", 2, 4, 8, 1)]
     rows: list[list[int]] = []
     losses: list[float] = []
     for strategy, ranks, first, last, replicas in turns:
         axes = {"pp": 2} if strategy == "1f1b" else {}
-        given = (strategy, tmp_path, first, last, 2 if strategy == "ddp" else 0)
-        found = run_ranks(run, ranks, *given, **axes)
-        rows += together(found, replicas)
-        losses += found[0][1]
-        for rank in found:
-            assert rank[1] == found[0][1]
-    assert [len(one) for one in rows] == [8, 8, 6, 8, 8, 6, 8, 8]
+        arguments = (strategy, tmp_path, first, last, 2 if strategy == "ddp" else 0)
+        results = run_ranks(run, ranks, *arguments, **axes)
+        rows += rows_by_step(results, replicas)
+        losses += results[0][1]
+        for rank in results:
+            assert rank[1] == results[0][1]
+    assert [len(row) for row in rows] == [8, 8, 6, 8, 8, 6, 8, 8]
     for epoch in (rows[:3], rows[3:6]):
         assert sorted(n for step in epoch for n in step) == list(range(ROWS))
     assert rows[0] != rows[3]
@@ -117,21 +122,23 @@ def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> No
 
 
 def test_evaluation_sees_every_row_once(tmp_path: Path) -> None:
-    one, other = run_ranks(run, 2, "ddp", tmp_path, 0, 3, 0)
-    assert one[2] == other[2]
+    first, second = run_ranks(run, 2, "ddp", tmp_path, 0, 3, 0)
+    assert first[2] == second[2]
     model = describe(net).materialize("cpu", seed=0)
     model.load_state_dict(bigtrain.Checkpoint(tmp_path / "step-3").model_state())
-    x, y = collated([Rows()[n] for n in range(ROWS)])
-    assert one[2]["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
+    x, y = collate_pairs([Rows()[n] for n in range(ROWS)])
+    assert first[2]["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
 
 
 def uneven(context: RunContext, strategy: str) -> list[float]:
-    """torch's own loader, whose last batch is smaller; and one whose ranks have other numbers."""
+    """torch's loader with a smaller last batch, and one that gives ranks different numbers
+    of rows.
+    """
     job = job_from_keys(
         strategy, {"train.global_batch_size": 8, "train.micro_batch_size": 1, **UNSEEN}
     )
     with Engine(net, F.cross_entropy, sgd, job, context) as engine:
-        data = TensorDataset(*collated([Rows()[n] for n in range(ROWS)]))
+        data = TensorDataset(*collate_pairs([Rows()[n] for n in range(ROWS)]))
         sampler = DistributedSampler(
             data, engine.context.dp_size, engine.context.dp_rank, shuffle=False
         )
@@ -144,10 +151,10 @@ def uneven(context: RunContext, strategy: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_torchs_own_loader_and_replicas_with_other_numbers_of_rows(strategy: str) -> None:
-    one, other = run_ranks(uneven, 2, strategy)
-    assert one == other
+    first, second = run_ranks(uneven, 2, strategy)
+    assert first == second
     places = [[*range(n, min(n + 8, ROWS))] for n in range(0, ROWS, 8)]
-    assert one == pytest.approx(plain([*places, [0, 1, 2]]), rel=2e-5)
+    assert first == pytest.approx(plain([*places, [0, 1, 2]]), rel=2e-5)
 
 
 def stream() -> Any:
@@ -159,7 +166,7 @@ def stream() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
+    ("dataset", "message"),
     [
         (stream(), r"a Stream has no dataset\[i\] and len\(dataset\)"),
         (iter([1]), r"a list_iterator has no dataset"),
@@ -167,10 +174,10 @@ def stream() -> Any:
         ([], "has 0 samples"),
     ],
 )
-def test_what_is_no_data_set_is_said(dataset: Any, said: str) -> None:
+def test_what_is_no_data_set_is_said(dataset: Any, message: str) -> None:
     with (
         bigtrain.prepare(net, F.cross_entropy, sgd, train__global_batch_size=4) as engine,
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
     ):
         engine.loader(dataset)
 

@@ -1,4 +1,4 @@
-"""A dict of inputs by name, and a custom forward, with a cut and sharded model."""
+"""A dict of inputs passed by name, and a custom forward, with a cut or sharded model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Tagger(nn.Module):
-    """A mask, that goes with the inputs, reaches every block."""
+    """A mask, which is one of the inputs, reaches every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,21 +56,25 @@ def batch() -> tuple[dict[str, Tensor], Tensor]:
     return inputs, torch.randint(3, (8,), generator=draw)
 
 
-def renamed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs under the names of the user's forward."""
     return {"ids": inputs["input_ids"], "m": inputs["attention_mask"]}
 
 
-def own(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    found: Tensor = model(inputs["ids"], attention_mask=inputs["m"])
-    return found
+def forward_by_name(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """A user's forward, which passes the inputs by other names."""
+    output: Tensor = model(inputs["ids"], attention_mask=inputs["m"])
+    return output
 
 
-def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float]]:
-    """Losses by name and by an own function, and how far off the forecast of memory was."""
-    found = []
+def train_both_ways(context: RunContext, strategy: str) -> list[tuple[list[float], float]]:
+    """Losses with inputs by name and with a custom function, and the error of the memory
+    forecast.
+    """
+    results = []
     inputs, targets = batch()
-    for forward in (None, own):
-        whole = inputs if forward is None else renamed(inputs)
+    for forward in (None, forward_by_name):
+        whole = inputs if forward is None else rename_inputs(inputs)
         parts = 2 if strategy.startswith(("1f1b", "gpipe")) else 1
         keys = {"train.global_batch_size": 8, "train.accumulation_steps": parts}
         job = job_from_keys(strategy, keys)
@@ -81,12 +85,12 @@ def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float
         set_model_inputs(blueprint, forward, example.inputs)
         with Engine(blueprint, F.cross_entropy, sgd, job, context, example=example) as engine:
             mine = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
-            given = {name: tensor[mine] for name, tensor in whole.items()}, targets[mine]
-            losses = [engine.step(given).loss for _ in range(3)]
+            rank_batch = {name: tensor[mine] for name, tensor in whole.items()}, targets[mine]
+            losses = [engine.step(rank_batch).loss for _ in range(3)]
             measured, predicted = engine.meter.measured().peak, engine.prediction.peak
             off = abs(predicted.bytes / measured.bytes - 1) if predicted and measured else 1.0
-            found.append((losses, off))
-    return found
+            results.append((losses, off))
+    return results
 
 
 def plain() -> list[float]:
@@ -107,7 +111,7 @@ def plain() -> list[float]:
 def test_inputs_by_name_equal_a_plain_loop(strategy: str) -> None:
     axis = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(re.split(r"\+", strategy)[0], {})
     expected = plain()
-    for by_name, by_function in run_ranks(trained, 2, strategy, **axis):
+    for by_name, by_function in run_ranks(train_both_ways, 2, strategy, **axis):
         for losses, off in (by_name, by_function):
             assert losses == pytest.approx(expected, rel=2e-5)
-            assert off < 0.03  # of some kilobytes
+            assert off < 0.03  # the peak is only a few kilobytes

@@ -1,6 +1,6 @@
-"""A scheduler on the engine's optimizer under strategies, held against a plain loop of torch.
+"""A scheduler on the engine's optimizer under strategies, compared with a plain torch loop.
 
-Two parameter groups of which a stage or a share may have none; resumed in the middle of it.
+Two parameter groups, one of which may be empty on a stage or shard; resumed halfway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALF = STEPS // 2
 
 
 def net() -> nn.Module:
-    """Its first layer has no bias, its last one no weight of two dims beside one."""
+    """A net whose first layer has no bias, so its stage has no parameter of the second group."""
     return nn.Sequential(
         nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
     )
@@ -61,34 +61,34 @@ def plain() -> tuple[list[float], list[float]]:
     return rates, losses
 
 
-def scheduled(
+def train_with_schedule(
     context: RunContext, strategy: str, keys: dict[str, Any], folder: Path
 ) -> tuple[list[float], list[float], list[int]]:
-    """As `plain`, under a strategy; saved half-way and gone on with by another engine."""
+    """As `plain`, under a strategy; saved halfway and continued by another engine."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     rates, losses, counts = [], [], []
-    given = batches()
-    for turn in range(2):
-        x, y = given[0]
+    whole_batches = batches()
+    for part in range(2):
+        x, y = whole_batches[0]
         example = MicroBatch(x[:4], y[:4], 4, 4)
         with Engine(net, F.cross_entropy, in_two_groups, job, context, example=example) as engine:
             scheduler = SCHEDULES[SCHEDULE](engine.optimizer)
             engine.attach(scheduler=scheduler)
-            if turn:
+            if part:
                 engine.load(folder / f"step-{HALF}")
-            for x, y in given[HALF:] if turn else given[:HALF]:
-                place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+            for x, y in whole_batches[HALF:] if part else whole_batches[:HALF]:
+                data_rank, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
                 rows = (
                     slice(0, 1)
-                    if place is None
-                    else slice(place * 8 // size, (place + 1) * 8 // size)
+                    if data_rank is None
+                    else slice(data_rank * 8 // size, (data_rank + 1) * 8 // size)
                 )
                 result = engine.step((x[rows], y[rows]))
                 scheduler.step()
                 rates.append(result.lr)
                 losses.append(result.loss)
             counts.append(len(engine.optimizer.param_groups))
-            if not turn:
+            if not part:
                 engine.save(folder)
     return rates, losses, counts
 
@@ -121,7 +121,7 @@ CASES = [
     ("fsdp", 2, {"optim.release_gradients": True}),
 ]
 OWN_NUMBERS = ("parameter_server_async", "local_sgd")
-"""Of these only the rates are compared."""
+"""For these only the rates are compared."""
 CHEAP = ("ddp", "fsdp", "1f1b", "zero2", "tensor")
 
 
@@ -136,8 +136,10 @@ def test_a_scheduler_moves_what_updates(
     strategy: str, ranks: int, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     expected_rates, expected_losses = plain()
-    found = run_ranks(scheduled, ranks, strategy, keys, tmp_path, **axes(strategy, ranks))
-    for rates, losses, counts in found:
+    results = run_ranks(
+        train_with_schedule, ranks, strategy, keys, tmp_path, **axes(strategy, ranks)
+    )
+    for rates, losses, counts in results:
         assert counts == [2, 2]
         assert rates == pytest.approx(expected_rates, rel=1e-12)
         if strategy not in OWN_NUMBERS:
@@ -146,7 +148,7 @@ def test_a_scheduler_moves_what_updates(
 
 
 def axes(strategy: str, ranks: int) -> dict[str, int]:
-    """How `run_ranks` connects the ranks of a strategy."""
+    """The mesh axes with which `run_ranks` connects the ranks of a strategy."""
     if "1f1b" in strategy or strategy.startswith("pipeline"):
         return {"pp": 2}
     return {"tp": ranks} if strategy == "tensor" else {}

@@ -1,4 +1,4 @@
-"""The trainer of the examples: equal to a plain torch loop under strategies, and resumed."""
+"""The trainer of the examples equals a plain torch loop under strategies, and resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def script() -> Any:
 
 
 Numbers = tuple[list[tuple[float, float]], list[tuple[float, float]]]
-"""Loss and rate of each step; held-out loss and accuracy of each epoch."""
+"""Loss and rate of each step; validation loss and accuracy of each epoch."""
 
 
 def numbers(printed: str) -> Numbers:
@@ -51,7 +51,7 @@ def numbers(printed: str) -> Numbers:
 
 @functools.cache
 def plain(precision: str) -> Numbers:
-    """The same in a loop of torch alone, on one process; bf16 by autocast."""
+    """The same numbers from a plain torch loop on one process; bf16 by autocast."""
     example = script()
     model = describe(example.net).materialize("cpu", seed=0)
     double = precision == "fp64"
@@ -65,8 +65,8 @@ def plain(precision: str) -> Numbers:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-            found: torch.Tensor = model(x.double() if double else x)
-        return found.float() if precision == "bf16" else found
+            output: torch.Tensor = model(x.double() if double else x)
+        return output.float() if precision == "bf16" else output
 
     for epoch in range(example.EPOCHS):
         sampler.set_epoch(epoch)
@@ -86,7 +86,7 @@ def plain(precision: str) -> Numbers:
 
 
 def run(folder: Path, strategy: str, precision: str) -> Numbers:
-    """Two epochs, on two ranks but for `single`."""
+    """Two epochs, on two ranks or for `single` on one."""
     words = [str(folder), strategy, precision]
     if strategy == "single":
         done = forked_script(SCRIPT, words)
@@ -98,7 +98,7 @@ def run(folder: Path, strategy: str, precision: str) -> Numbers:
 
 
 TOLERANCES = {"fp64": (1e-8, 0.0), "fp32": (2e-6, 0.0), "bf16": (1e-2, 0.021)}
-"""Of losses, relative, after twenty steps of AdamW; of accuracies, absolute (a row is 0.007)."""
+"""For losses: relative, after twenty steps of AdamW. For accuracies: absolute (a row is 0.007)."""
 
 
 def compare(first: Numbers, second: Numbers, precision: str) -> None:
@@ -113,8 +113,8 @@ def compare(first: Numbers, second: Numbers, precision: str) -> None:
     assert losses == pytest.approx([loss for loss, _ in wanted], rel=by_loss)
     assert losses[-1] < 0.8 * losses[0]
     assert [loss for loss, _ in epochs] == pytest.approx([loss for loss, _ in figures], rel=by_loss)
-    found = [a for _, a in epochs]
-    assert found == pytest.approx([a for _, a in figures], abs=by_accuracy + 1e-4)
+    accuracies = [a for _, a in epochs]
+    assert accuracies == pytest.approx([a for _, a in figures], abs=by_accuracy + 1e-4)
 
 
 PAIRS = [
@@ -127,7 +127,8 @@ CASES = [
     (*pair, precision)
     for precision in ("fp32", "bf16", "fp64")
     for pair in PAIRS
-    if precision != "fp64" or not any("zero" in word for word in pair)  # DeepSpeed has no fp64
+    # DeepSpeed does not support fp64
+    if precision != "fp64" or not any("zero" in word for word in pair)
 ]
 
 

@@ -1,4 +1,4 @@
-"""Every block of the page on custom loops, run in order as one script."""
+"""Every code block of the page on custom loops, run in order as one script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 
-def printed(folder: Path, strategy: str, ranks: int) -> str:
+def run_page(folder: Path, strategy: str, ranks: int) -> str:
+    """The output of the page's script on some ranks."""
     script = folder / "my_loop.py"
     script.write_text("\n".join(blocks()), "utf-8")
     command = [interpreter(), "-c", START, str(script), str(ranks), strategy]
@@ -32,7 +33,7 @@ def printed(folder: Path, strategy: str, ranks: int) -> str:
 
 
 def figures(text: str) -> list[tuple[float, ...]]:
-    """Of each epoch: steps, loss, rate, norm, accuracy."""
+    """For each epoch: steps, loss, rate, norm, accuracy."""
     rows = re.findall(r"^(\d+) (\S+) (\S+) (\S+) (\S+)$", text, re.MULTILINE)
     return [tuple(map(float, row)) for row in rows]
 
@@ -50,7 +51,7 @@ def test_there_are_no_other_blocks() -> None:
     ],
 )
 def test_the_page_runs_as_it_stands(strategy: str, ranks: int, tmp_path: Path) -> None:
-    text = printed(tmp_path, strategy, ranks)
+    text = run_page(tmp_path, strategy, ranks)
     first, second = figures(text)
     assert (first[0], second[0]) == (8, 16)
     assert second[1] < first[1]

@@ -110,7 +110,7 @@ def test_replicas_that_there_are_none_of_are_told_of(
     job = job_from_keys(strategy, {"train.global_batch_size": 32, **words})
     plan = make_plan(job, 4, "cpu")
     workload = Workload(TinyLM(), language_example(), CrossEntropy(), sgd)
-    # Four stages of so small a model are uneven, and there is a line on it, too.
+    # Four stages of a model this small are uneven, which adds a note.
     notes = [line for line in resolve_plan(plan, workload).notes if line.startswith("mesh: ")]
     assert notes == note
 
@@ -138,14 +138,16 @@ def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:
         deferred(batch)
         assert deferred.num_batches_tracked == seed
         statistics_.commit()
-    statistics_.commit()  # nothing was seen since
+    statistics_.commit()  # no batch was seen since the last commit
     assert torch.allclose(plain.running_mean, deferred.running_mean, atol=1e-6)
     assert torch.allclose(plain.running_var, deferred.running_var, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["layer_split_devices", "gpipe_fairscale"])
 def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
-    """ResNet's blocks change their inputs in place: whole blocks may, a recomputed cut may not."""
+    """ResNet's blocks change their inputs in place: allowed in whole blocks, not in a recomputed
+    cut.
+    """
     words = ["model.name=resnet18", "data.name=synthetic", "data.args.input_shape=[3,32,32]"]
     words += ["data.args.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2"]
     words += ["strategy.cut.devices=2", "strategy.cut.at=[layer1.0.bn2]", "strategy.recompute=full"]

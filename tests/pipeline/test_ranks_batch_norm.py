@@ -1,4 +1,4 @@
-"""Jobs with a cut model on ranks: BatchNorm, and what `prepare` needs."""
+"""BatchNorm in a cut model on ranks, and the example that `prepare` needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def images() -> TensorSamples:
 
 
 def statistics(context: RunContext, strategy: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """One step on eight images; the running statistics after it, and the validation."""
+    """The running statistics after one step on eight images, and the validation."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss = CrossEntropy()
     samples = images()
@@ -38,20 +38,20 @@ def statistics(context: RunContext, strategy: str, keys: dict[str, Any]) -> dict
     with Engine(TinyConv, loss, sgd, job, context, example=example, task=task) as engine:
         engine.step((samples.inputs, samples.targets))
         whole = MicroBatch(samples.inputs, samples.targets, 8, 8)
-        found: dict[str, Any] = {"validation": engine.evaluate([whole])}
+        results: dict[str, Any] = {"validation": engine.evaluate([whole])}
         for name, value in whole_tensors(engine.runner.state()).items():
             if "running" in name or "tracked" in name:
-                found[name] = value.clone()
-        return found
+                results[name] = value.clone()
+        return results
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
     keys = {"train.micro_batch_size": 2, "strategy.cut.batch_norm": "deferred"}
     whole = run_ranks(statistics, 1, "single", {})[0]
-    for found in run_ranks(statistics, 2, "gpipe", keys, pp=2):
+    for result in run_ranks(statistics, 2, "gpipe", keys, pp=2):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             key = f"model.norm.{name}"
-            assert torch.allclose(found[key].double(), whole[key].double(), atol=1e-6), key
+            assert torch.allclose(result[key].double(), whole[key].double(), atol=1e-6), key
 
 
 def test_statistics_of_micro_batches_are_those_of_one_process() -> None:
@@ -59,15 +59,16 @@ def test_statistics_of_micro_batches_are_those_of_one_process() -> None:
     alone = run_ranks(statistics, 1, "single", keys)[0]
     for checkpoint in ("never", "always"):
         more = {**keys, "strategy.cut.checkpoint": checkpoint}
-        for found in run_ranks(statistics, 2, "gpipe", more, pp=2):
-            assert found["model.norm.num_batches_tracked"] == 4
+        for result in run_ranks(statistics, 2, "gpipe", more, pp=2):
+            assert result["model.norm.num_batches_tracked"] == 4
             for name in ("running_mean", "running_var"):
                 key = f"model.norm.{name}"
-                assert torch.allclose(found[key], alone[key], atol=1e-6), (checkpoint, key)
-            assert found["validation"] == pytest.approx(alone["validation"], abs=1e-5)
+                assert torch.allclose(result[key], alone[key], atol=1e-6), (checkpoint, key)
+            assert result["validation"] == pytest.approx(alone["validation"], abs=1e-5)
 
 
-def without_example(context: RunContext) -> str:
+def refusal_without_example(context: RunContext) -> str:
+    """The message of an engine with a cut and without an example."""
     job = job_from_keys("1f1b", {"train.global_batch_size": 8})
     with pytest.raises(ConfigError) as refusal:
         Engine(TinyLM, CrossEntropy(), sgd, job, context, task=LanguageTask(13))
@@ -75,5 +76,5 @@ def without_example(context: RunContext) -> str:
 
 
 def test_a_cut_needs_an_example() -> None:
-    for said in run_ranks(without_example, 2, pp=2):
-        assert "Give prepare(..., example=(inputs, targets))" in said
+    for message in run_ranks(refusal_without_example, 2, pp=2):
+        assert "Give prepare(..., example=(inputs, targets))" in message

@@ -1,4 +1,6 @@
-"""Stages that train nothing, losses that ask for values, and outputs that change after a return."""
+"""Stages without trained parameters, losses that read values, and outputs changed after
+a return.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ STEPS = 4
 
 
 def chains(context: RunContext, strategy: str, names: list[str]) -> Any:
-    """Every net in one set of ranks."""
+    """The results of every net, all in one set of ranks."""
     return {frozen: chain_losses(context, frozen, strategy, {}, STEPS) for frozen in names}
 
 
@@ -36,36 +38,38 @@ def test_stages_without_trained_parameters(
     ranks: int, pp: int, strategy: str, names: list[str]
 ) -> None:
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in names}
-    for found in run_ranks(chains, ranks, strategy, names, pp=pp):
-        for frozen, (losses, error, held) in found.items():
+    for results in run_ranks(chains, ranks, strategy, names, pp=pp):
+        for frozen, (losses, error, num_saved) in results.items():
             assert error is None, frozen
             assert losses == pytest.approx(plain[frozen], abs=2e-6), frozen
-            assert held  # its parameters are saved, frozen or not
+            assert num_saved  # parameters are saved, including frozen ones
 
 
 def test_deepspeed_refuses_a_stage_that_trains_nothing() -> None:
-    given = ("first", "pipeline_deepspeed_zero1", {}, STEPS)
-    for losses, error, _ in run_ranks(chain_losses, 4, *given, pp=2):
+    arguments = ("first", "pipeline_deepspeed_zero1", {}, STEPS)
+    for losses, error, _ in run_ranks(chain_losses, 4, *arguments, pp=2):
         assert not losses
         assert error.startswith("strategy.replicate: stage 0 of the pipeline has no parameter")
         assert "--strategy 1f1b_zero1" in error
 
 
-def resumed(context: RunContext, folder: str) -> Any:
+def resume_chains(context: RunContext, folder: str) -> Any:
+    """Save, or resume, the chains with frozen ends."""
     return {frozen: chain_resumed(context, frozen, Path(folder)) for frozen in ("first", "last")}
 
 
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_their_checkpoints_go_on_under_other_strategies(tmp_path: Path, pp: int) -> None:
-    """Saved by a pipeline of two; read by one, and by replicas."""
+    """Saved by a pipeline of two stages; read by one process and by replicas."""
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in ("first", "last")}
-    run_ranks(resumed, 2, str(tmp_path), pp=2)
-    for found in run_ranks(resumed, 2, str(tmp_path), pp=pp):
-        for frozen, losses in found.items():
+    run_ranks(resume_chains, 2, str(tmp_path), pp=2)
+    for resumed_losses in run_ranks(resume_chains, 2, str(tmp_path), pp=pp):
+        for frozen, losses in resumed_losses.items():
             assert losses == pytest.approx(plain[frozen][2:], abs=2e-6), frozen
 
 
-def by_values(context: RunContext, strategies: list[str]) -> Any:
+def value_loss_results(context: RunContext, strategies: list[str]) -> Any:
+    """The losses of models whose losses read values, by strategy and case."""
     return {
         (strategy, case): strategy_losses(context, case, strategy, {}, 3)
         for strategy in strategies
@@ -78,7 +82,7 @@ def by_values(context: RunContext, strategies: list[str]) -> Any:
     [["1f1b", "zero_bubble"], pytest.param(["gpipe", "layer_split"], marks=pytest.mark.full)],
 )
 def test_losses_that_ask_for_values_and_outputs_that_change(strategies: list[str]) -> None:
-    for found in run_ranks(by_values, 2, strategies, pp=2):
-        for (strategy, case), (losses, error) in found.items():
+    for results in run_ranks(value_loss_results, 2, strategies, pp=2):
+        for (strategy, case), (losses, error) in results.items():
             assert error is None, (strategy, case)
             assert losses == pytest.approx(plain_losses(case, 3), abs=2e-6), (strategy, case)

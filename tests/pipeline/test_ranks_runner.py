@@ -1,4 +1,4 @@
-"""Pipelines of every schedule: the numbers of one process, failures, micro-batches in flight."""
+"""Pipelines of every schedule: numbers of one process, failures, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.hand_cut import HandCut, HandStage
 from support.nets import VOCABULARY
 from support.parity import sgd
 from support.ranks import RankFailure, run_ranks
-from support.whole import saved, whole_tensors
+from support.whole import as_saved, whole_tensors
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.loop import LoopRunner
@@ -37,22 +37,22 @@ Shapes = Sequence[Sequence[tuple[int, int]]]
 
 def steps(shapes: Shapes, replica: int) -> list[list[MicroBatch]]:
     generator = torch.Generator().manual_seed(100 + replica)
-    found = []
+    micro_batches_by_step = []
     for number, step in enumerate(shapes):
         batches = []
-        for place, (full, length) in enumerate(step):
-            smaller = replica and place == len(step) - 1 and number == 0
+        for step_index, (full, length) in enumerate(step):
+            smaller = replica and step_index == len(step) - 1 and number == 0
             rows = 1 if smaller else full
             inputs = torch.randint(VOCABULARY, (rows, length), generator=generator)
             targets = torch.randint(VOCABULARY, (rows, length), generator=generator)
-            share = 0.2 * (replica + place)
+            share = 0.2 * (replica + step_index)
             targets[torch.rand(rows, length, generator=generator) < share] = -100
-            if place == 2 and number == 1:  # padding
+            if step_index == 2 and number == 1:  # padding
                 batches.append(MicroBatch(inputs, targets, 0, 0))
             else:
                 batches.append(MicroBatch(inputs, targets, LOSS.count(targets), rows))
-        found.append(batches)
-    return found
+        micro_batches_by_step.append(batches)
+    return micro_batches_by_step
 
 
 def model_of() -> HandCut:
@@ -115,7 +115,7 @@ def record(
     return losses, norms, gradients, whole_tensors(runner.state())
 
 
-def alone(shapes: Shapes, replicas: int = 1, clip: float | None = None) -> tuple[Any, ...]:
+def run_alone(shapes: Shapes, replicas: int = 1, clip: float | None = None) -> tuple[Any, ...]:
     """One process with the batches of all replicas."""
     context = RunContext.alone()
     runner = LoopRunner(assembly_of(context, model_of(), "single", clip))
@@ -141,11 +141,11 @@ def check(results: list[tuple[Any, ...]], expected: tuple[Any, ...]) -> None:
     for mine in results:
         assert mine[0] == pytest.approx(losses, abs=1e-10)
         assert mine[1] == pytest.approx(norms, abs=1e-10)
-        for found, wanted in zip(mine[2], gradients, strict=True):
-            assert found.keys() == wanted.keys()
+        for gradient, wanted in zip(mine[2], gradients, strict=True):
+            assert gradient.keys() == wanted.keys()
             for name, tensor in wanted.items():
-                torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10)
-        # The stages' own buffer counts micro-batches, which the whole model does not.
+                torch.testing.assert_close(gradient[name], tensor, rtol=0, atol=1e-10)
+        # A stage's buffer counts micro-batches, while the whole model counts batches.
         assert mine[3].keys() == state.keys()
         for name, tensor in state.items():
             if name != "model.seen":
@@ -162,7 +162,7 @@ def stages_for(schedule: str) -> int:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_two_ranks(schedule: str) -> None:
     results = run_ranks(run, 2, schedule, RAGGED, "single", stages_for(schedule), 0.5, pp=2)
-    check(results, alone(RAGGED, clip=0.5))
+    check(results, run_alone(RAGGED, clip=0.5))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_every_schedule_on_two_ranks(schedule: str) -> None:
 )
 def test_four_ranks(schedule: str, per_rank: int) -> None:
     results = run_ranks(run, 4, schedule, RAGGED, "single", per_rank, pp=4)
-    check(results, alone(RAGGED))
+    check(results, run_alone(RAGGED))
 
 
 @pytest.mark.parametrize(
@@ -184,18 +184,18 @@ def test_four_ranks(schedule: str, per_rank: int) -> None:
     ],
 )
 def test_replicas_of_a_pipeline(schedule: str, strategy: str) -> None:
-    # The second replica has one smaller micro-batch, which the first must go along with.
+    # The second replica has one smaller micro-batch; the first must take part in its collectives.
     results = run_ranks(run, 4, schedule, EVEN, strategy, stages_for(schedule), 0.5, pp=2, dp=2)
-    check(results, alone(EVEN, replicas=2, clip=0.5))
+    check(results, run_alone(EVEN, replicas=2, clip=0.5))
 
 
-def resumed(context: RunContext, strategy: str) -> tuple[Any, ...]:
-    """Two steps, their state into new stages, the third step there."""
+def resume_state(context: RunContext, strategy: str) -> tuple[Any, ...]:
+    """Run two steps, load their state into new stages, and run the third step there."""
     first = pipeline(context, "1f1b", strategy, 1, None)
     batches = steps([*EVEN, *EVEN], context.dp_rank)
     record(first, batches[:2])
-    first.predict(batches[0][0])  # which leaves parameters gathered
-    state = saved(whole_tensors(first.state()))
+    first.predict(batches[0][0])  # a prediction leaves parameters gathered
+    state = as_saved(whole_tensors(first.state()))
     second = pipeline(context, "1f1b", strategy, 1, None)
     with torch.no_grad():
         for stage in second._stages.values():
@@ -212,7 +212,7 @@ def resumed(context: RunContext, strategy: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("strategy", "dp"), [("single", 1), ("zero1_torch", 2), ("fsdp", 2)])
 def test_state_goes_and_comes(strategy: str, dp: int) -> None:
-    results = run_ranks(resumed, 2 * dp, strategy, pp=2, dp=dp)
+    results = run_ranks(resume_state, 2 * dp, strategy, pp=2, dp=dp)
     context = RunContext.alone()
     runner = LoopRunner(assembly_of(context, model_of(), "single", None))
     parts = [steps([*EVEN, *EVEN], replica) for replica in range(dp)]
@@ -221,36 +221,38 @@ def test_state_goes_and_comes(strategy: str, dp: int) -> None:
     check(results, record(runner, together[2:]))
 
 
-def predicted(context: RunContext) -> list[Any]:
+def predict_between_steps(context: RunContext) -> list[Any]:
+    """Predictions on this rank, after each of some steps."""
     runner = pipeline(context, "zbv_zero_bubble", "single", 2, None)
     batches = steps(RAGGED, 0)
-    found = []
+    predictions = []
     for step in batches:
         runner.forward_backward(step)
         runner.update()
         outputs = [runner.predict(batch) for batch in step]
-        found.append(
+        predictions.append(
             [out if out is None else (out[0].tolist(), out[1].tolist()) for out in outputs]
         )
-    context.barrier()  # a rank that is done must not leave while another one still reads from it
-    return found
+    context.barrier()  # a rank must not exit while another still receives from it
+    return predictions
 
 
 def test_predictions_are_on_the_rank_of_the_last_stage() -> None:
     runner = LoopRunner(assembly_of(RunContext.alone(), model_of(), "single", None))
-    results = run_ranks(predicted, 2, pp=2)
+    results = run_ranks(predict_between_steps, 2, pp=2)
     for number, step in enumerate(steps(RAGGED, 0)):
         runner.forward_backward(step)
         runner.update()
-        for place, batch in enumerate(step):
+        for step_index, batch in enumerate(step):
             output, targets = runner.predict(batch)
-            mine, wanted = results[0][number][place]
+            mine, wanted = results[0][number][step_index]
             torch.testing.assert_close(torch.tensor(mine).double(), output, rtol=0, atol=1e-6)
             assert wanted == targets.tolist()
-            assert results[1][number][place] is None
+            assert results[1][number][step_index] is None
 
 
-def failing(context: RunContext, kind: str, schedule: str) -> str:
+def fail_in_a_stage(context: RunContext, kind: str, schedule: str) -> str:
+    """Run a step in which the stage on rank 1 raises or has a NaN loss."""
     runner = pipeline(context, schedule, "single", 1, None)
     if context.rank == 1 and kind == "error":
         runner._stages[1].wrong = ConfigError("model.name: no")
@@ -266,18 +268,18 @@ def failing(context: RunContext, kind: str, schedule: str) -> str:
 @pytest.mark.parametrize("schedule", ["1f1b", "naive"])
 def test_a_stage_fails_with_its_own_error(schedule: str) -> None:
     with pytest.raises(RankFailure, match="rank 1 failed") as caught:
-        run_ranks(failing, 2, "error", schedule, pp=2, timeout_s=25)
+        run_ranks(fail_in_a_stage, 2, "error", schedule, pp=2, timeout_s=25)
     assert isinstance(caught.value.cause, ConfigError)
     assert str(caught.value.cause) == "model.name: no"
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks() -> None:
-    results = run_ranks(failing, 2, "nan", "gpipe", pp=2)
+    results = run_ranks(fail_in_a_stage, 2, "nan", "gpipe", pp=2)
     assert results == ["the loss of rank 1 is nan"] * 2
 
 
 class Held:
-    """How many graphs of a stage are alive, seen by the tensors it has saved."""
+    """Counts the living graphs of a stage, by the tensors that they have saved."""
 
     def __init__(self) -> None:
         self.alive = 0
@@ -290,10 +292,10 @@ class Held:
 
 class Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, held: Held) -> torch.Tensor:
-        held.begin()
+    def forward(ctx: Any, x: torch.Tensor, graphs: Held) -> torch.Tensor:
+        graphs.begin()
         token = torch.zeros(1)
-        weakref.finalize(token, lambda: setattr(held, "alive", held.alive - 1))
+        weakref.finalize(token, lambda: setattr(graphs, "alive", graphs.alive - 1))
         ctx.save_for_backward(token)
         ctx.token = token
         return x.clone()
@@ -303,30 +305,32 @@ class Mark(torch.autograd.Function):
         return gradient, None
 
 
-def in_flight(context: RunContext, schedule: str, per_rank: int) -> dict[int, tuple[int, int]]:
+def count_graphs(context: RunContext, schedule: str, per_rank: int) -> dict[int, tuple[int, int]]:
+    """The largest number of living graphs of each stage, and the stage's rank."""
     runner = pipeline(context, schedule, "single", per_rank, None)
     helds = {}
     for index, stage in runner._stages.items():
-        held = helds[index] = Held()
+        graphs = helds[index] = Held()
         layer = next(iter(stage.layers.values()))
-        layer.register_forward_hook(lambda _m, _i, out, held=held: Mark.apply(out, held))
+        layer.register_forward_hook(lambda _m, _i, out, graphs=graphs: Mark.apply(out, graphs))
     batches = steps([[(2, 5)] * 6], 0)[0]
     inputs = weakref.ref(batches[0].inputs)
     runner.forward_backward(batches)
     del batches
-    assert inputs() is None  # no step keeps its batch alive
-    return {index: (held.most, held.alive) for index, held in helds.items()}
+    assert inputs() is None  # the step must not keep its batch alive
+    return {index: (graphs.most, graphs.alive) for index, graphs in helds.items()}
 
 
 @pytest.mark.parametrize(("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("naive", 1)])
 def test_no_more_is_in_flight_than_the_schedule_says(schedule: str, per_rank: int) -> None:
-    results = run_ranks(in_flight, 2, schedule, per_rank, pp=2)
+    results = run_ranks(count_graphs, 2, schedule, per_rank, pp=2)
     for rank, actions in enumerate(schedule_orders(schedule, 2, per_rank, 6)):
         assert {n: most for n, (most, _) in results[rank].items()} == held_at_most(actions)
         assert all(alive == 0 for _, alive in results[rank].values())
 
 
-def averaged(context: RunContext) -> list[list[float]]:
+def average_gradients(context: RunContext) -> list[list[float]]:
+    """Average gradients of several dtypes and layouts; return them flat."""
     mine = float(context.rank + 1)
     gradients = [
         torch.full((3,), mine),
@@ -342,4 +346,6 @@ def averaged(context: RunContext) -> list[list[float]]:
 
 
 def test_gradients_of_any_layout_are_averaged() -> None:
-    assert run_ranks(averaged, 2) == [[[1.5], [15.0], [1.5], [1.5], [3.0], [1.5], [1.0]]] * 2
+    assert (
+        run_ranks(average_gradients, 2) == [[[1.5], [15.0], [1.5], [1.5], [3.0], [1.5], [1.0]]] * 2
+    )

@@ -36,7 +36,7 @@ def test_engines_that_take_whole_models_are_refused() -> None:
 
 
 def test_shards_cannot_be_of_two_stages() -> None:
-    """A V has the first and the last stage on one rank: refused before the ranks connect."""
+    """A V schedule has the first and the last stage on one rank."""
     words = ["model.name=gpt", "model.args={num_layers: 4, width: 32, num_heads: 2}"]
     words += ["data.name=synthetic", "data.args={kind: language}", "train.global_batch_size=8"]
     words += ["strategy.cut.schedule=zbv_zero_bubble", "mesh.pp=2"]

@@ -1,4 +1,4 @@
-"""The passes of one stage, in one process, compared with plain autograd."""
+"""The passes of one stage in one process, compared with plain autograd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = (2, 4)
 
 
 class Middle(nn.Module):
-    """A stage in the middle: one input is not used, and one parameter depends on no input."""
+    """A middle stage: one input is unused, and one parameter depends on no input."""
 
     index, count = 1, 3
 
@@ -44,7 +44,7 @@ def fail(_gradient):
 
 
 class Runner:
-    """The parts of a `StepRunner` that a worker uses."""
+    """The parts of a `StepRunner` that a stage's passes use."""
 
     context = SimpleNamespace(device=torch.device("cpu"))
 
@@ -101,10 +101,12 @@ def test_whole_and_split_backward_passes_give_the_gradients_of_autograd(splits):
             sent.append(passes.backward(number, gradients[number]))
     for mine, expected in zip(sent, wanted, strict=True):
         torch.testing.assert_close(mine[0], expected[0])
-        torch.testing.assert_close(mine[1], torch.zeros(SHAPE))  # nothing depends on it
+        torch.testing.assert_close(mine[1], torch.zeros(SHAPE))  # the output does not depend on it
         assert all(gradient.is_contiguous() for gradient in mine)
-    for parameter, one, other in zip(stage.parameters(), *(w[1:] for w in wanted), strict=True):
-        torch.testing.assert_close(parameter.grad, one + other)
+    for parameter, whole_gradient, split_gradient in zip(
+        stage.parameters(), *(w[1:] for w in wanted), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, whole_gradient + split_gradient)
     assert runner.placed == 2
     assert runner.phases.count("labelled") == (4 if splits else 2)
     assert not passes._saved

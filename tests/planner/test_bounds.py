@@ -1,4 +1,4 @@
-"""Bounds in bf16, with weights that autocast converts at each use and without."""
+"""Bounds of the planner in bf16, with weights that autocast converts at each use and without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A100 = load_cluster("a100-node")
 
 
 def bf16_question() -> Question:
-    """Plans of a model so large that exchanges take longer than their launches."""
+    """Plans of a model so large that transfer times exceed the latency of launches."""
     words = ["model.args={num_layers: 8, width: 1024, num_heads: 16, sequence_length: 512}"]
     job = load_job(None, "single", [*GPT, *words, "train.precision=bf16"])
     return Question(job, A100, 4, Limit(2**40, 0), 16, margins={"torch": 0.0})
@@ -38,7 +38,7 @@ def on_torch(candidate: Candidate) -> Candidate:
 
 @pytest.mark.full
 def test_the_search_finds_the_fastest_plan() -> None:
-    """Evaluate every candidate: the search misses the fastest by the slack at most."""
+    """Evaluate every candidate: the search may miss the fastest by at most the slack."""
     planned = ask(bf16_question())
     every = every_plan(planned.search, planned.question.limit)
     seconds = [one.seconds.total for one in every]
@@ -65,7 +65,7 @@ def test_stage_2_of_shards_has_its_parameters_whole_after_a_forward_pass() -> No
 
 
 def test_slices_with_other_sections_are_not_compared() -> None:
-    """A later run may have shown that a model does not run in blocks."""
+    """A later run may have recorded that a model does not run in blocks."""
     sections: Any = [SimpleNamespace(name=name) for name in ("", "blocks.0", "")]
     assert not are_no_larger([sections[0], sections[-1]], sections, 1)
     assert not are_no_larger(sections, [sections[0], sections[-1]], 1)

@@ -1,4 +1,4 @@
-"""`bigtrain plan` and `--strategy auto` as a person uses them."""
+"""`bigtrain plan` and `--strategy auto` as a user runs them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
     assert job.strategy.name == "planned"
     assert job.mesh.dp * (job.mesh.pp or 1) == 4
     assert "<svg" in (here / "front.svg").read_text()
-    # Again, with less to search: it says that it replaces its own plan.
+    # A second run, with less to search, reports that it replaces the plan of the first.
     assert main(["--devices", "1", "--cluster", "cpu", *SMALL]) == 0
     assert "plan: plan.yaml (replaces an older one)" in capsys.readouterr().out
 
@@ -62,7 +62,7 @@ def test_a_file_that_is_no_plan_of_its_own_is_left_alone(here: Path, capsys: Any
         main([*words, "--output", "folder.yaml"])
     named = "with a space.yaml"
     (here / named).write_text("mine: 1\n")
-    assert main([*words, "--output", named]) == 0  # it was named
+    assert main([*words, "--output", named]) == 0  # an explicitly named file is overwritten
     said = capsys.readouterr().out.splitlines()
     assert f"plan: {named} (replaces an older one)" in said
     given = shlex.split(said[-1])
@@ -82,7 +82,7 @@ def test_more_ranks_than_a_node_has_are_run_by_torchrun(capsys: Any) -> None:
 
 
 def test_a_batch_of_the_command_is_not_undone_by_a_word(here: Path, capsys: Any) -> None:
-    """The plan is for 12 samples, and the line that runs it says nothing of 16."""
+    """The plan is for 12 samples, and the printed command must not reset them to 16."""
     words = ["--devices", "2", "--cluster", "cpu", *SMALL]
     assert main([*words, "--global-batch-size", "12"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]

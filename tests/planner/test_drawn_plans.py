@@ -1,4 +1,6 @@
-"""Models, batches and plans by chance: the planner's forecast is that of the run of its plan."""
+"""Randomly drawn models, batches and plans: the planner's forecast equals that of the
+plan's run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from bigtrain.planner.space import Candidate
 from bigtrain.prediction.predict import forecast_rank
 
 CANDIDATES = 2
-"""Plans that are looked at of each model."""
+"""The number of plans that are checked for each model."""
 IMAGES = ["data.name=synthetic", "data.args.input_shape=[3,32,32]", "data.args.num_classes=10"]
 
 
@@ -48,7 +50,7 @@ def resnet(draw: random.Random) -> list[str]:
 def plans(
     judge: PlanEvaluator, space: list[Candidate], draw: random.Random
 ) -> Iterator[EvaluatedPlan]:
-    """Some that can be run, each with all the room that it wants and with less."""
+    """Some plans that can run, each with unlimited memory and with less."""
     found = 0
     draw.shuffle(space)
     for candidate in space:
@@ -71,7 +73,7 @@ def plans(
 
 
 MODELS = {"gpt": gpt, "vit": vit, "resnet": resnet}
-# The smallest of each kind in every run of the tests; two more of each take minutes.
+# The smallest model of each kind runs in every session; two more of each take minutes.
 DRAWS = [("gpt", 2), ("vit", 2), ("resnet", 0)]
 MORE = [(name, seed) for name in MODELS for seed in range(3) if (name, seed) not in DRAWS]
 
@@ -83,7 +85,7 @@ def test_a_plan_is_forecast_as_its_run(name: str, seed: int) -> None:
     draw = random.Random(f"{name} {seed}")
     devices = draw.choice([1, 2, 4, 8])
     samples = devices * draw.choice([2, 4, 8, 12])
-    # The peak of a step, which a save of a model so small would exceed.
+    # The peak of a step; a save of a model this small would exceed it.
     words = [
         *MODELS[name](draw),
         "checkpoint.at_end=false",
@@ -105,8 +107,8 @@ def test_a_plan_is_forecast_as_its_run(name: str, seed: int) -> None:
             found = forecast_rank(parts.resolved, parts.workload, rank).forecast
             assert found is not None
             own = found.peak().bytes
-            # Autocast's copies of the last block's weights are not known to a head that is taken
-            # from a run in which blocks keep everything: half a per cent of models this small.
+            # The head is measured in a run whose blocks save everything, which does not show
+            # autocast's copies of the last block's weights: half a percent in models this small.
             assert 0.99 * own <= peak.bytes <= 1.03 * own, (one.candidate, one.recomputed, rank)
             compared += 1
     assert compared

@@ -1,4 +1,4 @@
-"""Counts of a few rounds are those of a whole step."""
+"""Counts of micro-batches in flight from a few rounds equal those of a whole step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer's state on the host of a node has to fit there."""
+"""The optimizer state of all ranks on a node must fit into the host's memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_state_on_the_host_has_to_fit_there() -> None:
 
 
 def test_state_on_the_host_is_fp32_also_of_bf16_parameters() -> None:
-    """Moments, values and gradients: 16 bytes for each number, over the replicas of a node."""
+    """Moments, values and gradients: 16 bytes per number, for the replicas of a node."""
     small = NODE.node.model_copy(update={"host_memory": MIB // 8})
     cluster = NODE.model_copy(update={"node": small})
     job = load_job(None, "single", [*GPT, "train.precision=bf16"])

@@ -1,4 +1,4 @@
-"""The planner searches a technique by its own description: bigtrain's, and a user's."""
+"""The planner searches each technique, bigtrain's or a user's, by the technique's description."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ APART = [
     for module in sources()
     if module.split(".")[0] in ("costs", "planner", "prediction") and module not in KNOWS
 ]
-"""The rooms that record, replay, search and compare techniques without naming one."""
+"""The rooms that record, replay, search and compare techniques without naming any of them."""
 SMALL = [
     "model.name=gpt",
     "model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 16}",
@@ -42,11 +42,13 @@ SMALL = [
 
 
 PLAIN = {"tensor", "every"}
-"""Names that are also words of sentences: alone, such a word is the name."""
+"""Names that are also words of sentences; only a text that is exactly such a word is a name."""
 
 
 def words_of(node: ast.AST) -> set[str]:
-    """The words of all texts of a module but its docstrings, without `PLAIN` ones of sentences."""
+    """The words of all strings of a module except docstrings, without `PLAIN` words in
+    sentences.
+    """
     documents = {
         id(inner.value)
         for inner in ast.walk(node)
@@ -69,7 +71,7 @@ def test_what_plans_names_no_technique_engine_or_preset(module):
     names |= {
         name for table in (*TECHNIQUES.values(), *TECHNIQUE_ALIASES.values()) for name in table
     }
-    # Schedules are orders, recompute policies belong to several techniques, offload is a role.
+    # Schedules are orders, recompute policies are shared by techniques, and offload is a role.
     names -= {*SCHEDULES, *get_args(BlockPolicy), "offload"}
     code = tree(sources()[module])
     assert not words_of(code) & names
@@ -100,7 +102,7 @@ def test_what_is_offered_is_the_preset_of_its_name(pp, dp):
 
 
 def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, monkeypatch):
-    """The example of the contributing page, which says nothing of planning."""
+    """The example of CONTRIBUTING.md, which does not mention planning."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     (tmp_path / "mymodule.py").write_text(block)
@@ -121,5 +123,5 @@ def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, 
     ran = run([*bigtrain, *words, "train.steps=2"])
     assert ran.status == 0, ran.output
     peaks = next(line for line in ran.output.splitlines() if line.startswith("│ peak"))
-    # A thread of gloo may hold on to three numbers a moment longer.
+    # A gloo thread may hold three numbers a moment longer.
     assert peaks.count("exact") + peaks.count(" 0.0%") == 2, ran.output

@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, and its plans are forecast as their runs are."""
+"""The search finds the same as an exhaustive search, and its forecasts equal those of the runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bigtrain.timing.step_time import MicroBatchSeconds, StepSeconds, StepTimer
 from bigtrain.units import GIB, MIB, format_count
 
 WHOLE_LAYERS = ["mesh.tp=1"]
-"""Searches with slices are in test_tensor_axis.py."""
+"""Searches with tensor slices are in test_tensor_axis.py."""
 NODE = load_cluster("a100-node")
 
 
@@ -46,7 +46,7 @@ def question(
 
 @cache
 def on_four(limit: int) -> PlannedAnswer:
-    """On four devices with so many MiB."""
+    """The answer for four devices with `limit` MiB each."""
     return ask(question(4, limit * MIB))
 
 
@@ -56,7 +56,7 @@ def roomy() -> PlannedAnswer:
 
 
 def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) -> None:
-    """Every candidate judged, one by one, against the search that stops early."""
+    """Every candidate is evaluated and compared with the search that stops early."""
     every = every_plan(roomy.search, roomy.question.limit)
     found = [one.seconds.total for one in every]
     found.sort()
@@ -85,7 +85,7 @@ def test_what_the_table_calls_a_plan_is_typed_back(limit: int, modes: set[str | 
             assert typed.techniques["cut"].per_rank() == given.stages_per_rank
         recompute = typed.techniques.get("recompute")
         mode = None if recompute is None else recompute.mode
-        # Blocks that differ are named in the plan's file alone.
+        # A plan whose blocks differ names them only in its file.
         alike = set(one.recomputed.values()) if len(one.recomputed) == 4 else set()
         assert mode == (alike.pop() if len(alike) == 1 else None)
         found.add(mode)
@@ -109,7 +109,8 @@ def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -
             assert found is not None
             peaks.append(found.peak().bytes)
         schedule = one.candidate.schedule or ""
-        if "zero_bubble" in schedule:  # the backward pass is not split: no less
+        # The run does not split the backward pass, so it uses no less
+        if "zero_bubble" in schedule:
             assert max(peaks) <= one.peak.bytes * 1.015
         else:
             assert one.peak.bytes == pytest.approx(max(peaks), rel=0.01), one.candidate
@@ -119,7 +120,7 @@ DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
 
 
 def described(value: Any) -> str:
-    """A plan, or whether it has room."""
+    """The label of a plan, or whether a candidate fits."""
     if isinstance(value, float):
         return "tight" if value < 1 else "roomy"
     return f"{value.label} {value.pp}x{value.dp} {value.rows}"
@@ -149,12 +150,12 @@ MANY_BLOCKS = [
 def test_many_blocks_are_forecast_as_each_of_them(
     deep: PlannedAnswer, candidate: Candidate, share: float
 ) -> None:
-    """Equal blocks and equal stages are not evaluated one by one."""
+    """Equal blocks and equal stages are evaluated only once."""
     judge = deep.search.evaluator
     plan = judge.plan_of(candidate)
     judged = judge.evaluate(candidate, plan, 2**40)
     assert isinstance(judged, EvaluatedPlan)
-    if "zero1_torch" not in candidate.label:  # whose step is its highest moment
+    if "zero1_torch" not in candidate.label:  # its peak is in the optimizer's step
         judged = judge.evaluate(candidate, plan, int(judged.peak.bytes * share))
     assert isinstance(judged, EvaluatedPlan)
     parts = open_setup(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
@@ -196,18 +197,21 @@ def test_backward_passes_in_two_parts_are_forecast_as_such(
     for rank, peak in judged.peaks.items():
         found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
-        own = found.peak().bytes  # the head's weight gradients may be earlier than assumed
+        own = found.peak().bytes  # the run may compute the head's weight gradients earlier
         assert 0.998 * own <= peak.bytes <= 1.03 * own, rank
-    for rank in set(range(candidate.pp)) - set(judged.peaks):  # was not looked at, and needn't be
+    # Not evaluated, because a bound shows that it is lower
+    for rank in set(range(candidate.pp)) - set(judged.peaks):
         found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         assert found.peak().bytes <= 1.002 * judged.peak.bytes, rank
     tight = judge.evaluate(candidate, judge.plan_of(candidate), int(judged.peak.bytes * 0.9))
-    assert isinstance(tight, RejectedPlan)  # recomputed in both parts a block would hold more
+    assert isinstance(tight, RejectedPlan)  # a block recomputed in both parts would use more memory
 
 
 def test_a_plan_that_a_run_would_refuse_for_its_cut_is_none(deep: PlannedAnswer) -> None:
-    """A V has the first and the last stage on one rank, and the tied weights with them."""
+    """A V schedule puts the first and the last stage on one rank, and the tied weights
+    with them.
+    """
     judge = deep.search.evaluator
     tied = candidate_of(2, 2, "fsdp", 1, 8, "zbv_zero_bubble", 2)
     found = judge.evaluate(tied, judge.plan_of(tied), 2**40)
@@ -238,7 +242,7 @@ def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None
 
 
 def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
-    """Also with a margin; a MiB less than the named memory is not enough."""
+    """The named memory is enough, also with a margin, and one MiB less is not."""
     margin = {"margins": {"torch": 0.05}}
     planned = ask(question(2, 1 * MIB, **margin))
     assert planned.result.best == []
@@ -378,7 +382,7 @@ def test_a_backward_pass_in_two_parts_takes_what_was_timed_of_each() -> None:
     assert halves.compute == pytest.approx(4 * 2 * 3.0)
     parts = clock().step(plan, paces, [], 0.0, split=(0.8, 0.4))
     assert parts.compute == pytest.approx(4 * 2 * (1.0 + 1.2 * 2.0))
-    # The part for the weights fills less of the bubble: (p - 1) (F + I - W).
+    # The weight part does not fill the whole bubble: (p - 1) (F + I - W).
     assert halves.bubble == pytest.approx(1.0, rel=1e-2)
     assert parts.bubble == pytest.approx(1.0 + 1.6 - 0.8, rel=1e-2)
 
@@ -392,10 +396,10 @@ def test_ranks_that_wait_leave_a_crowded_cpu_to_the_others() -> None:
     crowded = clock(cpu.model_copy(update={"node": node, "inside": link}))
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 2, "mesh.pp": 4})
     found = crowded.step(plan, [MicroBatchSeconds(1.0, 2.0)] * 4, [], 0.0)
-    assert found.total == pytest.approx(4 * 4 * 3.0 / 2)  # the bubble of (4 - 1) 3 is no more
+    assert found.total == pytest.approx(4 * 4 * 3.0 / 2)  # the bubble of (4 - 1) 3 is gone
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 8, "mesh.pp": 4})
     alone = crowded.step(plan, [MicroBatchSeconds(1.0, 2.0)] * 4, [], 0.0)
-    assert alone.total == pytest.approx(4 * 3.0)  # one micro-batch: one core at a time
+    assert alone.total == pytest.approx(4 * 3.0)  # with one micro-batch only one core is busy
     _, plan = plan_of("ddp", 4, **{"train.micro_batch_size": 2})
     assert crowded.step(plan, [MicroBatchSeconds(1.0, 2.0)], [], 1.0).total == pytest.approx(
         2 * (3.0 + 1.0)
@@ -416,7 +420,7 @@ def test_candidates_say_what_they_are() -> None:
 
 
 class LeavesLayersOut(torch.nn.Module):
-    """Takes one of two layers by chance."""
+    """Skips one of two layers at random."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

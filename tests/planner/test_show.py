@@ -1,4 +1,4 @@
-"""Rows of the plan table that look the same show what distinguishes them."""
+"""Rows of the plan table that would look the same show how they differ."""
 
 from __future__ import annotations
 

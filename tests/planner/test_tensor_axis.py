@@ -1,4 +1,4 @@
-"""Layers in slices over the tp axis: searched, bounded, and forecast as the run of a plan is."""
+"""Slices over the tp axis in the planner: search, bounds, and forecasts equal to those of runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def deep() -> PlanEvaluator:
 
 
 def of(label: str, pp: int, dp: int, tp: int, rows: int) -> Candidate:
-    """The candidate that is called so, on eight devices."""
+    """The candidate with this label on eight devices."""
     space = SearchSpace(8, 8, 16, 9, pp=pp, dp=dp, tp=tp, rows=rows, most_ranks=8)
     return next(one for one in space.candidates() if one.label == label)
 
@@ -91,7 +91,7 @@ def test_a_plan_with_slices_is_forecast_as_its_run(deep: PlanEvaluator, named: A
     tight = judge.evaluate(candidate, plan, int(0.85 * roomy.peak.bytes))
     for judged in (roomy, tight):
         if not isinstance(judged, EvaluatedPlan):
-            # Whose step is its highest moment; whose blocks are not computed again.
+            # A peak in the optimizer's step, or of blocks that cannot be recomputed, cannot shrink.
             assert "zero1" in candidate.label or plan.splits_backward
             continue
         parts = open_setup(judged.job, make_plan(judged.job, 8, "cpu"))
@@ -105,7 +105,7 @@ def test_a_plan_with_slices_is_forecast_as_its_run(deep: PlanEvaluator, named: A
 
 
 def test_nothing_with_slices_is_faster_than_what_is_found() -> None:
-    """Every candidate judged, one by one, against the search that stops early."""
+    """Every candidate is evaluated and compared with the search that stops early."""
     answer = asked(40 * MIB, 4, tp=2)
     every = every_plan(answer.search, answer.question.limit)
     found = [one.seconds.total for one in every]
@@ -140,7 +140,7 @@ def test_the_tp_axis_stays_on_a_node_and_below_what_the_model_has() -> None:
     assert counts(12, 6, 4096) == {1, 2, 3, 6}
     assert counts(2, 8, 4096) == {1, 2}
     assert counts(8, 8, 1) == {1}
-    assert counts(16, 8, 4096, tp=16) == {16}  # where it is given it may span nodes
+    assert counts(16, 8, 4096, tp=16) == {16}  # an explicit mesh.tp may span nodes
     with pytest.raises(
         ConfigError, match=r"with mesh.tp=3: pp \* dp \* tp has to be 16.*Leave mesh.tp out\."
     ):
@@ -155,7 +155,7 @@ def test_labels_and_meshes_say_who_slices() -> None:
 
 
 def test_a_sequence_that_is_not_there_is_not_searched_twice() -> None:
-    """A network of pictures has none to split: it would be the same plan by another name."""
+    """A network for images has no sequence: tensor_sequence would be the same plan as tensor."""
     words = ["model.name=lenet", "data.args={kind: classification, input_shape: [1, 32, 32]}"]
     job = load_job(None, "single", [*words, "data.name=synthetic", "train.global_batch_size=8"])
     answer = ask(Question(job, NODE, 2, Limit(2**40, 0), 8, tp=2, margins={"torch": 0.0}))
@@ -197,7 +197,7 @@ WIDE = "model.args={num_layers: 2, width: 8192, num_heads: 64, sequence_length: 
 def test_slices_that_hold_more_and_are_hardly_faster_are_left_out(
     words: list[str], is_left_out: bool
 ) -> None:
-    """In a small model sequence shards take longer, as they have more kernels: both are listed."""
+    """In a small model sequence shards are slower, as they have more kernels: both are listed."""
     answer = asked(2**40, 8, *words, tp=8).result
     left_out = [
         one

@@ -1,4 +1,4 @@
-"""Seconds of blocks against figures that can be worked out by hand."""
+"""The predicted seconds of blocks, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Two(nn.Module):
-    """A linear layer and an activation, and what is in no block."""
+    """Blocks of a linear layer and an activation, and a layer outside of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,20 +35,20 @@ def costs(rates: DeviceRates):
 
 
 def test_arithmetic_where_that_takes_longest():
-    found = costs(DeviceRates(flops=1.0, nbytes=1e30, sent=1.0))
+    block_costs = costs(DeviceRates(flops=1.0, nbytes=1e30, sent=1.0))
     product = 2 * 32 * 64 * 64
-    assert found["layers.0"].whole == pytest.approx(product)
-    assert found["layers.1"].whole == pytest.approx(product)
-    assert found[""].whole == pytest.approx(2 * product)
-    assert found["layers.0"].between == pytest.approx(0.0, abs=1e-20)
+    assert block_costs["layers.0"].whole == pytest.approx(product)
+    assert block_costs["layers.1"].whole == pytest.approx(product)
+    assert block_costs[""].whole == pytest.approx(2 * product)
+    assert block_costs["layers.0"].between == pytest.approx(0.0, abs=1e-20)
 
 
 def test_reading_and_writing_where_that_takes_longest():
-    found = costs(DeviceRates(flops=1e30, nbytes=1.0, sent=1.0))
+    block_costs = costs(DeviceRates(flops=1e30, nbytes=1.0, sent=1.0))
     activations, weight = 4 * 32 * 64, 4 * 64 * 64
-    assert found["layers.0"].whole == 2 * activations + weight + 2 * activations
-    assert found["layers.0"].between == 2 * activations  # the activation's, in and out
-    assert found[""].whole == 2 * found["layers.0"].whole + 2 * activations
+    assert block_costs["layers.0"].whole == 2 * activations + weight + 2 * activations
+    assert block_costs["layers.0"].between == 2 * activations  # the activation's input and output
+    assert block_costs[""].whole == 2 * block_costs["layers.0"].whole + 2 * activations
 
 
 def test_the_model_is_left_as_it_is():

@@ -1,4 +1,6 @@
-"""The predicted peak of compiled blocks equals the tracked one; what cannot be compiled is said."""
+"""The predicted peak of compiled blocks equals the tracked one, or the reason why not is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.parity import adamw
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ from bigtrain.prediction.predict import Prediction, predict
 
 BATCH = 4
 SCALARS = 64
-"""Bytes of losses and counts that wait between micro-batches, in no forecast."""
+"""Bytes of losses and counts that wait between micro-batches, which no forecast includes."""
 
 
 class ConvBlock(nn.Module):
@@ -71,10 +73,10 @@ CASES: dict[str, tuple[Any, ...]] = {
 def test_the_peak_of_compiled_blocks_is_foretold(case: str) -> None:
     world_size, strategy, model, keys = CASES[case]
     keys = {"train.compile": "blocks", "mesh.timeout": 300.0, **keys}
-    given = (peaks, world_size, model, batch_for(model), strategy, keys, adamw)
+    arguments = (peaks, world_size, model, batch_for(model), strategy, keys, adamw)
     limits = {"timeout_s": 540.0, "timeout": 300.0, "pp": 2 if strategy == "1f1b" else 1}
-    rows = settled(
-        lambda: run_ranks(*given, **limits), lambda row: row[1].bytes > row[0].bytes + SCALARS
+    rows = repeat_if_above(
+        lambda: run_ranks(*arguments, **limits), lambda row: row[1].bytes > row[0].bytes + SCALARS
     )
     for predicted, measured, note in rows:
         assert note is None
@@ -82,7 +84,8 @@ def test_the_peak_of_compiled_blocks_is_foretold(case: str) -> None:
         assert predicted.phase == measured.phase
 
 
-def predicted(**keys: Any) -> Prediction:
+def predict_conv(**keys: Any) -> Prediction:
+    """The prediction of a run of the convolutional model."""
     inputs, targets = batch_for(conv)
     job = job_from_keys("single", {"train.global_batch_size": BATCH, **keys})
     example = MicroBatch(inputs, targets, BATCH, BATCH)
@@ -98,9 +101,9 @@ def test_what_torch_does_not_compile_on_fakes_is_forecast_as_written_and_said(
 
     monkeypatch.setattr(compiled, "fake_program", broken)
     compiled._program.cache_clear()
-    found = predicted(**{"train.compile": "blocks"})
-    assert found.peak == predicted().peak
-    assert found.advice[0] == (
+    prediction = predict_conv(**{"train.compile": "blocks"})
+    assert prediction.peak == predict_conv().peak
+    assert prediction.advice[0] == (
         "train.compile=blocks: bytes are forecast for blocks as written "
         "(NotImplementedError: no lowering of this)"
     )

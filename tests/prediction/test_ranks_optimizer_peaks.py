@@ -1,4 +1,4 @@
-"""The peak of what users type for an optimizer: default, foreach and fused, on every engine."""
+"""The peak with every form of optimizer: default, foreach and fused, on every engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.full import fewer
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -32,9 +32,9 @@ OPTIMIZERS: dict[str, Any] = {
     "asgd": partial(torch.optim.ASGD, lr=1e-3),
 }
 FUSED = ("sgd", "momentum", "adamw", "adam", "adagrad")
-"""Of which torch has fused kernels on a CPU."""
+"""Optimizers for which torch has fused kernels on a CPU."""
 NOT_SHARDED = {"sgd fused", "momentum fused", "adagrad fused", "rprop", "rprop foreach"}
-"""What torch's own kernels do not do on DTensors."""
+"""Optimizers that torch cannot run on DTensors."""
 STRATEGIES: dict[str, dict[str, int]] = {
     **dict.fromkeys(("ddp", "zero1_torch", "fsdp_zero2", "fsdp", "zero1", "zero2", "zero3"), {}),
     "1f1b": {"pp": 2},
@@ -43,14 +43,14 @@ STRATEGIES: dict[str, dict[str, int]] = {
 
 
 def variants() -> dict[str, Any]:
-    """Each optimizer as it is, foreach, and fused where there is such a kernel."""
-    found = {}
+    """Each optimizer in its default form, foreach, and fused if there is such a kernel."""
+    optimizers = {}
     for name, make in OPTIMIZERS.items():
-        found[name] = make
-        found[f"{name} foreach"] = partial(make, foreach=True)
+        optimizers[name] = make
+        optimizers[f"{name} foreach"] = partial(make, foreach=True)
         if name in FUSED:
-            found[f"{name} fused"] = partial(make, fused=True)
-    return found
+            optimizers[f"{name} fused"] = partial(make, fused=True)
+    return optimizers
 
 
 class _Block(nn.Module):
@@ -78,14 +78,14 @@ class Blocks(nn.Module):
 
 
 def peaks_of(context, strategy, names, keys):
-    """(optimizer, how the model is given, predicted, measured) of each; and why not."""
+    """For each optimizer: (name, how the model is given, predicted, measured); and the note."""
     batch = torch.randn(16, WIDTH), torch.arange(16) % 8
-    found = []
+    rows = []
     for name in names:
-        for model in (Blocks, Blocks()):  # described and made tensor by tensor, or built already
+        for model in (Blocks, Blocks()):  # built tensor by tensor by the engine, or built already
             row = peaks(context, model, batch, strategy, keys, variants()[name])
-            found.append((name, "made" if model is Blocks else "given", *row))
-    return found
+            rows.append((name, "made" if model is Blocks else "given", *row))
+    return rows
 
 
 def check(strategy: str, names: list[str], keys: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def check(strategy: str, names: list[str], keys: dict[str, Any]) -> None:
         ranks = run_ranks(peaks_of, 2, strategy, names, keys, timeout_s=300, **mesh)
         return [row for rows in ranks for row in rows]
 
-    for name, how, predicted, measured, note in settled(run, is_above):
+    for name, how, predicted, measured, note in repeat_if_above(run, is_above):
         assert note is None, (name, how)
         assert is_near(predicted, measured), (strategy, name, how, predicted, measured)
 
@@ -114,16 +114,16 @@ def is_above(row) -> bool:
 
 
 CHEAP: dict[str, tuple[list[str], dict[str, Any]]] = {
-    # The gradients are there twice when DDP's buckets are built anew: no state is there yet, but
-    # for Adagrad's.
+    # While DDP builds its buckets again, gradients exist twice, and no state exists except for
+    # Adagrad's.
     "ddp": (["sgd", "adagrad", "adamw foreach"], {"train.micro_batch_size": 4}),
-    # Flat pieces of all parameters, updated by kernels that go through them one by one.
+    # Flat pieces of all parameters, updated by kernels that process them one by one.
     "zero1_torch": (["adamw", "rmsprop"], {}),
     "zero1": (["adamw"], {"train.micro_batch_size": 8}),
-    # Highest while the engine is made; Adagrad's state is there from then on.
+    # The peak is in the engine's construction, when Adagrad allocates its state.
     "zero2": (["sgd", "adamw", "adagrad"], {}),
     "zero3": (["sgd", "adamw"], {}),
-    # The buffer that a block was gathered in outlasts the copy out of the next one's.
+    # The buffer in which a block was gathered outlives the copy out of the next block's buffer.
     "fsdp_zero2": (["sgd", "adamw"], {}),
     "tensor": (["sgd"], {}),
 }

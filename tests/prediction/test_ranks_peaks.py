@@ -1,4 +1,4 @@
-"""The predicted peak equals the tracked one, part by part, on every rank."""
+"""The predicted peak equals the tracked one, kind by kind, on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from support.full import fewer
 from support.nets import BlockConv, TinyConv, TinyLM
 from support.parity import adamw, sgd
-from support.peaks import images, peaks, settled, text, wide
+from support.peaks import images, peaks, repeat_if_above, text, wide_model
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -51,11 +51,11 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_predicted_part_by_part(case):
     world_size, strategy, keys, optimizer = CASES[case]
-    for model, batch in ((wide, text()), (TinyConv, images())):
+    for model, batch in ((wide_model, text()), (TinyConv, images())):
         if keys.get("train.micro_batch_size", 0) > len(batch[0]):
             continue
-        found = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
-        for predicted, measured, note in found:
+        results = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
+        for predicted, measured, note in results:
             assert note is None
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (
                 predicted,
@@ -69,7 +69,7 @@ def test_the_peak_is_predicted_part_by_part(case):
 
 
 class Unpredictable(nn.Module):
-    """The forward pass hands the numbers of its tensors to something that is not torch."""
+    """The forward pass converts its tensors to numpy, which fake tensors cannot do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_predicted_still_trains_and_says_why():
 def test_prediction_changes_nothing_about_the_run():
     def losses(predict: bool) -> list[float]:
         keys = {"train.global_batch_size": 8, "memory.predict": predict}
-        return run_ranks(trained, 1, keys)[0]
+        return run_ranks(train_steps, 1, keys)[0]
 
     assert losses(True) == losses(False)
 
@@ -104,7 +104,8 @@ def test_the_model_is_part_of_the_peak_where_each_rank_builds_it_whole():
     assert whole.peak == whole.own_peak == Peak("build", Breakdown(parameters=2**40))
 
 
-def trained(context, keys):
+def train_steps(context, keys):
+    """The losses of a few steps with dropout."""
     job = job_from_keys("single", keys)
     samples = TensorSamples(*text())
     batch = samples.inputs[:8], samples.targets[:8]
@@ -113,7 +114,7 @@ def trained(context, keys):
 
 
 class LargeEnd(nn.Module):
-    """More weights in no block than in all of them, and few activations."""
+    """More weights outside of blocks than in all blocks, and few activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,17 +149,17 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 def peaks_alone(context, strategy, keys):
-    models = [(wide, text()), (TinyConv, images()), (LargeEnd, large_end_batch())]
+    models = [(wide_model, text()), (TinyConv, images()), (LargeEnd, large_end_batch())]
     if keys == ALONE["bf16"]:
-        models.pop()  # highest when the norm of bf16 gradients is forecast, and shards are fp32
+        models.pop()  # its peak is in the norm of bf16 gradients, and shards are fp32
     return [peaks(context, *model, strategy, keys, adamw) for model in models]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
 @pytest.mark.parametrize("case", fewer(ALONE, 3))
 def test_on_one_rank_fully_shard_copies_without_buffers_of_an_exchange(case, strategy):
-    (found,) = run_ranks(peaks_alone, 1, strategy, ALONE[case], force_group=True)
-    for predicted, measured, note in found:
+    (result,) = run_ranks(peaks_alone, 1, strategy, ALONE[case], force_group=True)
+    for predicted, measured, note in result:
         assert note is None
         assert predicted.phase == measured.phase
         for kind in MEMORY_KINDS:
@@ -167,13 +168,13 @@ def test_on_one_rank_fully_shard_copies_without_buffers_of_an_exchange(case, str
 
 
 def test_at_the_peak_is_what_one_process_has_no_moment_for():
-    # fsdp: what is in no block is freed before its gradients are reduced, and a block whose input
-    # needs no gradient comes after it. zero2: a gradient that is larger than the bucket is there
-    # while the shard that it is reduced into is made. zero3: what gloo copies of what is reduced,
-    # and the parameter that is gathered until then.
+    # fsdp: parameters outside of blocks are freed before their gradients are reduced, and a block
+    # whose input needs no gradient comes after them. zero2: a gradient larger than the bucket
+    # exists while its shard is allocated. zero3: gloo's copies of reduced gradients, and a
+    # parameter gathered until then.
     for strategy in ("fsdp", "zero2", "zero3"):
-        rows = settled(
-            lambda own=strategy: run_ranks(peaks_of_large_ends, 2, own),
+        rows = repeat_if_above(
+            lambda name=strategy: run_ranks(peaks_of_large_ends, 2, name),
             lambda row: row[1].bytes > 1.005 * row[0].bytes,
         )
         for predicted, measured in rows:
@@ -181,7 +182,7 @@ def test_at_the_peak_is_what_one_process_has_no_moment_for():
 
 
 def sliced_gpt() -> nn.Module:
-    """Heads and words that three ranks cannot share out evenly."""
+    """Three ranks cannot divide its heads and words evenly."""
     return GPT(GPTConfig(num_layers=3, width=64, num_heads=4, vocab_size=257, sequence_length=32))
 
 
@@ -215,8 +216,8 @@ def peaks_in_slices(context: RunContext, cases: dict[str, Any], mesh: dict[str, 
 def test_each_rank_of_slices_has_the_peak_that_was_predicted(case: str) -> None:
     mesh, strategies = IN_SLICES[case]
     ranks = math.prod(mesh.values())
-    for found in run_ranks(peaks_in_slices, ranks, strategies, mesh, timeout_s=150, **mesh):
-        for key, (predicted, measured, note) in found.items():
+    for results in run_ranks(peaks_in_slices, ranks, strategies, mesh, timeout_s=150, **mesh):
+        for key, (predicted, measured, note) in results.items():
             assert note is None, key
             assert predicted.bytes == pytest.approx(measured.bytes, rel=5e-4), key
             assert predicted.phase == measured.phase, key

@@ -1,11 +1,11 @@
-"""The peak where parameters are used in other ways than once, whole, in a layer of torch's."""
+"""The peak of models that use parameters more than once, transposed, or updated in place."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.parity import sgd
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ def layers() -> nn.Sequential:
 
 
 class Transposed(nn.Module):
-    """Weights of the model's own, transposed in each pass: a view of them is kept."""
+    """Parameters of the model itself, transposed in each pass: a view of them is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TransposedLayer(nn.Module):
 
 
 class Shared(nn.Module):
-    """A layer that every pass goes through twice."""
+    """A layer that is called twice in every pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Shared(nn.Module):
 
 
 class Teacher(nn.Module):
-    """An average of the student's weights, which the forward pass updates in place."""
+    """A moving average of the student's weights, which the forward pass updates in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Teacher(nn.Module):
 
 
 class LastTeacher(Teacher):
-    """The same, where the teacher is called before the student."""
+    """The same, but the teacher is called before the student."""
 
     def forward(self, x: Tensor) -> Tensor:
         target = self.teacher(x).detach()
@@ -107,7 +107,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "precision", "names"), CASES)
 def test_the_peak_of_odd_uses_of_parameters_is_predicted(strategy, precision, names):
-    rows = settled(
+    rows = repeat_if_above(
         lambda: [
             row
             for rank in run_ranks(peaks_of_all, 2, strategy, names, precision, timeout_s=150)

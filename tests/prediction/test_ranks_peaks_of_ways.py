@@ -1,4 +1,4 @@
-"""The peak of models whose passes go several ways: the fullest of them is forecast."""
+"""The peak of models whose passes differ: the pass with the highest peak is forecast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from support.parity import sgd
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ WIDTH = 128
 
 
 class Skips(nn.Module):
-    """A layer that every other pass leaves out, by a count of the module's own."""
+    """A layer that every other pass skips, by a count in the module."""
 
     passes = 0
 
@@ -35,14 +35,14 @@ class Skips(nn.Module):
 
 
 class Branches(Skips):
-    """A layer that a pass leaves out where a number says so."""
+    """A layer that a pass skips depending on a number."""
 
     def _takes_part(self, y: Tensor) -> bool:
         return bool(y.sum() > -1e9)
 
 
 class Draws(Skips):
-    """A layer that is left out by a number that Python draws."""
+    """A layer that is skipped depending on a random number of Python."""
 
     def _takes_part(self, y: Tensor) -> bool:
         del y
@@ -50,7 +50,7 @@ class Draws(Skips):
 
 
 class Experts(nn.Module):
-    """Rows go to the expert that is chosen for them."""
+    """Each row goes through the expert that is chosen for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Experts(nn.Module):
 
 
 class Towers(Experts):
-    """One tower or the other, and never both: every pass leaves out half of the weights."""
+    """One of two towers, never both: every pass skips half of the weights."""
 
     passes = 0
 
@@ -98,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "keys"), CASES)
 def test_the_fullest_way_is_forecast(strategy, keys):
-    rows = settled(
+    rows = repeat_if_above(
         lambda: [row for rank in run_ranks(peaks_of_all, 2, strategy, keys) for row in rank],
         lambda row: row[1].bytes > 1.01 * row[0].bytes,
     )

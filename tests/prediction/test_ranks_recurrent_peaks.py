@@ -1,4 +1,4 @@
-"""The peak of recurrent layers, whose kernels keep a workspace for the backward pass."""
+"""The peak of recurrent layers, whose kernels save a workspace for the backward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.parity import sgd
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ LAYERS = {
 
 
 class Recurrent(nn.Module):
-    """A row of numbers, read many times."""
+    """A recurrent layer that reads each row of numbers several times."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Recurrent(nn.Module):
         return (layer.proj_size or layer.hidden_size) * (1 + layer.bidirectional)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.layer(x[:, None].expand(-1, 12, -1))[0][:, -1])
-        return found
+        output: Tensor = self.head(self.layer(x[:, None].expand(-1, 12, -1))[0][:, -1])
+        return output
 
 
 def peaks_of_all(context, strategy, names, precision):
@@ -62,7 +62,7 @@ def peaks_of_all(context, strategy, names, precision):
 )
 def test_the_peak_of_recurrent_layers_is_predicted(strategy, precision):
     names = list(LAYERS)
-    rows = settled(
+    rows = repeat_if_above(
         lambda: [
             row
             for rank in run_ranks(peaks_of_all, 2, strategy, names, precision, timeout_s=150)

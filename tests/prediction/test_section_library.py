@@ -1,4 +1,4 @@
-"""A model taken apart and put together again takes what it takes as a whole."""
+"""A forecast composed from recorded sections of a model equals that of the whole model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Images(nn.Module):
 
 
 class ByNumber(nn.Module):
-    """Calls its blocks by their numbers, so that none can be left out."""
+    """Calls its blocks by index, so that none can be removed to shorten the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ByNumber(nn.Module):
 
 
 class Twice(ByNumber):
-    """Goes through its blocks two times, so that they are no sections."""
+    """Runs through its blocks twice, so that they are not sections."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers, *self.layers):
@@ -84,7 +84,7 @@ class Twice(ByNumber):
 
 
 class Looks(ByNumber):
-    """Looks at a value."""
+    """Reads a value, which fake tensors do not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x if float(x.sum()) > 0 else -x)
@@ -122,8 +122,8 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any]:
-    """The profile as a run has it, the one put together, and the plan."""
+def compare_profiles(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any]:
+    """The profile of a real run, the composed profile, and the plan."""
     make, example, loss = MODELS[name]
     strategy = words.split()[0]
     keys = {"train.global_batch_size": 8 * rows, "train.micro_batch_size": rows, **WORDS[words]}
@@ -136,24 +136,26 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     assert exact.untraceable is None
     choice = WORDS[words].get("strategy.recompute", "keep")
     library = SectionLibrary(model, example, lambda *_: loss, optimizer, CPU)
-    kept = chosen = library.model_sections(plan, rows, "keep")
+    unrecomputed = chosen = library.model_sections(plan, rows, "keep")
     if choice != "keep":
         chosen = library.model_sections(plan, rows, choice)
-        if len(kept.sections) == 2:  # no blocks: all of it is one section
-            kept = chosen
-    return exact, put_together(kept, chosen, again=choice != "keep"), plan
+        if len(unrecomputed.sections) == 2:  # no blocks: the whole model is one section
+            unrecomputed = chosen
+    return exact, composed_profile(unrecomputed, chosen, again=choice != "keep"), plan
 
 
-def put_together(kept: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
-    """As the planner does it: what is before and after the blocks is of the run that keeps all."""
-    sections = (kept.sections[0], *chosen.sections[1:-1], kept.sections[-1])
+def composed_profile(unrecomputed: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
+    """As in the planner: sections before and after the blocks are from the run that saves
+    everything.
+    """
+    sections = (unrecomputed.sections[0], *chosen.sections[1:-1], unrecomputed.sections[-1])
     names = [section.name for section in sections if section.name]
-    return compose_profile(kept.base, sections, recomputed=names if again else ())
+    return compose_profile(unrecomputed.base, sections, recomputed=names if again else ())
 
 
 @pytest.mark.parametrize(("name", "words"), fewer(product(MODELS, WORDS), 8))
 def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
-    exact, made, plan = taken_apart(name, words, 4)
+    exact, made, plan = compare_profiles(name, words, 4)
     for key in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):
         assert getattr(made, key) == getattr(exact, key), key
     for key in ("batch_bytes", "trained_elements", "state_slots", "state_scalars"):
@@ -166,7 +168,7 @@ def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("name", ["gpt", "gpt in chunks", "by number"])
 def test_other_sizes_are_read_off_two_runs(name, rows):
-    exact, made, plan = taken_apart(name, "ddp", rows)
+    exact, made, plan = compare_profiles(name, "ddp", rows)
     assert made.batch_bytes == exact.batch_bytes
     peak, wanted = forecast_step(made, plan).peak(), forecast_step(exact, plan).peak()
     assert peak.bytes == pytest.approx(wanted.bytes, rel=2e-3), (peak, wanted)
@@ -204,20 +206,20 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
         )
     for rank in range(2):
         exact = forecast_rank(resolved, workload, rank).forecast
-        own = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
-        peak = forecast_rank_step(own, plan, rank).peak()
+        rank_parts = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
+        peak = forecast_rank_step(rank_parts, plan, rank).peak()
         assert exact is not None
         assert peak.bytes == pytest.approx(exact.peak().bytes, rel=5e-3), (peak, exact.peak())
 
 
 def test_a_model_is_shortened_where_neighbours_are_alike():
     with torch.device("meta"):
-        found = shorten_model(gpt())
+        shortened = shorten_model(gpt())
         assert shorten_model(Images()) is not None
-    assert found is not None
-    short, order = found
+    assert shortened is not None
+    short, order = shortened
     assert [name for name, _ in independent_blocks(short)] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert order == (0, 1, 1, 1, 1, 2)  # the last stands for itself
+    assert order == (0, 1, 1, 1, 1, 2)  # the last block represents only itself
 
 
 def test_tied_parameters_are_told_apart_for_stages():
@@ -256,13 +258,15 @@ def test_losses_may_differ_where_micro_batches_wait():
         model, tokens(2), loss, optimizer_factory(job_from_keys("single", {}).optim, 0), CPU
     )
     bodies = [library.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
-    spans = [len(put_together(body, body, again=False).passes["first"].spans) for body in bodies]
+    spans = [
+        len(composed_profile(body, body, again=False).passes["first"].spans) for body in bodies
+    ]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}
 
 
 def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
-    """Where a loss goes in rounds: it is the same as behind all of the blocks."""
+    """With a loss in chunks the section after the blocks is the same for one block as for all."""
     with torch.device("meta"):
         model = gpt()
     loss = replace(CHUNKED, chunk_size=16 * 97 * 4)
@@ -270,36 +274,36 @@ def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
     plan = make_plan(job_from_keys("single", {"train.global_batch_size": 3}), 1, "cpu")
     recorded: list[list[str]] = []
 
-    def noted(*given: Any, **options: Any) -> Any:
-        found = record_sections(*given, **options)
-        recorded.append([section.name for section in found[0].sections])
-        return found
+    def noted(*arguments: Any, **options: Any) -> Any:
+        short_section = record_sections(*arguments, **options)
+        recorded.append([section.name for section in short_section[0].sections])
+        return short_section
 
     monkeypatch.setattr(runs, "record_sections", noted)
     library = SectionLibrary(model, tokens(2), lambda *_: loss, optimizer, CPU)
-    found = library.model_sections(plan, 3, "keep").sections[-1]
+    short_section = library.model_sections(plan, 3, "keep").sections[-1]
     assert recorded == [["", *(f"blocks.{n}" for n in range(3)), ""], ["", "blocks.0", ""]]
     names = [name for name, _ in independent_blocks(model)]
-    given = (Workload(model, tokens(3), loss, optimizer), names, [tokens(3)], plan, CPU)
-    whole = record_sections(*given)[0].sections[-1]
-    assert found.passes == whole.passes
-    assert found.backward.times.sum() == whole.backward.times.sum()
+    arguments = (Workload(model, tokens(3), loss, optimizer), names, [tokens(3)], plan, CPU)
+    whole = record_sections(*arguments)[0].sections[-1]
+    assert short_section.passes == whole.passes
+    assert short_section.backward.times.sum() == whole.backward.times.sum()
 
 
 @pytest.mark.parametrize(
     ("words", "blocks"), [("single", [3, 1]), ("zero1_torch bf16", [3, 1]), ("ddp bf16", [3, 3])]
 )
 def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, monkeypatch):
-    """Unless autocast lets go of its copies at a moment of the loss: then all of it is run."""
+    """Unless autocast frees its copies at a moment inside the loss: then the whole model is run."""
     strategy, _, precision = words.partition(" ")
     keys = {"train.global_batch_size": 8, **({"train.precision": precision} if precision else {})}
     plan = make_plan(job_from_keys(strategy, keys), 1 if strategy == "single" else 2, "cpu")
     optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
     recorded: list[int] = []
 
-    def noted(*given: Any, **options: Any) -> Any:
-        recorded.append(len(given[1]))
-        return record_sections(*given, **options)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        recorded.append(len(arguments[1]))
+        return record_sections(*arguments, **options)
 
     def found() -> ModelSections:
         with torch.device("meta"):
@@ -315,7 +319,7 @@ def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, 
     whole = found()
     for mine, real in zip(short.sections, whole.sections, strict=True):
         assert (mine.name, mine.tensors) == (real.name, real.tensors)
-        if precision != "bf16" or strategy != "ddp":  # what goes together goes in any order
+        if precision != "bf16" or strategy != "ddp":  # simultaneous storages are in any order
             assert mine.passes == real.passes
         assert (mine.forward.nbytes == real.forward.nbytes).all()
         assert (mine.backward.nbytes == real.backward.nbytes).all()

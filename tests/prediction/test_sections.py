@@ -1,4 +1,4 @@
-"""Sections in a row against bytes counted tick by tick."""
+"""Concatenated sections, compared with bytes that are counted tick by tick."""
 
 from __future__ import annotations
 
@@ -21,46 +21,49 @@ from bigtrain.prediction.sections import (
 )
 
 
-def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
-    """A section whose storages live from one moment to any later one that an anchor can say."""
+def random_section(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
+    """A section whose storages live until any later moment that an anchor can express."""
     lengths = tuple(rng.randint(3, 7) for _ in range(windows))
-    own = list(Anchor)[:windows]
-    found = []
+    anchors = list(Anchor)[:windows]
+    storages_drawn = []
     for _ in range(storages):
-        window = rng.choice(own)
+        window = rng.choice(anchors)
         birth = rng.randint(1, lengths[window])
-        later = [a for a in own if a > window]
+        later = [a for a in anchors if a > window]
         until = rng.choice([window, *later, Anchor.END, Anchor.OPTIMIZER])
         first = birth + 1 if until == window else 2
-        death = rng.randint(first, lengths[until] + 1) if until in own else 1
-        found.append(Storage(rng.randint(1, 99), "activations", window, birth, until, death))
-    kept = tuple(n for n, s in enumerate(found) if s.until == Anchor.OPTIMIZER)
-    return SectionPass(lengths, tuple(found), gradients=kept)
+        death = rng.randint(first, lengths[until] + 1) if until in anchors else 1
+        storages_drawn.append(
+            Storage(rng.randint(1, 99), "activations", window, birth, until, death)
+        )
+    gradients = tuple(n for n, s in enumerate(storages_drawn) if s.until == Anchor.OPTIMIZER)
+    return SectionPass(lengths, tuple(storages_drawn), gradients=gradients)
 
 
-def counted(passes: Sequence[SectionPass]) -> list[int]:
-    """Bytes at each tick: every section is asked of each of its moments and of what it keeps."""
+def count_bytes(passes: Sequence[SectionPass]) -> list[int]:
+    """Bytes at each tick, counted by checking every storage of every section."""
     windows = len(passes[0].lengths)
     order = [(n, 0) for n in range(len(passes))]
     order += [(n, 1) for n in reversed(range(len(passes)))]
     order += [(n, 2) for n in range(len(passes))] if windows == 3 else []
     moments = [(n, w, t) for n, w in order for t in range(1, passes[n].lengths[w] + 1)]
-    found = []
+    sizes = []
     for now in range(len(moments)):
         alive = 0
-        for n, one in enumerate(passes):
-            for s in one.storages:
+        for n, section in enumerate(passes):
+            for s in section.storages:
                 ends = s.until <= Anchor.WEIGHTS
                 past = [m for m in moments[: now + 1] if m[0] == n]
                 born = any(m[1:] >= (s.window, s.birth) for m in past)
                 dead = ends and any(m[1:] >= (s.until, s.death) for m in past)
-                # What dies after the last tick of a window is gone when the next begins.
-                gone = ends and s.death > one.lengths[s.until]
-                last = (n, int(s.until), one.lengths[s.until]) if gone else None
+                # A storage that dies after the last tick of a window is freed when the next window
+                # begins.
+                gone = ends and s.death > section.lengths[s.until]
+                last = (n, int(s.until), section.lengths[s.until]) if gone else None
                 over = last is not None and last in moments[:now]
                 alive += s.nbytes if born and not dead and not over else 0
-        found.append(alive)
-    return found
+        sizes.append(alive)
+    return sizes
 
 
 def bytes_of(timeline: Timeline, ticks: int) -> list[int]:
@@ -74,9 +77,9 @@ def bytes_of(timeline: Timeline, ticks: int) -> list[int]:
 @pytest.mark.parametrize("windows", [2, 3])
 def test_every_tick_holds_what_the_sections_say(seed, windows):
     rng = random.Random(seed)
-    passes = [drawn(rng, windows) for _ in range(rng.randint(1, 4))]
+    passes = [random_section(rng, windows) for _ in range(rng.randint(1, 4))]
     timeline, _, stop = concatenate_sections(passes, begins=False, is_sent=False)
-    expected = counted(passes)
+    expected = count_bytes(passes)
     assert stop == len(expected)
     assert bytes_of(timeline, stop) == expected
 
@@ -85,7 +88,7 @@ def test_every_tick_holds_what_the_sections_say(seed, windows):
 @pytest.mark.parametrize("windows", [2, 3])
 def test_a_row_of_equal_sections_peaks_as_one_laid_out_in_full(seed, windows):
     rng = random.Random(seed)
-    first, inner, last = (drawn(rng, windows) for _ in range(3))
+    first, inner, last = (random_section(rng, windows) for _ in range(3))
     quick = [first, *[inner] * 12, last]
     whole = [first, *(replace(inner) for _ in range(12)), last]
     rows = (quick, whole)
@@ -112,13 +115,13 @@ def test_what_other_sections_let_go_of():
         (11, "temporary", 5, 12 + 1),
     ]
     sent, _, _ = concatenate_sections(rows, begins=False, is_sent=True)
-    assert (5, "temporary", 4, 13) in sent.spans  # the last section is another rank's
+    assert (5, "temporary", 4, 13) in sent.spans  # the last section is on another rank
 
 
 def test_what_crosses_an_end_stays_until_the_end():
-    wire = Storage(5, "activations", Anchor.FORWARD, 1, Anchor.INPUTS, 2)
+    output = Storage(5, "activations", Anchor.FORWARD, 1, Anchor.INPUTS, 2)
     back = Storage(7, "temporary", Anchor.INPUTS, 1, Anchor.INPUTS, 2)
-    row = [SectionPass((3, 3), (wire, back), boundary=((0,), (1,)))]
+    row = [SectionPass((3, 3), (output, back), boundary=((0,), (1,)))]
     alone, _, _ = concatenate_sections(row, begins=False, is_sent=False)
     assert sorted(alone.spans) == [(5, "activations", 1, 5), (7, "temporary", 4, 5)]
     inside, _, stop = concatenate_sections(row, begins=True, is_sent=True)

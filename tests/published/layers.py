@@ -1,4 +1,7 @@
-"""The layer of Korthikanti et al. 2022 (arXiv 2205.05198), and what torch saves of it."""
+"""The layer of Korthikanti et al.
+
+2022 (arXiv 2205.05198), and the bytes that torch saves for it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Core(nn.Module):
-    """The core of attention: (seq, batch, 3 width) to (seq, batch, width), nothing fused."""
+    """The core of attention: (seq, batch, 3 width) to (seq, batch, width), without fused
+    kernels.
+    """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -21,7 +26,7 @@ class Core(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         s, b, _ = qkv.shape
-        # A head's query, key and value lie side by side, so that all are views of one tensor.
+        # A head's query, key and value are adjacent, so that all three are views of one tensor.
         heads = qkv.view(s, b * self.num_heads, -1).transpose(0, 1)
         query, key, value = heads.chunk(3, dim=-1)
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
@@ -60,16 +65,16 @@ class Layers(nn.Module):
 
 
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
-    """Bytes of the distinct storages that autograd saves of a forward pass, parameters left out."""
-    own = {p.untyped_storage()._cdata for p in layer.parameters()}
-    kept: dict[int, Any] = {}
+    """Bytes of the distinct storages that autograd saves in a forward pass, except parameters."""
+    parameter_ids = {p.untyped_storage()._cdata for p in layer.parameters()}
+    saved: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # alive, so that no other gets its number
+        if storage._cdata not in parameter_ids:
+            saved[storage._cdata] = storage  # kept alive, so that its id is not reused
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())

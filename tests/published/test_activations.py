@@ -1,8 +1,8 @@
-"""Activations and utilisation of Korthikanti et al. 2022 (arXiv 2205.05198), and what torch saves.
+"""Activations and utilization of Korthikanti et al. 2022 (arXiv 2205.05198), and what torch saves.
 
-Sizes of the four models, iteration times, MFU and HFU are the paper's, recalled; what is 54.2 % and
-42.1 % stands in its abstract. The gibibytes of the first stage are not printed in the paper: they
-are its formulas on its models, and are kept here so that a change of a formula is seen.
+The sizes of the four models, iteration times, MFU and HFU are the paper's, from memory; 54.2% and
+42.1% are in its abstract. The paper does not print the gibibytes of the first stage: they are its
+formulas applied to its models, recorded here so that a change of a formula is noticed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from published.layers import Layer, Layers, saved_bytes
 A100 = 312e12
 
 MODELS = {
-    # (layers, width, heads), tensor, pp, stages a rank, GPUs, batch, micro-batch
+    # (layers, width, heads), tensor, pp, stages per rank, GPUs, batch, micro-batch
     "22B": (Transformer(48, 6144, 64, 2048, 51200), 8, 1, 1, 8, 4, 4),
     "175B": (Transformer(96, 12288, 96, 2048, 51200), 8, 8, 3, 64, 64, 1),
     "530B": (Transformer(105, 20480, 128, 2048, 51200), 8, 35, 3, 280, 280, 1),
@@ -40,8 +40,8 @@ MODELS = {
 }
 WAYS = [(False, "none"), (True, "none"), (False, "selective"), (True, "selective"), (True, "full")]
 FIRST_STAGE = {
-    # GiB with tensor parallelism alone, + sequence parallelism, + selective, + both, full;
-    # the percentages of the first
+    # GiB with tensor parallelism only, + sequence parallelism, + selective, + both, full; and the
+    # percentages of the first
     "22B": ((59.3, 39.6, 29.2, 9.6, 4.5), (66.8, 49.4, 16.1, 7.6)),
     "175B": ((66.8, 41.4, 37.8, 12.4, 5.8), (62.0, 56.5, 18.5, 8.7)),
     "530B": ((114.0, 66.5, 70.6, 23.1, 10.9), (58.3, 61.9, 20.2, 9.5)),
@@ -51,7 +51,7 @@ FIRST_STAGE = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_table_2_per_layer(name):
-    """Each row of Table 2 as it is printed there."""
+    """Each row of Table 2 as printed."""
     model, t, _, _, _, _, b = MODELS[name]
     s, h, a = model.sequence_length, model.width, model.num_heads
     sbh = s * b * h
@@ -65,27 +65,29 @@ def test_table_2_per_layer(name):
         (model.activation_bytes(b, t, False, "full"), sbh * 2),
         (model.activation_bytes(b, t, True, "full"), sbh * 2 / t),
     ]
-    for found, formula in rows:
-        assert found == pytest.approx(formula, rel=1e-14)
+    for actual, formula in rows:
+        assert actual == pytest.approx(formula, rel=1e-14)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_first_stage(name):
-    """Derived here from the paper's formulas and models; the full row is without parallel inputs.
+    """Derived here from the paper's formulas and models; the full row has no parallel inputs.
 
-    4.5 GiB for 22B is 2sbh a layer, not over the tensor ranks: each keeps the whole input.
+    4.5 GiB for 22B is 2sbh per layer, not divided by the tensor ranks: each saves the whole input.
     """
     model, t, pp, v, _, _, b = MODELS[name]
-    found = [
+    activations = [
         model.first_stage_activation_bytes(
             b, t, shared and way != "full", way, pp=pp, stages_per_rank=v
         )
         for shared, way in WAYS
     ]
     gib, percent = FIRST_STAGE[name]
-    half = 0.05 + 1e-9  # 59.25 and 29.25 stand there as 59.3 and 29.2
-    assert [size / GIB for size in found] == pytest.approx(gib, abs=half)
-    assert [100 * size / found[0] for size in found[1:]] == pytest.approx(percent, abs=half)
+    half = 0.05 + 1e-9  # the paper rounds 59.25 and 29.25 to 59.3 and 29.2
+    assert [size / GIB for size in activations] == pytest.approx(gib, abs=half)
+    assert [100 * size / activations[0] for size in activations[1:]] == pytest.approx(
+        percent, abs=half
+    )
 
 
 def test_the_ends_of_a_model():
@@ -99,7 +101,7 @@ def test_the_ends_of_a_model():
     piped = {"pp": 8, "stages_per_rank": 1}
     wider = model.first_stage_activation_bytes(b, t, True, **piped, ends=True)
     assert wider - model.first_stage_activation_bytes(b, t, True, **piped) == 8 * sbh / t
-    # Fewer micro-batches than ranks: less than all layers' worth.
+    # With fewer micro-batches than ranks, less than the activations of all layers.
     assert model.first_stage_activation_bytes(b, t, True, pp=8, micro_batches=8) == plain
 
 
@@ -114,14 +116,14 @@ TIMES = {
 
 @pytest.mark.parametrize("name", TIMES)
 def test_table_5_utilisation(name):
-    """MFU and HFU from the printed times (all recalled), within 0.2 points: all eight."""
+    """MFU and HFU from the printed times (all from memory), all eight within 0.2 points."""
     model, _, _, _, gpus, batch, _ = MODELS[name]
     _, seconds, _, mfu, hfu = TIMES[name]
     peak = seconds * gpus * A100
     assert 100 * model.model_flops(batch) / peak == pytest.approx(mfu, abs=0.2)
     assert 100 * model.hardware_flops(batch, "selective") / peak == pytest.approx(hfu, abs=0.2)
     assert model.hardware_flops(batch) == model.model_flops(batch)
-    # Full recomputation runs each layer's forward pass, a third of its work, once more.
+    # Full recomputation runs each layer's forward pass, a third of its FLOPs, once more.
     head = 6 * batch * 2048 * 51200 * model.width
     more = model.hardware_flops(batch, "full") - model.model_flops(batch)
     assert more == pytest.approx((model.model_flops(batch) - head) / 3, rel=1e-12)
@@ -129,13 +131,13 @@ def test_table_5_utilisation(name):
 
 @pytest.mark.parametrize("name", TIMES)
 def test_table_5_gain(name):
-    """For 22B and 175B the printed gain, 29.0 and 31.8, is not the printed times': 29.1 and 31.9.
+    """For 22B and 175B the printed gains, 29.0 and 31.8, are not the printed times': 29.1, 31.9.
 
-    Times that round to the printed ones have it, so the paper's are of unrounded times.
+    Times that round to the printed ones give these gains, so the paper used unrounded times.
     """
     full, new, gain, _, _ = TIMES[name]
-    found = 100 * (full / new - 1)
-    assert (round(found, 1) == gain) == (name in ("530B", "1T"))
+    computed_gain = 100 * (full / new - 1)
+    assert (round(computed_gain, 1) == gain) == (name in ("530B", "1T"))
     low = 100 * ((full - 0.005) / (new + 0.005) - 1)
     high = 100 * ((full + 0.005) / (new - 0.005) - 1)
     assert low - 0.05 <= gain <= high + 0.05
@@ -147,17 +149,17 @@ def test_abstract():
 
 
 def test_selective_saves_much_for_few_operations():
-    """Section 5 (recalled): 70 % and 65 % of the activations, for 2.7 % and 1.6 % operations."""
+    """Section 5 (from memory): 70% and 65% of the activations, for 2.7% and 1.6% more FLOPs."""
     for name, share, cost in (("175B", 70, 2.7), ("530B", 65, 1.6)):
         model = MODELS[name][0]
-        kept = model.activation_bytes(1, 8, True, "selective") / model.activation_bytes(1, 8, True)
-        assert round(100 * (1 - kept)) == share
+        ratio = model.activation_bytes(1, 8, True, "selective") / model.activation_bytes(1, 8, True)
+        assert round(100 * (1 - ratio)) == share
         more = model.hardware_flops(1, "selective") / model.model_flops(1)
         assert round(100 * (more - 1), 1) == cost
 
 
 SINGLE_LAYER = {
-    # milliseconds of a 22B layer: forward, backward, both; and how much more than the first
+    # milliseconds of a 22B layer: forward, backward, both; and the percentage above the first
     "none": (7.7, 11.9, 19.6, 0),
     "sequence parallel": (7.2, 11.8, 19.0, -3),
     "full": (7.7, 19.5, 27.2, 39),
@@ -168,17 +170,17 @@ SINGLE_LAYER = {
 
 @pytest.mark.parametrize("way", SINGLE_LAYER)
 def test_table_4_is_consistent(way):
-    """Measured there, recalled here: the columns add up, and the percentages are theirs."""
-    forward, backward, both, percent = SINGLE_LAYER[way]
-    assert forward + backward == pytest.approx(both)
-    assert round(100 * (both / SINGLE_LAYER["none"][2] - 1)) == percent
+    """Measured in the paper, quoted from memory: the sums and percentages of the columns agree."""
+    forward, backward, sum_column, percent = SINGLE_LAYER[way]
+    assert forward + backward == pytest.approx(sum_column)
+    assert round(100 * (sum_column / SINGLE_LAYER["none"][2] - 1)) == percent
 
 
 def test_zero_counts_fewer_of_these_activations():
     """GPT-2 of 1.5B with 32 samples of 1024 tokens, ZeRO (arXiv 1910.02054), section 3.2: 60 GB.
 
-    Recalled, as its rule of 12 numbers of two bytes for each of sbh and layer, which gives it. This
-    paper's 34 + 5as/h are 114 bytes there, and 287 GB: the print and these formulas differ.
+    From memory: its rule of 12 numbers of two bytes for each of sbh and layer gives that. This
+    paper's 34 + 5as/h would be 114 bytes there, and 287 GB: the two papers disagree.
     """
     model = Transformer(48, 1600, 25, 1024, 50257)
     sbhl = 1024 * 32 * 1600 * 48
@@ -187,7 +189,7 @@ def test_zero_counts_fewer_of_these_activations():
     assert 48 * model.activation_bytes(32) == 114 * sbhl
 
 
-# What torch keeps of such a layer, against sbh(34 + 5as/h).
+# The bytes that torch saves for such a layer, compared with sbh(34 + 5as/h).
 
 
 def fake_saved_bytes(device: str, b: int, s: int, h: int, a: int) -> int:
@@ -201,24 +203,24 @@ def fake_saved_bytes(device: str, b: int, s: int, h: int, a: int) -> int:
 @pytest.mark.parametrize("name", ["22B", "175B"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_what_autograd_saves_of_a_layer(name, device):
-    """The formula to the byte with CUDA's kernels, but for what the paper says it leaves out.
+    """The formula to the byte with CUDA's kernels, except for terms that the paper neglects.
 
-    Two norms keep a mean and a deviation for each token: in fp32 on CUDA, 16sb bytes together; on
-    a CPU in the input's precision, 8sb. And a CPU's dropout keeps its mask not as one byte but as
-    numbers of the input's type, divided by what is kept: one byte more for each of the masks'
-    2sbh + as^2b elements. No GPU is wanted: fake tensors say what CUDA's kernels save.
+    Two norms save a mean and a deviation for each token: in fp32 on CUDA, together 16sb bytes; on a
+    CPU in the input's precision, 8sb. And a CPU's dropout saves its mask as numbers of the input's
+    type, scaled by the kept share, instead of bytes: one more byte for each of the masks' 2sbh +
+    as^2b elements. No GPU is needed: fake tensors tell what CUDA's kernels save.
     """
     model, _, _, _, _, _, b = MODELS[name]
     s, h, a = model.sequence_length, model.width, model.num_heads
-    found = fake_saved_bytes(device, b, s, h, a)
+    saved = fake_saved_bytes(device, b, s, h, a)
     paper = model.activation_bytes(b)
     assert paper == s * b * h * 34 + 5 * a * s * s * b
     if device == "cuda":
-        assert found == paper + 16 * s * b
-        assert found == pytest.approx(paper, rel=5e-5)
+        assert saved == paper + 16 * s * b
+        assert saved == pytest.approx(paper, rel=5e-5)
     else:
         masks = 2 * s * b * h + a * s * s * b
-        assert found == paper + masks + 8 * s * b
+        assert saved == paper + masks + 8 * s * b
 
 
 def test_fake_tensors_save_what_real_ones_do():
@@ -228,11 +230,11 @@ def test_fake_tensors_save_what_real_ones_do():
     assert saved_bytes(layer, x) == fake_saved_bytes("cpu", b, s, h, a)
 
 
-# The same through this project's profiles, and its own ways to keep less.
+# The same through this project's profiles, and with its recomputation modes.
 
 
 class Total:
-    """A loss on any output."""
+    """A loss of any output."""
 
     def __call__(self, output: Any, *_: object) -> Tensor:
         return output.float().sum()
@@ -241,8 +243,8 @@ class Total:
         return 1
 
 
-def held(profile) -> int:
-    """Bytes of activations at the moment when the backward pass begins."""
+def activation_bytes_at_turn(profile) -> int:
+    """Bytes of activations at the start of the backward pass."""
     assert profile.untraceable is None, profile.untraceable
     first = profile.passes["first"]
     back = next(tick for tick, phase in first.phases if phase == "backward")
@@ -250,100 +252,105 @@ def held(profile) -> int:
     return sum(span.nbytes for span in alive if span.kind == "activations")
 
 
-def profiled(
+def profiled_activation_bytes(
     model: nn.Module, inputs: Tensor, targets: Tensor, loss, device: str = "cpu", **keys
 ) -> int:
+    """The activation bytes of a profile of the model."""
     job = job_from_keys("single", {"train.global_batch_size": 4, **keys})
     example = MicroBatch(inputs, targets, 4, 4)
     plan = make_plan(job, 1, device)
-    return held(make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model)))
+    return activation_bytes_at_turn(
+        make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model))
+    )
 
 
-def of_one_layer(dtype: torch.dtype = torch.bfloat16, **keys) -> int:
-    """What one layer more keeps, of the 22B model's shape."""
+def bytes_of_one_layer(dtype: torch.dtype = torch.bfloat16, **keys) -> int:
+    """The bytes that one additional layer saves, in the shape of the 22B model."""
     model, _, _, _, _, _, b = MODELS["22B"]
     sizes = []
-    for count in (2, 3):  # one alone is no block
+    for count in (2, 3):  # a single layer does not count as a block
         with torch.device("meta"):
             layers = Layers(count, model.width, model.num_heads).to(dtype)
             x = torch.empty(model.sequence_length, b, model.width, dtype=dtype)
-        sizes.append(profiled(layers, x, torch.empty(1), Total(), **keys))
+        sizes.append(profiled_activation_bytes(layers, x, torch.empty(1), Total(), **keys))
     return sizes[1] - sizes[0]
 
 
 def test_profiles_know_what_a_layer_keeps():
-    """A profile on a CPU: the CPU's masks and norms, see above; and the recomputations.
+    """A profile on a CPU, with the CPU's masks and norms as above; and the recomputation modes.
 
-    *Full* keeps what comes in, 2sbh, the paper's row. *Selective* here is not the paper's: products
-    stay and everything else is computed again. That is the input (2), q, k and v (6), attention's
-    result (2), its projection (2), the MLP's two products (8 + 2), 22sbh, and the scores, 2as^2b.
-    The paper's own is `full` for the core of attention alone: what goes into it is there anyhow,
-    and 34sbh is left; the dropout masks outside, two bytes here, are 2sbh more.
+    *Full* saves the input, 2sbh, as in the paper's row. *Selective* here differs from the paper's:
+    the results of matrix products are saved and everything else is recomputed. These are the input
+    (2), q, k and v (6), attention's result (2), its projection (2), the MLP's two products (8 + 2),
+    together 22sbh, and the scores, 2as^2b. The paper's selective is `full` for the core of
+    attention only: its input is saved anyway, which leaves 34sbh; the dropout masks outside, two
+    bytes here, are 2sbh more.
     """
     model, _, _, _, _, _, b = MODELS["22B"]
     sb = model.sequence_length * b
     sbh, scores = sb * model.width, sb * model.sequence_length * model.num_heads
     norms = 8 * sb
-    assert of_one_layer() == model.activation_bytes(b) + 2 * sbh + scores + norms
-    full = of_one_layer(**{"strategy.recompute": "full"})
+    assert bytes_of_one_layer() == model.activation_bytes(b) + 2 * sbh + scores + norms
+    full = bytes_of_one_layer(**{"strategy.recompute": "full"})
     assert full == model.activation_bytes(b, recompute="full")
-    assert of_one_layer(**{"strategy.recompute": "selective"}) == 22 * sbh + 2 * scores
+    assert bytes_of_one_layer(**{"strategy.recompute": "selective"}) == 22 * sbh + 2 * scores
     core = {"mode": "full", "layers": ["layers.*.core"]}
-    like_the_paper = of_one_layer(**{"strategy.recompute": core})
+    like_the_paper = bytes_of_one_layer(**{"strategy.recompute": core})
     assert like_the_paper == model.activation_bytes(b, recompute="selective") + 2 * sbh + norms
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="its own kernels are traced")
+@pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
 def test_profiles_for_cuda_know_it_without_one():
     """Traced on a CPU for CUDA: the formula to the byte, and means and deviations of two norms."""
     model, _, _, _, _, _, b = MODELS["22B"]
     sb = model.sequence_length * b
-    assert of_one_layer(device="cuda") == model.activation_bytes(b) + 16 * sb
+    assert bytes_of_one_layer(device="cuda") == model.activation_bytes(b) + 16 * sb
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="its own kernels are traced")
+@pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
 def test_profiles_for_cuda_follow_its_autocast():
     """fp32 parameters under autocast, which computes norms and softmax in fp32.
 
-    More than in pure bf16: the inputs of both norms, 4sbh; the softmax's result in fp32 beside what
-    is multiplied, 2as^2b; and the weights in bf16, 24h^2.
+    In addition to pure bf16: the inputs of both norms, 4sbh; the softmax's fp32 result next to the
+    bf16 copy that is multiplied, 2as^2b; and the weights in bf16, 24h^2.
     """
     model, _, _, _, _, _, b = MODELS["22B"]
     h, sb = model.width, model.sequence_length * b
     scores = sb * model.sequence_length * model.num_heads
     paper = model.activation_bytes(b) + 16 * sb
     keys = {"train.precision": "bf16"}
-    found = of_one_layer(torch.float32, device="cuda", **keys)
-    assert found == paper + 4 * sb * h + 2 * scores + 24 * h * h
-    # A CPU's own autocast leaves what is in bf16 there, and its masks are wider.
-    assert of_one_layer(torch.float32, **keys) != found
+    saved = bytes_of_one_layer(torch.float32, device="cuda", **keys)
+    assert saved == paper + 4 * sb * h + 2 * scores + 24 * h * h
+    # A CPU's autocast leaves bf16 results in bf16, and its dropout masks are larger.
+    assert bytes_of_one_layer(torch.float32, **keys) != saved
 
 
 GPT_SHAPE = {"vocab_size": 64, "sequence_length": 32, "width": 48, "num_heads": 3}
 
 
-def of_one_block(choice: str | None) -> int:
-    """What one block more of the project's GPT keeps, in fp32."""
+def bytes_of_one_block(choice: str | None) -> int:
+    """The bytes that one additional block of the project's GPT saves, in fp32."""
     tokens = torch.zeros(4, GPT_SHAPE["sequence_length"], dtype=torch.long)
     keys = {} if choice is None else {"strategy.recompute": choice}
     sizes = []
-    for count in (2, 3):  # one alone is no block
+    for count in (2, 3):  # a single layer does not count as a block
         with torch.device("meta"):
             model = GPT(GPTConfig(**GPT_SHAPE, num_layers=count))
-        sizes.append(profiled(model, tokens, tokens, CrossEntropy(), **keys))
+        sizes.append(profiled_activation_bytes(model, tokens, tokens, CrossEntropy(), **keys))
     return sizes[1] - sizes[0]
 
 
 def test_a_block_of_the_gpt_here():
-    """16 numbers for each of sbh where the paper has 17 of two bytes: 34 less the masks' 2 is 32.
+    """16 numbers for each of sbh; the paper has 17 of two bytes: 34 less 2 for the masks is 32.
 
-    No dropout, fp32, and fused attention, which keeps one number for each row of scores instead of
-    5as^2b bytes. In numbers: input, normed, q, k, v, mixed; the sum, normed, 4 and 4 of the MLP.
+    Without dropout, in fp32, with fused attention, which saves one number for each row of scores
+    instead of 5as^2b bytes. In numbers: input, normed, q, k, v, mixed; the sum, normed, 4 and 4 of
+    the MLP.
     """
     b, s, h, a = 4, 32, 48, 3
     sbh, rows, norms = s * b * h, s * b * a, 4 * s * b
-    assert of_one_block(None) == 4 * (16 * sbh + rows + norms)
+    assert bytes_of_one_block(None) == 4 * (16 * sbh + rows + norms)
     # Input, q, k and v, mixed, projected, 4 of the MLP and its result.
-    assert of_one_block("selective") == 4 * (11 * sbh + rows)
+    assert bytes_of_one_block("selective") == 4 * (11 * sbh + rows)
     paper = Transformer(1, h, a, s, 64).activation_bytes(b, recompute="selective")
     assert 4 * 16 * sbh == 2 * (paper - 2 * sbh)

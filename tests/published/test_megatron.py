@@ -1,7 +1,7 @@
 """Table 1 of Narayanan et al. 2021 (arXiv 2104.04473): weak scaling of GPTs on A100s.
 
-The rows are recalled, not read beside this file. Numbers of parameters and percentages are computed
-again by the paper's own formulas, and the models counted as this project builds them.
+The rows are quoted from memory. Numbers of parameters and percentages are computed again with the
+paper's formulas, and the models are counted as this project builds them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Row(NamedTuple):
     gpus: int
     batch: int
     teraflops: int
-    """Of each GPU, in a second."""
+    """TFLOP/s of each GPU."""
     percent: int
-    """Of the peak of 312."""
+    """Percent of the peak of 312 TFLOP/s."""
     petaflops: float
-    """Of all."""
+    """PFLOP/s of all GPUs."""
     seconds: float
-    """Of a step: derived here, as the next."""
+    """Seconds of a step, derived here, as is the next field."""
     tokens: int
-    """Of each GPU in a second."""
+    """Tokens per second of each GPU."""
 
     @property
     def model(self) -> Transformer:
@@ -60,8 +60,8 @@ every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.billions
 
 @every_row
 def test_parameters(row):
-    """All ten as printed: equation 2, and the formula as the paper writes it."""
-    l, h = row.layers, row.width  # noqa: E741 - the paper's letters
+    """All ten as printed, by equation 2 and by the formula as the paper writes it."""
+    l, h = row.layers, row.width  # noqa: E741 - the paper's symbols
     written = 12 * l * h**2 * (1 + 13 / (12 * h) + (VOCABULARY + LENGTH) / (12 * l * h))
     assert row.model.parameters == pytest.approx(written, rel=1e-14)
     assert round(row.model.parameters / 1e9, 1) == row.billions
@@ -75,30 +75,34 @@ def test_percent_of_peak(row):
 
 @every_row
 def test_all_gpus_together(row):
-    """Six of ten are not the printed figure of one GPU times their number, from 39.1B on.
+    """For six of ten, from 39.1B, the total is not the printed figure per GPU times GPUs.
 
-    The printed one is rounded; one that rounds to it gives each of them.
+    The printed figure is rounded; a figure that rounds to it gives the total.
     """
-    found = row.teraflops * row.gpus / 1000
-    assert (round(found, 1) == row.petaflops) == (row.billions < 39)
-    assert abs(found - row.petaflops) <= 0.5 * row.gpus / 1000 + 0.05
+    total = row.teraflops * row.gpus / 1000
+    assert (round(total, 1) == row.petaflops) == (row.billions < 39)
+    assert abs(total - row.petaflops) <= 0.5 * row.gpus / 1000 + 0.05
 
 
 @every_row
 def test_seconds_of_a_step(row):
-    """Derived here: with full recomputation, which these runs had, their operations over speed."""
+    """Derived here: the FLOPs with full recomputation, which these runs used, divided by
+    the speed.
+    """
     work = row.model.hardware_flops(row.batch, "full")
     seconds = work / (row.teraflops * 1e12 * row.gpus)
     assert round(seconds, 1) == row.seconds
     assert round(row.batch * LENGTH / seconds / row.gpus) == row.tokens
-    # So it is hardware utilisation: of the model's own operations it would be a quarter less.
+    # So the paper's utilization counts hardware FLOPs: with model FLOPs it would be a quarter less.
     model_only = row.model.model_flops(row.batch) / work
     assert 0.74 < model_only < 0.78
 
 
 @every_row
 def test_the_mesh_fills_the_gpus(row):
-    """Data parallelism takes what tensor and pipeline parallelism leave, and divides the batch."""
+    """Data parallelism uses the ranks that tensor and pipeline parallelism leave, and divides
+    the batch.
+    """
     dp, left = divmod(row.gpus, row.tensor * row.pp)
     assert left == 0
     assert row.batch % dp == 0
@@ -118,7 +122,7 @@ def config_of(row: Row, *, tied: bool) -> GPTConfig:
 
 @every_row
 def test_the_same_models_here(row):
-    """Tied, ours has the final norm more, 2h, which the formula leaves out; untied, Vh beside it.
+    """Our tied model also has the final norm, 2h, which the formula omits; untied, it has Vh more.
 
     A layer is 12h^2 + 13h in both: 9h of biases and 4h of two norms.
     """

@@ -1,6 +1,6 @@
-"""Table 2 of Korthikanti et al. 2022 (arXiv 2205.05198) on tensor-parallel ranks, as torch saves.
+"""Table 2 of Korthikanti et al. 2022 (arXiv 2205.05198) on tensor-parallel ranks, as in torch.
 
-No GPU is wanted, and no ranks: fake tensors say what CUDA's kernels save on one of them.
+Neither a GPU nor ranks are needed: fake tensors tell what CUDA's kernels save on one of the ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ MODELS = {
 
 
 def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int, a: int) -> int:
-    """Bytes that autograd saves of the layer in slices on one of `t` ranks, by CUDA's kernels."""
+    """Bytes that autograd saves for the sliced layer on one of `t` ranks, with CUDA's kernels."""
     columns = {"qkv": Slices.even(0, 3 * h, 3 * h // a), "up": Slices.even(0, 4 * h)}
-    slices = {f"{n}.{kind}": own for n, own in columns.items() for kind in ("weight", "bias")}
+    slices = {
+        f"{n}.{kind}": columns_of
+        for n, columns_of in columns.items()
+        for kind in ("weight", "bias")
+    }
     slices["projection.weight"] = Slices.even(1, h, h // a)
     slices["down.weight"] = Slices.even(1, 4 * h)
     group = SliceGroup(t - 1, t, sequence_dim=sequence_dim)
@@ -41,20 +45,20 @@ def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int,
         if sequence_dim is None:
             return saved_bytes(layer, x)
         sequence_slices = Slices.even(0, s)
-        held = sequence_slices.local(x, group.rank, t).detach().clone().requires_grad_()
-        return saved_bytes(layer, SlicedTensor.of(held, sequence_slices, group))
+        shard = sequence_slices.local(x, group.rank, t).detach().clone().requires_grad_()
+        return saved_bytes(layer, SlicedTensor.of(shard, sequence_slices, group))
 
 
 @pytest.mark.parametrize("name", ["22B", "175B"])
 @pytest.mark.parametrize("t", [2, 8])
 def test_what_autograd_saves_of_a_layer_in_slices(name, t):
-    """Tensor parallelism, and with sequence parallelism, to the byte: and of norms 16sb bytes.
+    """With tensor and with sequence parallelism, to the byte; the norms save 16sb bytes more.
 
     Without sequence parallelism each rank has both norms of all tokens.
     """
     model, b = MODELS[name]
     s, h, a = model.sequence_length, model.width, model.num_heads
     norms = 16 * s * b
-    found = sliced_saved_bytes(t, None, b, s, h, a)
-    assert found == model.activation_bytes(b, t) + norms
+    saved = sliced_saved_bytes(t, None, b, s, h, a)
+    assert saved == model.activation_bytes(b, t) + norms
     assert sliced_saved_bytes(t, 0, b, s, h, a) == model.activation_bytes(b, t, True) + norms // t

@@ -1,7 +1,7 @@
-"""ZeRO's tables (Rajbhandari et al. 2020, arXiv 1910.02054), and what its stages hold here.
+"""ZeRO's tables (Rajbhandari et al. 2020, arXiv 1910.02054), and the states of its stages here.
 
-The paper's cells are recalled, not read beside this file; each is what the formula gives but where
-a test says otherwise. GB are 10**9 bytes there.
+The paper's cells are quoted from memory; each equals the formula except where a test says
+otherwise. GB are 10**9 bytes there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("ranks", "numbers", "stage", "printed"), CELLS)
 def test_table_1_memory_of_a_rank(ranks, numbers, stage, printed):
-    """All 54 cells (recalled) are the formula: the first model rounded, the others cut off."""
+    """All 54 cells (from memory) are the formula: the first model rounded, the others truncated."""
     exact = Decimal(min_state_bytes(numbers, StateWidths(), stage, ranks)) / GB
     how = ROUND_HALF_UP if numbers == SIZES[0] else ROUND_DOWN
     assert exact.quantize(Decimal(printed), how) == Decimal(printed)
@@ -71,17 +71,17 @@ TABLE_2 = {
 
 @pytest.mark.parametrize("cut", TABLE_2)
 def test_table_2_largest_models(cut):
-    """32 GB on each of 64 replicas, 4 columns by 5 rows (recalled).
+    """32 GB on each of 64 replicas, 4 columns by 5 rows (from memory).
 
-    The paper multiplies its rounded first row: from the second row on what it prints for stages 1
-    and 2 is up to 0.6 % less than the formula, whose own digits are asserted beside it.
+    The paper multiplies its rounded first row: from the second row its figures for stages 1 and 2
+    are up to 0.6% below the formula, whose exact digits are asserted as well.
     """
     printed, _ = TABLE_2[cut]
-    found = [cut * largest_model(32 * GB, StateWidths(), stage, 64) / GB for stage in range(4)]
+    numbers = [cut * largest_model(32 * GB, StateWidths(), stage, 64) / GB for stage in range(4)]
     first = TABLE_2[1][0]
     assert printed == pytest.approx([cut * cell for cell in first])
-    assert (found[0], found[3]) == (printed[0], printed[3])
-    assert [round(found[1] / cut, 1), round(found[2] / cut, 1)] == [first[1], first[2]]
+    assert (numbers[0], numbers[3]) == (printed[0], printed[3])
+    assert [round(numbers[1] / cut, 1), round(numbers[2] / cut, 1)] == [first[1], first[2]]
     formula = {
         1: [7.6, 14.4],
         2: [15.3, 28.8],
@@ -89,16 +89,16 @@ def test_table_2_largest_models(cut):
         8: [61.1, 115.4],
         16: [122.3, 230.8],
     }
-    assert [round(number, 1) for number in found[1:3]] == formula[cut]
+    assert [round(number, 1) for number in numbers[1:3]] == formula[cut]
     differ = [cell != mine for cell, mine in zip(printed[1:3], formula[cut], strict=True)]
     assert differ == {1: [False, False], 2: [True, False]}.get(cut, [True, True])
 
 
 @pytest.mark.parametrize("cut", TABLE_2)
 def test_table_2_what_ran_is_less_than_the_states_allow(cut):
-    """Measured sizes (recalled) over the formula's: 0.63 to 0.65 of the baseline, 0.82 of stage 1.
+    """Measured sizes (from memory) / the formula's: 0.63 to 0.65 of the baseline, 0.82 of stage 1.
 
-    The rest is what a formula of states leaves out: activations, buffers, fragments.
+    The remainder is what a formula of states neglects: activations, buffers, fragmentation.
     """
     (baseline, stage_1, _, _), (ran, ran_sharded) = TABLE_2[cut]
     assert ran / baseline == pytest.approx(0.65 if cut == 1 else 0.625)
@@ -106,16 +106,18 @@ def test_table_2_what_ran_is_less_than_the_states_allow(cut):
 
 
 def test_volume():
-    """Section 7 (recalled): stages 1 and 2 send what replicas send, stage 3 half as much more."""
+    """Section 7 (from memory): stages 1 and 2 send the same as replicas, stage 3 half as
+    much more.
+    """
     assert [numbers_sent(10, stage) for stage in range(4)] == [20, 20, 20, 30]
-    # Derived here, for accumulation: who reduces or gathers at each micro-batch.
+    # Derived here, for accumulation: which stages reduce or gather at each micro-batch.
     assert [numbers_sent(10, stage, 4) for stage in range(4)] == [20, 20, 50, 120]
     with pytest.raises(ValueError, match="stages 0 to 3, not 4"):
         numbers_sent(10, 4)
 
 
 def test_gpt2_example():
-    """Section 3 (recalled): 1.5B numbers are 24 GB of states."""
+    """Section 3 (from memory): 1.5B numbers are 24 GB of states."""
     assert min_state_bytes(1_500_000_000, StateWidths(), 0, 1) == 24 * GB
 
 
@@ -137,7 +139,7 @@ def test_there_are_four_stages():
     assert by_rank == sorted(by_rank, reverse=True)
 
 
-# What the forecasts of this project's own strategies hold, beside the formulas.
+# The states in the forecasts of this project's strategies, compared with the formulas.
 
 CONFIG = GPTConfig(vocab_size=96, sequence_length=8, num_layers=3, width=32, num_heads=2)
 ROWS = 4
@@ -145,7 +147,7 @@ ROWS = 4
 
 @cache
 def profiled(model_name: str, precision: str, bf16_parameters: bool, strategy: str):
-    """A profile depends on the plan's precision alone; `strategy` names one that has it."""
+    """A profile depends only on the plan's precision; `strategy` names one that supports it."""
     models = {"gpt": lambda: GPT(CONFIG), "deep": lambda: BlockLM(64, layers=12)}
     rows = torch.zeros(1 if model_name == "deep" else ROWS, 2, dtype=torch.long)
     plan = plan_of(strategy, precision, 2)
@@ -168,7 +170,7 @@ def plan_of(strategy: str, precision: str, ranks: int, micro_batches: int = 1):
 
 
 def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
-    """The forecast of a rank, the numbers that are trained, and the widths of the precision."""
+    """The forecast of a rank, the number of trained parameters, and the widths of the precision."""
     plan = plan_of(strategy, precision, ranks, micro_batches)
     narrow = plan.bf16_parameters
     same = "ddp" if precision == "fp32" or not narrow else "zero1_torch"
@@ -177,84 +179,85 @@ def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
     return forecast_step(profile, plan), profile, BF16 if narrow else wide
 
 
-def states_of(found) -> int:
+def states_of(forecast) -> int:
     """Parameters, gradients and optimizer state after the backward pass, in bytes."""
-    held = found.states
-    return held.parameters + (held.gradients or found.gradients) + held.optimizer
+    states = forecast.states
+    return states.parameters + (states.gradients or forecast.gradients) + states.optimizer
 
 
 SCALARS = 4 * (4 + 12 * CONFIG.num_layers)
-"""Step counts: a number of four bytes for each parameter tensor."""
+"""AdamW's step counts: four bytes for each parameter tensor."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("strategy", "stage"), [("ddp", 0), ("zero1_torch", 1), ("fsdp", 3)])
 def test_forecast_states_are_the_formula(strategy, stage, ranks, precision):
-    """To the byte, but for AdamW's step counts, where the ranks divide every tensor.
+    """To the byte, except for AdamW's step counts, if the ranks divide every tensor.
 
-    fsdp has its shards in fp32 in bf16 runs, too: 4+4+8 bytes instead of 2+2+12, all of it cut.
-    DDP's gradients lie in its buckets, so these are no second copy, and the one that a backward
-    pass makes before it is copied there is in the timelines.
+    fsdp has fp32 shards in bf16 runs, too: 4+4+8 bytes instead of 2+2+12, all of it sharded. DDP's
+    gradients are views of its buckets, so they are not a second copy; the timelines contain the
+    gradient that a backward pass makes before it is copied there.
     """
-    found, profile, widths = forecast_of(strategy, precision, ranks)
+    forecast, profile, widths = forecast_of(strategy, precision, ranks)
     numbers = profile.trained_elements
     assert numbers == CONFIG.num_parameters
     floor = min_state_bytes(numbers, widths, stage, ranks)
     scalars = SCALARS / ranks if stage == 1 else SCALARS
     assert profile.state_scalars == SCALARS
-    assert states_of(found) == floor + round(scalars)
+    assert states_of(forecast) == floor + round(scalars)
 
 
 def test_ddp_without_views_holds_the_gradients_twice():
-    """What the formula has not: the buckets, where gradients do not live in them."""
+    """Not in the formula: the buckets, if gradients are not views of them."""
     keys = {"train.global_batch_size": 2, "strategy.replicate.gradient_as_bucket_view": False}
     plan = make_plan(job_from_keys("ddp", keys), 2, "cpu")
     plain, profile, _ = forecast_of("ddp", "fp32", 2)
-    found = forecast_step(profile, plan)
-    assert states_of(found) == states_of(plain)
-    assert found.states.buffers - plain.states.buffers == 4 * CONFIG.num_parameters
+    forecast = forecast_step(profile, plan)
+    assert states_of(forecast) == states_of(plain)
+    assert forecast.states.buffers - plain.states.buffers == 4 * CONFIG.num_parameters
 
 
 def test_a_rank_count_that_divides_no_tensor_pads_each():
-    """Stage 1 cuts all parameters as one row of numbers, fully_shard the rows of each tensor."""
+    """Stage 1 divides all parameters as one flat row, fully_shard the rows of each tensor."""
     numbers = CONFIG.num_parameters
-    found, _, widths = forecast_of("zero1_torch", "fp32", 3)
-    assert states_of(found) == min_state_bytes(numbers, widths, 1, 3) + round(SCALARS / 3)
+    forecast, _, widths = forecast_of("zero1_torch", "fp32", 3)
+    assert states_of(forecast) == min_state_bytes(numbers, widths, 1, 3) + round(SCALARS / 3)
     shapes = [p.shape for p in describe(lambda: GPT(CONFIG)).model.parameters()]
     shards = sum(-(-shape[0] // 3) * shape[1:].numel() for shape in shapes)
-    found, _, widths = forecast_of("fsdp", "fp32", 3)
-    assert states_of(found) == 16 * shards + SCALARS
+    forecast, _, widths = forecast_of("fsdp", "fp32", 3)
+    assert states_of(forecast) == 16 * shards + SCALARS
     assert 0 < 16 * shards - min_state_bytes(numbers, widths, 3, 3) < 16 * 32 * 8 * len(shapes)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_stage_2_of_torch_keeps_what_it_gathers_beside_its_shards(ranks):
-    """Between the steps it holds stage 3's states; the gathered parameters are in its timelines.
+    """Between the steps it holds stage 3's states; its timelines contain the gathered parameters.
 
-    The shards stay while the parameters are whole: 4P/N bytes that the formula has not. So the
-    highest moment is above the formula by more than them.
+    The shards stay while the parameters are gathered: 4P/N bytes that the formula does not have. So
+    the peak exceeds the formula by more than the parameters.
     """
-    found, profile, widths = forecast_of("fsdp_zero2", "fp32", ranks)
+    forecast, profile, widths = forecast_of("fsdp_zero2", "fp32", ranks)
     numbers = profile.trained_elements
-    assert states_of(found) == min_state_bytes(numbers, widths, 3, ranks) + SCALARS
+    assert states_of(forecast) == min_state_bytes(numbers, widths, 3, ranks) + SCALARS
     shards = 4 * numbers // ranks
-    assert found.peak().bytes > min_state_bytes(numbers, widths, 2, ranks) + shards
+    assert forecast.peak().bytes > min_state_bytes(numbers, widths, 2, ranks) + shards
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 def test_deepspeed_reduces_and_keeps_a_bucket_beside_the_formula():
-    """Its stages 1 and 2 have the same states here: the bucket, which is cut to the model, apart.
+    """Its stages 1 and 2 have equal states here, except for the bucket, which is cut to the model.
 
-    Gradients are accumulated in fp32, so in bf16 a shard of them has 4 bytes a number and not 2.
+    Gradients are accumulated in fp32, so in bf16 a shard of them has 4 bytes per number instead of
+    2.
     """
     for precision, more in (("fp32", 0), ("bf16", 2)):
         for strategy in ("zero1", "zero2"):
-            found, profile, widths = forecast_of(strategy, precision, 4)
+            forecast, profile, widths = forecast_of(strategy, precision, 4)
             numbers = profile.trained_elements
             floor = min_state_bytes(numbers, widths, 2, 4) + more * numbers // 4
-            assert states_of(found) - floor == pytest.approx(0, abs=64)
-            assert found.states.buffers > 0
+            assert states_of(forecast) - floor == pytest.approx(0, abs=64)
+            assert forecast.states.buffers > 0
 
 
 STAGES = [
@@ -276,27 +279,29 @@ STAGES = [
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("strategy", "engine", "stage", "counts"), STAGES)
 def test_no_forecast_is_below_its_floor(strategy, engine, stage, counts, micro_batches, model_name):
-    """What lets a search leave a plan out unforecast: few tokens, so that states are nearly all."""
+    """The floor lets a search skip a plan without a forecast: few tokens, so states dominate."""
     if engine != "torch":
         pytest.importorskip(engine)
     for precision in ("fp32", "bf16"):
         for ranks in counts:
-            found, profile, widths = forecast_of(
+            forecast, profile, widths = forecast_of(
                 strategy, precision, ranks, model_name, micro_batches
             )
             bounded = plan_of(strategy, precision, ranks).replicate.sharded_states
             assert bounded >= stage
             floor = min_state_bytes(profile.trained_elements, widths, bounded, ranks)
-            assert found.peak().bytes >= floor, (precision, ranks)
+            assert forecast.peak().bytes >= floor, (precision, ranks)
 
 
 @pytest.mark.parametrize(
     ("strategy", "stage", "precision"), [("zero1", 1, "fp32"), ("fsdp_zero2", 2, "bf16")]
 )
 def test_two_engines_hold_less_than_their_stage_by_the_paper(strategy, stage, precision):
-    """Why `Traits.sharded_states` is another: with the paper's own stage the above would fail."""
+    """Why `Traits.sharded_states` is separate: with the paper's stage, the test above
+    would fail.
+    """
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
-    found, profile, widths = forecast_of(strategy, precision, 2, "deep")
-    assert found.peak().bytes < min_state_bytes(profile.trained_elements, widths, stage, 2)
+    forecast, profile, widths = forecast_of(strategy, precision, 2, "deep")
+    assert forecast.peak().bytes < min_state_bytes(profile.trained_elements, widths, stage, 2)
     assert plan_of(strategy, precision, 2).replicate.sharded_states == stage + 1

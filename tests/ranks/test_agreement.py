@@ -1,4 +1,4 @@
-"""Tables of words of two ranks, compared through a store."""
+"""Tables of job words of two ranks, compared through a store."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.agreement import Agreement, flattened, in_words
 
 
-def compare(zero, one):
-    """Rank 1's end, as rank 0 waits for it in a thread."""
+def compare(zero, rank_1_table):
+    """Compare as rank 1, while rank 0 waits in a thread."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(Agreement(store, 0, 2).require, zero)
-        Agreement(store, 1, 2).require(one)
+        Agreement(store, 1, 2).require(rank_1_table)
         waiting.result()
 
 
@@ -49,21 +49,23 @@ def test_many_differences_are_counted_and_long_values_cut():
 
 def test_tables_are_compared_in_turns():
     store = HashStore()
-    zero, one = Agreement(store, 0, 2), Agreement(store, 1, 2)
+    zero, rank_1 = Agreement(store, 0, 2), Agreement(store, 1, 2)
     with ThreadPoolExecutor() as pool:
-        for turn in ("first", "second"):
-            waiting = pool.submit(zero.require, {"turn": turn})
-            one.require({"turn": turn})
+        for table_name in ("first", "second"):
+            waiting = pool.submit(zero.require, {"turn": table_name})
+            rank_1.require({"turn": table_name})
             waiting.result(5)
-    one.close()
-    one.require({"turn": "nobody looks"})
+    rank_1.close()
+    rank_1.require({"turn": "nobody looks"})
 
 
 def test_a_rank_that_does_not_come_is_told_of():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.1))
-    for rank, other in ((0, "the others"), (1, "rank 0")):
-        with pytest.raises(LaunchError, match=f"rank {rank} waited in vain for the job of {other}"):
+    for rank, waited_for in ((0, "the others"), (1, "rank 0")):
+        with pytest.raises(
+            LaunchError, match=f"rank {rank} waited in vain for the job of {waited_for}"
+        ):
             Agreement(store, rank, 2).require({"turn": str(rank)})
         store.delete_key("agreement/1")
 

@@ -1,4 +1,4 @@
-"""What is refused as ranks meet, and what one process has instead."""
+"""Refusals while ranks connect, and the context of a single process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from bigtrain.ranks.rendezvous import (
 )
 
 
-def placed(rank: int, world: int, local: int, launcher: Launcher = "env") -> RankInfo:
+def rank_info(rank: int, world: int, local: int, launcher: Launcher = "env") -> RankInfo:
+    """The placement of a rank, with `local` ranks on each node."""
     return RankInfo(
         rank=rank,
         local_rank=rank % local,
@@ -85,19 +86,19 @@ def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_device("cuda", SINGLE_RANK, {})
     gpus(monkeypatch, 2)
     assert pick_device("cpu", SINGLE_RANK, {}) == torch.device("cpu")
-    assert pick_device("auto", placed(3, 4, 2), {}) == torch.device("cuda", 1)
+    assert pick_device("auto", rank_info(3, 4, 2), {}) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="4 ranks on this node, 2 GPUs. Start 2 ranks a node"):
-        pick_device("auto", placed(0, 4, 4), {})
+        pick_device("auto", rank_info(0, 4, 4), {})
     gpus(monkeypatch, 1)
-    own = {"SLURM_GPUS_PER_TASK": "1"}
-    assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
-    own = {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}
-    assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
+    gpu_variables = {"SLURM_GPUS_PER_TASK": "1"}
+    assert pick_device("cuda", rank_info(3, 4, 4, "srun"), gpu_variables) == torch.device("cuda", 0)
+    gpu_variables = {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}
+    assert pick_device("cuda", rank_info(3, 4, 4, "srun"), gpu_variables) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="2 ranks on this node, 1 GPU. Start 1 rank a node"):
-        pick_device("cuda", placed(0, 2, 2), {"SLURM_TRES_PER_TASK": "cpu=4"})
+        pick_device("cuda", rank_info(0, 2, 2), {"SLURM_TRES_PER_TASK": "cpu=4"})
     seen = r"1 GPU visible with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
     with pytest.raises(ConfigError, match=seen):
-        pick_device("cuda", placed(0, 2, 2), {"CUDA_VISIBLE_DEVICES": "0"})
+        pick_device("cuda", rank_info(0, 2, 2), {"CUDA_VISIBLE_DEVICES": "0"})
     with pytest.raises(ConfigError, match="device='gpu' is not known"):
         pick_device("gpu", SINGLE_RANK, {})  # type: ignore[arg-type]
 
@@ -122,7 +123,7 @@ def test_everything_is_refused_before_a_group_exists(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="mesh.pp=2"), connect(SINGLE_RANK, pp=2):
         pass
     gpus(monkeypatch, 0)
-    with pytest.raises(ConfigError, match="no GPU"), connect(placed(0, 2, 2), device="cuda"):
+    with pytest.raises(ConfigError, match="no GPU"), connect(rank_info(0, 2, 2), device="cuda"):
         pass
     with (
         pytest.raises(ConfigError, match="mesh.timeout=0: both are seconds"),
@@ -137,13 +138,13 @@ SRUN = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "100", "SLURM_STEP_
 @pytest.mark.parametrize(
     ("placement", "environ", "address"),
     [
-        (placed(0, 2, 2, "srun"), SRUN, None),
-        (placed(0, 2, 2, "mpich"), {}, None),
-        (placed(0, 4, 2, "srun"), SRUN, ("gpu07", 18102)),
-        (placed(0, 4, 2, "srun"), {**SRUN, "MASTER_PORT": "1234"}, ("gpu07", 1234)),
-        (placed(0, 4, 2, "openmpi"), {"MASTER_ADDR": "a"}, ("a", 29500)),
-        (placed(0, 2, 2), {"MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("a", 5)),
-        (placed(0, 2, 2, "srun"), {"MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("a", 5)),
+        (rank_info(0, 2, 2, "srun"), SRUN, None),
+        (rank_info(0, 2, 2, "mpich"), {}, None),
+        (rank_info(0, 4, 2, "srun"), SRUN, ("gpu07", 18102)),
+        (rank_info(0, 4, 2, "srun"), {**SRUN, "MASTER_PORT": "1234"}, ("gpu07", 1234)),
+        (rank_info(0, 4, 2, "openmpi"), {"MASTER_ADDR": "a"}, ("a", 29500)),
+        (rank_info(0, 2, 2), {"MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("a", 5)),
+        (rank_info(0, 2, 2, "srun"), {"MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("a", 5)),
     ],
 )
 def test_master_address(
@@ -155,12 +156,12 @@ def test_master_address(
 @pytest.mark.parametrize(
     ("placement", "environ", "message"),
     [
-        (placed(0, 4, 2, "openmpi"), {}, r"4 ranks, 2 of them .*mpiexec -x MASTER_ADDR=HOST"),
-        (placed(0, 4, 2, "mpich"), {}, r"mpiexec -genv MASTER_ADDR HOST"),
-        (placed(0, 2, 2), {}, r"MASTER_ADDR is not set, but RANK=0 and WORLD_SIZE=2 are"),
-        (placed(0, 2, 2), {"MASTER_ADDR": "a"}, r"MASTER_PORT is not set"),
-        (placed(0, 2, 2), {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_PORT='x' is not a"),
-        (placed(0, 4, 2, "srun"), {}, r"SLURM_STEP_NODELIST is not set.*MASTER_ADDR=FIRST_HOST"),
+        (rank_info(0, 4, 2, "openmpi"), {}, r"4 ranks, 2 of them .*mpiexec -x MASTER_ADDR=HOST"),
+        (rank_info(0, 4, 2, "mpich"), {}, r"mpiexec -genv MASTER_ADDR HOST"),
+        (rank_info(0, 2, 2), {}, r"MASTER_ADDR is not set, but RANK=0 and WORLD_SIZE=2 are"),
+        (rank_info(0, 2, 2), {"MASTER_ADDR": "a"}, r"MASTER_PORT is not set"),
+        (rank_info(0, 2, 2), {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_PORT='x' is not a"),
+        (rank_info(0, 4, 2, "srun"), {}, r"SLURM_STEP_NODELIST is not set.*MASTER_ADDR=FIRST_HOST"),
     ],
 )
 def test_master_address_refuses(placement: RankInfo, environ: dict[str, str], message: str) -> None:
@@ -173,7 +174,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: int, missing: in
     with pytest.raises(
         LaunchError, match=f"the 2 ranks did not all meet within 1 s .*rank {missing} is missing"
     ):
-        open_rendezvous(placed(rank, 2, 2), {}, timeout_s=0.6, path=tmp_path / "meet")
+        open_rendezvous(rank_info(rank, 2, 2), {}, timeout_s=0.6, path=tmp_path / "meet")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,7 +183,7 @@ def test_an_address_where_nobody_listens() -> None:
         port = server.getsockname()[1]
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(LaunchError, match=f"at 127.0.0.1:{port}: (?s:.*)raise mesh.setup_timeout"):
-        open_rendezvous(placed(1, 2, 2, "srun"), environ, timeout_s=0.6)
+        open_rendezvous(rank_info(1, 2, 2, "srun"), environ, timeout_s=0.6)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "init_process_group", note)
     with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
         context.barrier()
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # for groups that are made later, too
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # also for groups that are made later
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     name = next(name for _, name in socket.if_nameindex())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
@@ -213,16 +214,16 @@ def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == ["lo", name]
 
 
-def both(
-    environ: dict[str, str], *own: dict[str, str], path: Path | None = None
+def connect_both(
+    environ: dict[str, str], *variables: dict[str, str], path: Path | None = None
 ) -> list[Rendezvous]:
-    """Two ranks of one node that meet, in threads."""
+    """Two ranks of one node that connect, in threads."""
     with ThreadPoolExecutor() as pool:
         meetings = [
             pool.submit(
                 open_rendezvous,
-                placed(rank, 2, 2),
-                {**environ, **(own[rank] if own else {})},
+                rank_info(rank, 2, 2),
+                {**environ, **(variables[rank] if variables else {})},
                 timeout_s=5,
                 path=path,
             )
@@ -238,45 +239,45 @@ def free_port() -> str:
 
 def listening() -> set[tuple[str, str]]:
     """Sockets on which this process listens, each with its address in the kernel's table."""
-    own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    found = set()
+    inodes = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    sockets = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                found.add((fields[9], fields[1].partition(":")[0]))
-    return found
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                sockets.add((fields[9], fields[1].partition(":")[0]))
+    return sockets
 
 
 def test_on_one_node_everything_listens_on_the_loopback(tmp_path: Path) -> None:
     before = listening()
     address = {"MASTER_ADDR": "some-host", "MASTER_PORT": free_port()}
-    for meet in (lambda: both({}, path=tmp_path / "meet"), lambda: both(address)):
-        kept = meet()
-        assert [place for _, place in listening() - before] == ["0100007F"]
-        assert {meeting.host for meeting in kept} == {"127.0.0.1"}
-        del kept
+    for meet in (lambda: connect_both({}, path=tmp_path / "meet"), lambda: connect_both(address)):
+        connections = meet()
+        assert [listening_address for _, listening_address in listening() - before] == ["0100007F"]
+        assert {meeting.host for meeting in connections} == {"127.0.0.1"}
+        del connections
 
 
 def test_the_secret_of_a_file_or_of_the_environment_is_not_in_the_store(tmp_path: Path) -> None:
-    one, two = both({}, path=tmp_path / "meet")
-    assert one.secret == two.secret
-    assert len(one.secret) == 32
+    rank_0, two = connect_both({}, path=tmp_path / "meet")
+    assert rank_0.secret == two.secret
+    assert len(rank_0.secret) == 32
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    one, two = both({**address, SECRET_VARIABLE: "long words"})
-    assert one.secret == two.secret == "long words"
-    assert b"long words" not in one.store.get("secret")
+    rank_0, two = connect_both({**address, SECRET_VARIABLE: "long words"})
+    assert rank_0.secret == two.secret == "long words"
+    assert b"long words" not in rank_0.store.get("secret")
 
 
 def test_ranks_with_other_secrets_are_refused() -> None:
-    for own, words in (
+    for variables, words in (
         (({SECRET_VARIABLE: "a"}, {}), "is not set, and rank 0 has one"),
         (({}, {SECRET_VARIABLE: "a"}), "is set, and rank 0 has none"),
         (({SECRET_VARIABLE: "a"}, {SECRET_VARIABLE: "b"}), "is another one than on rank 0"),
     ):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         with pytest.raises(LaunchError, match=f"BIGTRAIN_SECRET {words} .*Export the same"):
-            both(address, *own)
+            connect_both(address, *variables)
 
 
 def test_silence_is_told_from_nobody_there() -> None:
@@ -291,7 +292,7 @@ def test_a_silent_listener_at_the_address_does_not_hold_a_rank_up() -> None:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         began = time.monotonic()
         with pytest.raises(LaunchError, match="did not all meet within 1 s"):
-            open_rendezvous(placed(1, 2, 2), environ, timeout_s=0.6)
+            open_rendezvous(rank_info(1, 2, 2), environ, timeout_s=0.6)
         assert time.monotonic() - began < 20
 
 
@@ -301,17 +302,23 @@ def test_alone_works_without_any_group() -> None:
     assert (context.seed, context.dp_size, context.dp_group) == (3, 1, None)
 
 
-def failed(monkeypatch, identities: dict[int, str | None], rank: int, message: str) -> Exception:
-    """What a rank says where the backend could not connect ranks with these devices."""
+def connection_error(
+    monkeypatch, identities: dict[int, str | None], rank: int, message: str
+) -> Exception:
+    """The error of a rank if the backend could not connect ranks with these devices."""
     meeting = Rendezvous(dist.HashStore(), "localhost")
     device = torch.device("cuda", 0)
-    for other, identity in identities.items():
-        monkeypatch.setattr(ranks_connect, "device_identity", lambda _, own=identity: own)
-        ranks_connect._tell_device(placed(other, len(identities), 4), meeting, device)
+    for other_rank, identity in identities.items():
+        monkeypatch.setattr(
+            ranks_connect, "device_identity", lambda _, variables=identity: variables
+        )
+        ranks_connect._tell_device(rank_info(other_rank, len(identities), 4), meeting, device)
     monkeypatch.setattr(ranks_connect, "device_identity", lambda _: identities[rank])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    place = placed(rank, len(identities), 4)
-    return ranks_connect._why_not_connected(RuntimeError(message), place, meeting, device, 300.0)
+    placement = rank_info(rank, len(identities), 4)
+    return ranks_connect._why_not_connected(
+        RuntimeError(message), placement, meeting, device, 300.0
+    )
 
 
 INVALID = "NCCL error in: NCCLUtils.cpp:93, invalid usage"
@@ -319,13 +326,13 @@ INVALID = "NCCL error in: NCCLUtils.cpp:93, invalid usage"
 
 def test_ranks_that_share_a_gpu_are_named_where_nccl_says_invalid_usage_alone(monkeypatch) -> None:
     for rank, pair in ((0, "0 and 2"), (2, "0 and 2")):
-        error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, rank, INVALID)
+        error = connection_error(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, rank, INVALID)
         assert isinstance(error, ConfigError)
         assert f"ranks {pair} have the same GPU: cuda:0 of both is one device" in str(error)
         assert "visible with CUDA_VISIBLE_DEVICES=0" in str(error)
         assert "mesh.backend=gloo" in str(error)
-    # The one that shares with nobody does not blame itself.
-    error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, 1, INVALID)
+    # A rank that shares its GPU with no other does not blame itself.
+    error = connection_error(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, 1, INVALID)
     assert isinstance(error, LaunchError)
     assert "NCCL_DEBUG=WARN" in str(error)
     assert "within" not in str(error)
@@ -333,14 +340,14 @@ def test_ranks_that_share_a_gpu_are_named_where_nccl_says_invalid_usage_alone(mo
 
 @pytest.mark.parametrize("identities", [{0: None, 1: None}, {0: "GPU-a", 1: "GPU-b"}])
 def test_a_rank_that_did_not_come_in_time_is_told_from_that(monkeypatch, identities) -> None:
-    error = failed(monkeypatch, identities, 0, "wait timeout after 300000ms")
+    error = connection_error(monkeypatch, identities, 0, "wait timeout after 300000ms")
     assert isinstance(error, LaunchError)
     assert "rank 0 of 2 could not connect to the others within 300 s: wait timeout" in str(error)
     assert "raise mesh.setup_timeout" in str(error)
 
 
 def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:
-    """NCCL makes a communicator with it: tied parameters alone are of two stages of three."""
+    """NCCL makes a communicator for it, while tied parameters concern only two stages of three."""
     asked: list[tuple[object, torch.device]] = []
 
     def all_reduce(tensor: torch.Tensor, group: object) -> None:
@@ -360,6 +367,6 @@ def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:
     cpu = torch.device("cpu")
     for pp, on_gpu, expected in ((3, True, 1), (1, True, 0), (3, False, 0)):
         asked.clear()
-        monkeypatch.setattr(ranks_connect, "is_accelerator", lambda _, own=on_gpu: own)
+        monkeypatch.setattr(ranks_connect, "is_accelerator", lambda _, sizes=on_gpu: sizes)
         ranks_connect._open_stages_group(Mesh(pp), cpu)  # type: ignore[arg-type]
         assert asked == [("group of pp", cpu)] * expected

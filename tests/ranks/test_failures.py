@@ -1,3 +1,5 @@
+"""Failures of ranks: exit statuses, the first report, lost and silent ranks, and strangers."""
+
 from __future__ import annotations
 
 import contextlib
@@ -105,12 +107,12 @@ def test_one_rank_says_what_all_have_found(
     assert is_first_to_report(environ)
     assert not is_first_to_report({**environ, "RANK": "1"})
     assert is_first_to_report({**environ, "MASTER_PORT": "2"})
-    # The same command again from the same shell: an earlier launch has not spoken for this one.
-    for said in tmp_path.iterdir():
-        os.utime(said, (time.time(), process_start_time() - 60))
+    # The same command again from the same shell: an earlier launch must not silence this one.
+    for file in tmp_path.iterdir():
+        os.utime(file, (time.time(), process_start_time() - 60))
     assert is_first_to_report(environ)
     assert not is_first_to_report({**environ, "RANK": "1"})
-    # What the ranks have agreed on is said whatever the file says.
+    # A message that all ranks have agreed on is printed whatever the file contains.
     error = ConfigError("agreed")
     mark_reporting_rank(error)
     monkeypatch.setenv("RANK", "1")
@@ -136,7 +138,7 @@ def test_the_traceback_is_left_for_torchrun(
 
 
 class Ranks:
-    """Watches of several ranks in one process, which note their end and do not really end."""
+    """Watches of several ranks in one process, which record their end instead of exiting."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.ended: list[int] = []
@@ -184,13 +186,13 @@ def test_a_lost_rank_is_named_once(
     ranks.watches[2]._closing.set()
     ranks.watches[2]._socket.shutdown(2)
     assert ranks.wait_for_ends(3) == [1, 1, 1]
-    # How much is free changes from one moment to the next.
-    said, expected = capsys.readouterr().err, lost_rank_message(0, 2) + "\n"
-    said, expected = (re.sub(r"[\d.]+ \w+ free", "free", text) for text in (said, expected))
-    assert said.startswith(expected)
-    assert said.count("lost rank 2") == 1
-    assert "rank 2 ended without a message; no rank waited for it\n" in said
-    assert "stack of rank" in said
+    # The free memory changes from one moment to the next.
+    output, expected = capsys.readouterr().err, lost_rank_message(0, 2) + "\n"
+    output, expected = (re.sub(r"[\d.]+ \w+ free", "free", text) for text in (output, expected))
+    assert output.startswith(expected)
+    assert output.count("lost rank 2") == 1
+    assert "rank 2 ended without a message; no rank waited for it\n" in output
+    assert "stack of rank" in output
     ranks.close()
 
 
@@ -207,13 +209,13 @@ def test_a_spare_rank_is_missed_and_ends_nobody(
     ranks.watches[3]._socket.shutdown(2)
     assert all(watch.recorder.lost_ranks.confirm(3) for watch in ranks.watches[:3])
     assert [watch.recorder.lost_ranks.lost for watch in ranks.watches[:3]] == [(3,)] * 3
-    said = capsys.readouterr().err
-    assert said.startswith("bigtrain: worker 1 (rank 3) was lost in step 7: it ended without a ")
-    assert said.endswith("1 of 2 workers continue without its samples\n")
+    errors = capsys.readouterr().err
+    assert errors.startswith("bigtrain: worker 1 (rank 3) was lost in step 7: it ended without a ")
+    assert errors.endswith("1 of 2 workers continue without its samples\n")
     silent = ranks.watches[0].silent_rank(0.02)
     assert silent is None or silent[0] != 3
     assert ranks.ended == []
-    # Any other rank is needed.
+    # Every other rank is needed.
     ranks.watches[1]._closing.set()
     ranks.watches[1]._socket.shutdown(2)
     assert ranks.wait_for_ends(2) == [1, 1]
@@ -232,12 +234,12 @@ def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
 
 
 def silent_for(watch: FailureListener, seconds: float) -> int:
-    """The rank that is silent for so long, after as many calls as that takes."""
+    """The rank that has been silent for so long, asked in as many calls as that takes."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
-        found = watch.silent_rank(0.02)
-        if found is not None and found[1] >= seconds:
-            return found[0]
+        rank = watch.silent_rank(0.02)
+        if rank is not None and rank[1] >= seconds:
+            return rank[0]
         time.sleep(0.03)
     raise TimeoutError
 
@@ -277,7 +279,7 @@ def test_noise_from_a_stranger_does_not_end_the_watching(
         stranger.settimeout(2.0)
         stranger.sendall(noise)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""  # sent away
+            assert stranger.recv(1) == b""  # the hub has closed the connection
     assert ranks.watches[1].report("ValueError: odd", 2) is None
     assert ranks.wait_for_ends(1) == [2]
     ranks.close()

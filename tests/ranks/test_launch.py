@@ -1,3 +1,5 @@
+"""Ranks that `bigtrain train -n` starts: refusals before a start, exit statuses, and restarts."""
+
 from __future__ import annotations
 
 import json
@@ -18,12 +20,13 @@ from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo, launche
 from bigtrain.units import MIB
 
 
-def alone(launcher: Launcher) -> RankInfo:
+def single_rank(launcher: Launcher) -> RankInfo:
+    """The placement of a single rank under a launcher."""
     return RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher)
 
 
 def test_hint() -> None:
-    hint = launcher_hint(alone("deepspeed"), 8)
+    hint = launcher_hint(single_rank("deepspeed"), 8)
     assert hint is not None
     assert hint.endswith("deepspeed --num_accelerators 2 bigtrain/train.py ...")
     hint = launcher_hint(SINGLE_RANK, 8)
@@ -35,7 +38,7 @@ def test_hint() -> None:
     [
         (SINGLE_RANK, 1, False),
         (SINGLE_RANK, 8, True),
-        (alone("torchrun"), 8, False),
+        (single_rank("torchrun"), 8, False),
         (
             RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"),
             8,
@@ -72,14 +75,14 @@ def test_more_ranks_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -
         check_resources(33)
     check_resources(32)
     monkeypatch.setattr(launch, "free_host_bytes", lambda: 100 * MIB)
-    check_resources(1)  # what one takes it finds out
+    check_resources(1)  # a single rank finds out its memory itself
 
 
 def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
     words = ["train", "-n", "9", "data.name=digits", "train.global_batch_size=8"]
     assert main(words) == 2
-    said = capfd.readouterr().err
-    assert said == (
+    errors = capfd.readouterr().err
+    assert errors == (
         "bigtrain: -n 9: each rank needs at least one sample of every step, and "
         "train.global_batch_size is 8. Use -n 8 or fewer, or train.global_batch_size=9\n"
     )
@@ -90,8 +93,8 @@ def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
 def test_a_wrong_key_is_said_once_before_any_rank_starts(capfd) -> None:
     for ranks in ([], ["-n", "2"], ["-n", "2", "--dry-run"]):
         assert main(["train", *ranks, "optim.lrr=1"]) == 2
-        said = "bigtrain: unknown key optim.lrr, did you mean optim.lr?\n"
-        assert capfd.readouterr().err == said
+        message = "bigtrain: unknown key optim.lrr, did you mean optim.lr?\n"
+        assert capfd.readouterr().err == message
 
 
 def test_a_dry_run_of_many_ranks_is_one_process(monkeypatch, capfd) -> None:
@@ -125,10 +128,10 @@ def test_kernel_that_ended_a_rank_for_its_memory_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert _status((3, -signal.SIGKILL), oom_kill_count() - 1) == 1
-    said = capsys.readouterr().err
-    assert "the kernel killed it because host memory ran out (host memory " in said
-    assert "GiB free now" in said
-    assert "--cap SIZE, which explains" in said
+    errors = capsys.readouterr().err
+    assert "the kernel killed it because host memory ran out (host memory " in errors
+    assert "GiB free now" in errors
+    assert "--cap SIZE, which explains" in errors
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def die(number=signal.SIGKILL):
 
 
 class Launched:
-    """A launch of ranks that are short programs without torch."""
+    """A launch whose ranks are short programs without torch."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
@@ -208,7 +211,7 @@ class Launched:
         return start_ranks(num_ranks, [], script, **options)
 
     def lives(self) -> list[tuple[int, int, list[str]]]:
-        """Number, ranks and words of each."""
+        """For each life: its number, its ranks and its words."""
         rows = [json.loads(line) for line in (self._folder / "said").read_text().splitlines()]
         return [(life, ranks, words) for life, rank, ranks, words in sorted(rows) if rank == 0]
 
@@ -226,10 +229,10 @@ def test_a_lost_rank_is_started_again_with_all_others(
     assert launched(program, restarts=2) == 0
     folder = [f'log.dir="{tmp_path.parent}"', f'log.name="{tmp_path.name}"']
     assert launched.lives() == [(0, 2, []), (1, 2, [*folder, "checkpoint.resume=auto"])]
-    said = capfd.readouterr().err
-    assert "bigtrain: rank 1 was killed (signal 9)" in said
+    errors = capfd.readouterr().err
+    assert "bigtrain: rank 1 was killed (signal 9)" in errors
     line = "bigtrain: restart 1 of 2 on 2 ranks, from step-1 (step 2 was the last one done), "
-    assert line + "global batch 12\n" in said
+    assert line + "global batch 12\n" in errors
 
 
 def test_restarts_come_to_an_end(launched: Launched, capfd: pytest.CaptureFixture[str]) -> None:
@@ -308,6 +311,6 @@ def test_a_rank_that_stands_still_is_ended_and_started_again(
     program = "note()\nif rank == 1 and life == 0: die(signal.SIGSTOP)\n"
     program += "if life == 0: time.sleep(60)"
     assert launched(program, restarts=1) == 0
-    said = capfd.readouterr().err
-    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s and is killed" in said
-    assert "restart 1 of 1" in said
+    errors = capfd.readouterr().err
+    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s and is killed" in errors
+    assert "restart 1 of 1" in errors

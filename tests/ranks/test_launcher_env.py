@@ -1,3 +1,5 @@
+"""The placement of a rank from the launcher's variables, and contradictory ones."""
+
 from __future__ import annotations
 
 import os
@@ -60,7 +62,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         (BATCH, "python", (0, 0, 1, 1)),
         ({**BATCH, "SLURM_STEP_ID": "4294967290"}, "python", (0, 0, 1, 1)),
         ({**BATCH, "SLURM_STEP_ID": "4294967291"}, "python", (0, 0, 1, 1)),
-        # A launcher inside another one: the nearer one counts.
+        # With a launcher inside another one, the inner one counts.
         ({**SRUN, **TORCHRUN}, "torchrun", (3, 1, 4, 2)),
         ({**SRUN, **OPENMPI}, "openmpi", (1, 0, 2, 1)),
         ({**SRUN, **MPICH}, "mpich", (1, 1, 2, 2)),
@@ -68,11 +70,11 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
     ],
 )
 def test_detect(environ: dict[str, str], launcher: str, numbers: tuple[int, int, int, int]) -> None:
-    found = detect_rank_info(environ)
-    assert found.launcher == launcher
-    found_numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size)
+    info = detect_rank_info(environ)
+    assert info.launcher == launcher
+    found_numbers = (info.rank, info.local_rank, info.world_size, info.local_world_size)
     assert found_numbers == numbers
-    assert found.one_node is (numbers[2] == numbers[3])
+    assert info.one_node is (numbers[2] == numbers[3])
 
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a process manager answers, and what is said where it does not."""
+"""The protocol of a process manager, and the messages if it does not answer."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ ANSWERS = {
 
 
 def manager(server: socket.socket, answers: dict[str, str]) -> list[str]:
-    said = []
+    requests = []
     with server, server.makefile("rw") as lines:
         for line in lines:
-            said.append(line.strip())
+            requests.append(line.strip())
             command = line.split()[0].partition("=")[2]
             if command not in answers:
-                return said
+                return requests
             lines.write(answers[command] + "\n")
             lines.flush()
-    return said
+    return requests
 
 
-def asked(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
+def share_address(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
+    """Share an address through a manager; return it and the manager's requests."""
     mine, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool, mine:
         serving = pool.submit(manager, theirs, answers)
-        found = share_value(value, {"PMI_FD": str(mine.fileno())})
+        address = share_value(value, {"PMI_FD": str(mine.fileno())})
         mine.close()
-        return found, serving.result(5)
+        return address, serving.result(5)
 
 
 def test_rank_0_puts_and_the_others_get() -> None:
-    found, said = asked("10.0.0.7:4321", ANSWERS)
-    assert found == "10.0.0.7:4321"
-    assert "cmd=put kvsname=kvs_1 key=bigtrain-rank-0 value=10.0.0.7:4321" in said
-    found, said = asked(None, ANSWERS)
-    assert found == "10.0.0.7:4321"
-    assert not any(line.startswith("cmd=put") for line in said)
+    address, requests = share_address("10.0.0.7:4321", ANSWERS)
+    assert address == "10.0.0.7:4321"
+    assert "cmd=put kvsname=kvs_1 key=bigtrain-rank-0 value=10.0.0.7:4321" in requests
+    address, requests = share_address(None, ANSWERS)
+    assert address == "10.0.0.7:4321"
+    assert not any(line.startswith("cmd=put") for line in requests)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_manager_that_does_not_answer_is_told_of(answers: dict[str, str]) -> N
     with pytest.raises(
         LaunchError, match="does not share the address of rank 0: .*-genv MASTER_ADDR HOST"
     ):
-        asked(None, answers)
+        share_address(None, answers)
 
 
 def test_a_connection_that_is_none() -> None:

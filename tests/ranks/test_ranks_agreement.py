@@ -1,4 +1,4 @@
-"""Ranks that were started differently are refused before anything trains, by key and values."""
+"""Ranks that were started differently are refused before training, with the key and both values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def net(width: int = 8, dropout: float = 0.0, layers: int = 1) -> nn.Module:
 
 
 def by_name(parameters):
-    first, *others = parameters
-    return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others}], lr=0.01)
+    first, *biases = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": biases}], lr=0.01)
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -48,29 +48,37 @@ DIFFERENCES = {
 }
 
 
-def built(context, name):
-    said = {"model": net, "optimizer": SGD, "loss": F.cross_entropy, "strategy": "ddp", "keys": {}}
+def build_differently(context, name):
+    arguments = {
+        "model": net,
+        "optimizer": SGD,
+        "loss": F.cross_entropy,
+        "strategy": "ddp",
+        "keys": {},
+    }
     if context.rank == 1:
-        said |= DIFFERENCES[name][0]
-    job = job_from_keys(said["strategy"], said["keys"])
-    Engine(said["model"], said["loss"], said["optimizer"], job, context).close()
+        arguments |= DIFFERENCES[name][0]
+    job = job_from_keys(arguments["strategy"], arguments["keys"])
+    Engine(arguments["model"], arguments["loss"], arguments["optimizer"], job, context).close()
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_an_engine_of_one_rank_that_differs_is_refused(name):
     with pytest.raises(RankFailure, match=DIFFERENCES[name][1]):
-        run_ranks(built, 2, name)
+        run_ranks(build_differently, 2, name)
 
 
 WORDS = ["data.name=digits", "model.name=lenet", "train.steps=1", "train.global_batch_size=8"]
 
 
-def started(
+def run_with_words(
     folder: Path, words: list[list[str]], places: tuple[str, str] = (".", ".")
 ) -> list[tuple[int, str]]:
-    """Exit status and errors of the command on ranks that are given these words, in places."""
+    """Exit status and errors of the command on ranks that are started with these words and
+    folders.
+    """
     ranks = []
-    for rank, own in enumerate(words):
+    for rank, folder_words in enumerate(words):
         environ = {
             **surroundings(),
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
@@ -78,7 +86,7 @@ def started(
         }
         ranks.append(
             subprocess.Popen(
-                [interpreter(), str(TRAIN), *WORDS, *own],
+                [interpreter(), str(TRAIN), *WORDS, *folder_words],
                 cwd=folder / places[rank],
                 env=environ,
                 stdout=subprocess.DEVNULL,
@@ -95,7 +103,7 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["optim.lr=0.3"], "optim.lr is 0.3 on rank 1 and 0.002 on rank 0"),
         pytest.param(
@@ -111,21 +119,21 @@ def started(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, said):
-    (zero, silence), (one, line) = started(tmp_path, [[], words])
-    assert (zero, one) == (2, 2)
+def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, message):
+    (zero, silence), (rank_1, line) = run_with_words(tmp_path, [[], words])
+    assert (zero, rank_1) == (2, 2)
     assert "started differently" not in silence
-    assert said in line
+    assert message in line
     assert line.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
 def test_data_of_another_length_is_refused(tmp_path):
-    for place, lines in (("a", 300), ("b", 400)):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "text.txt").write_text("to be or not to be\n" * lines)
+    for folder, lines in (("a", 300), ("b", 400)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text("to be or not to be\n" * lines)
     words = ["data.name=text", "data.path=text.txt", "model.name=gpt", "model.args.num_layers=1"]
     words += ["model.args.width=16", "model.args.num_heads=2", "model.args.sequence_length=16"]
-    (zero, _), (one, line) = started(tmp_path, [words, words], ("a", "b"))
-    assert (zero, one) == (2, 2), line
+    (zero, _), (rank_1, line) = run_with_words(tmp_path, [words, words], ("a", "b"))
+    assert (zero, rank_1) == (2, 2), line
     assert "training samples is " in line

@@ -1,3 +1,5 @@
+"""`RunContext` on real ranks: exchanges, mesh axes, timeouts, and how `run_ranks` fails."""
+
 from __future__ import annotations
 
 import os
@@ -66,14 +68,14 @@ def test_every_exchange_in_one_process(force_group: bool) -> None:
 
 def exchange_without(context: RunContext) -> list[dict[str, object]]:
     context.tolerate_losses([1, 2], ["first", "second", "third", "fourth"])
-    beside, found = context.for_background(), [exchange(context)]
+    beside, results = context.for_background(), [exchange(context)]
     if context.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    found += [exchange(context), exchange(beside)]
+    results += [exchange(context), exchange(beside)]
     with context.long_timeout():
-        found.append(exchange(context))
-    found[-1]["lost"] = context.agreed_lost_ranks()
-    return found
+        results.append(exchange(context))
+    results[-1]["lost"] = context.agreed_lost_ranks()
+    return results
 
 
 def test_every_exchange_goes_on_without_a_rank_that_is_lost() -> None:
@@ -146,22 +148,23 @@ def test_collectives_have_the_shorter_timeout() -> None:
     assert run_ranks(group_timeouts, 2, timeout=17.0) == [{17.0 + BACKEND_GRACE_S}] * 2
 
 
-def fail_on(context: RunContext, rank: int, others: str) -> None:
+def fail_on(context: RunContext, rank: int, behaviour: str) -> None:
+    """Fail on one rank while the others sleep or wait in a collective."""
     if context.rank == rank:
-        if others == "killed":
+        if behaviour == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError(f"no luck on {rank}")
-    if others == "sleep":
+    if behaviour == "sleep":
         time.sleep(100)
     context.barrier()
 
 
-@pytest.mark.parametrize("others", ["sleep", "collective"])
+@pytest.mark.parametrize("behaviour", ["sleep", "collective"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_failure_is_raised_with_its_rank_and_traceback(rank: int, others: str) -> None:
+def test_the_first_failure_is_raised_with_its_rank_and_traceback(rank: int, behaviour: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=f"rank {rank} failed:(?s:.*)in fail_on(?s:.*)no luck on"):
-        run_ranks(fail_on, 2, rank, others)
+        run_ranks(fail_on, 2, rank, behaviour)
     assert time.monotonic() - start < 10
 
 
@@ -184,7 +187,8 @@ def have_little_patience(context: RunContext) -> None:
     set_timeouts([dist.group.WORLD, *context.mesh.get_all_groups()], 1.0)
 
 
-def late(context: RunContext) -> None:
+def wait_for_late_rank(context: RunContext) -> None:
+    """Rank 1 joins a collective after its timeout."""
     have_little_patience(context)
     if context.rank == 1:
         time.sleep(5)
@@ -193,7 +197,7 @@ def late(context: RunContext) -> None:
 
 def test_a_collective_that_is_late_fails_where_it_waits() -> None:
     with pytest.raises(RankFailure, match="rank 0 failed:(?s:.*)in all_gather_numbers"):
-        run_ranks(late, 2)
+        run_ranks(wait_for_late_rank, 2)
 
 
 def one_prepares(context: RunContext) -> set[float]:

@@ -1,4 +1,4 @@
-"""The real launchers: what every rank learns, and what is left on screen when one fails."""
+"""Real launchers: the placement that every rank gets, and the output when a rank fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigtrain.ranks.launcher_env import first_host
 pytestmark = pytest.mark.launcher
 
 LAUNCHERS = ["torchrun", "deepspeed", "srun", "openmpi", "mpich", "start_ranks"]
-# All ranks are to be gone this many seconds after they have met, and one has failed.
+# All ranks must have ended within this many seconds after they have met and one has failed.
 GONE_S = 30.0
 LOST = r"bigtrain: rank 0 lost rank 1: it ended without a message \(killed by the system\?"
 
@@ -31,21 +31,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield variables
 
 
-def with_each_launcher(others: list[str], daily: Sequence[str] = LAUNCHERS) -> list[Any]:
-    """Every launcher with one of what the other ranks do in turn; the rest of the product full.
+def with_each_launcher(behaviours: list[str], daily: Sequence[str] = LAUNCHERS) -> list[Any]:
+    """Every launcher with one behaviour of the other ranks; the rest of the product is full.
 
     Args:
-        others: what the other ranks do.
+        behaviours: what the other ranks do.
         daily: the launchers that are run every time.
     """
     return [
         pytest.param(
             launcher,
-            other,
-            marks=[] if launcher in daily and (n - m) % len(others) == 0 else pytest.mark.full,
+            behaviour,
+            marks=[] if launcher in daily and (n - m) % len(behaviours) == 0 else pytest.mark.full,
         )
         for n, launcher in enumerate(LAUNCHERS)
-        for m, other in enumerate(others)
+        for m, behaviour in enumerate(behaviours)
     ]
 
 
@@ -55,7 +55,7 @@ def launch(
     """Run hello.py on two ranks of this node.
 
     Launchers that are written in Python, and their ranks, are forked with their imports done; with
-    `real` they are the programs as they are installed, as the others always are.
+    `real` they are the installed programs, as the other launchers always are.
     """
     script = [HELLO, *arguments]
     python = [sys.executable, *script]
@@ -68,7 +68,7 @@ def launch(
         variables = request.getfixturevalue("cluster")
         return run([find("srun"), "-n2", "--overcommit", *python], variables)
     if launcher == "openmpi":
-        # Root may be all there is in a container, and a small machine has one core.
+        # A container may have only root, and a small machine only one core.
         options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
         return run([find("mpiexec.openmpi"), *options, *python])
     if launcher == "mpich":
@@ -86,7 +86,7 @@ def torchrun(*options: str, real: bool) -> list[str]:
     return [*program, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *options]
 
 
-# Those that train (test_ranks_train_launchers.py) find each other, too.
+# Those that train (test_ranks_train_launchers.py) also connect.
 @pytest.mark.parametrize(
     "launcher",
     [n if n == "openmpi" else pytest.param(n, marks=pytest.mark.full) for n in LAUNCHERS],
@@ -104,36 +104,40 @@ def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str
 
 
 @pytest.mark.parametrize(
-    ("launcher", "others"), with_each_launcher(["collective", "sleep", "compute"])
+    ("launcher", "behaviour"), with_each_launcher(["collective", "sleep", "compute"])
 )
-def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
-    failing = "0" if others == "compute" else "1"
-    finished = launch(request, launcher, "--fail", "raise", "--on", failing, "--others", others)
+def test_one_failure_ends_all(
+    request: pytest.FixtureRequest, launcher: str, behaviour: str
+) -> None:
+    failing = "0" if behaviour == "compute" else "1"
+    finished = launch(request, launcher, "--fail", "raise", "--on", failing, "--others", behaviour)
     finished.assert_all_gone()
     assert finished.status == 1
     assert finished.seconds_together < GONE_S
-    # Torchrun adds a traceback of its own, and shows the rank's inside its summary.
+    # torchrun adds its traceback, and shows the rank's inside its summary.
     shown = finished.output.split("Traceback (most recent call last):\n")[1:]
     assert f"Deliberate: rank {failing} fails on purpose" in shown[-1], finished.output
-    own = [part for part in shown if "torch/distributed/launcher" not in part]
-    assert len(own) == (2 if launcher == "torchrun" else 1), finished.output
+    rank_tracebacks = [part for part in shown if "torch/distributed/launcher" not in part]
+    assert len(rank_tracebacks) == (2 if launcher == "torchrun" else 1), finished.output
     assert "closed by peer" not in finished.output
     assert "lost rank" not in finished.output
 
 
 @pytest.mark.parametrize(
-    ("launcher", "others"),
+    ("launcher", "behaviour"),
     with_each_launcher(["sleep", "collective"], ["start_ranks", "torchrun", "srun"]),
 )
-def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
-    finished = launch(request, launcher, "--fail", "kill", "--others", others)
+def test_a_killed_rank_ends_all(
+    request: pytest.FixtureRequest, launcher: str, behaviour: str
+) -> None:
+    finished = launch(request, launcher, "--fail", "kill", "--others", behaviour)
     finished.assert_all_gone()
     assert finished.status != 0
     assert finished.seconds_together < GONE_S
     assert "closed by peer" not in finished.output
-    # Where the launcher is quicker than the survivor, it says itself that a rank was killed.
-    told = re.search(LOST, finished.output) or re.search("[Ss]ignal 9|SIGKILL", finished.output)
-    assert told, finished.output
+    # If the launcher is faster than the surviving rank, it reports the killed rank itself.
+    reported = re.search(LOST, finished.output) or re.search("[Ss]ignal 9|SIGKILL", finished.output)
+    assert reported, finished.output
     if launcher == "srun":
         assert re.search(LOST, finished.output), finished.output
 
@@ -148,7 +152,7 @@ def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, o
 def test_the_users_fault_is_said_once(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, "--early")
     assert finished.output.count("bigtrain: train.steps=0 is too few. Use train.steps=1") == 1
-    # torchrun has no status but 0 and 1.
+    # torchrun's exit status is only 0 or 1.
     assert finished.status == (1 if launcher == "torchrun" else 2)
 
 
@@ -167,9 +171,9 @@ def test_the_same_failure_everywhere_is_shown_once(request: pytest.FixtureReques
 
 @pytest.mark.parametrize(("how", "status"), [("exit7", 1), ("exit75", 75)])
 def test_exit_statuses(request: pytest.FixtureRequest, how: str, status: int) -> None:
-    # The others leave by themselves after an orderly end, and are ended after another one.
-    others = "nothing" if how == "exit75" else "sleep"
-    finished = launch(request, "start_ranks", "--fail", how, "--others", others)
+    # The others exit by themselves after a regular end, and are ended after an irregular one.
+    behaviour = "nothing" if how == "exit75" else "sleep"
+    finished = launch(request, "start_ranks", "--fail", how, "--others", behaviour)
     assert finished.status == status
     assert "Traceback" not in finished.output
     finished.assert_all_gone()
@@ -184,7 +188,7 @@ def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal_name", "status", "others"),
+    ("signal_name", "status", "behaviour"),
     [
         ("SIGINT", 130, "sleep"),
         ("SIGTERM", 143, "collective"),
@@ -192,11 +196,11 @@ def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
         pytest.param("SIGTERM", 143, "sleep", marks=pytest.mark.full),
     ],
 )
-def test_a_stop_ends_all_quietly(signal_name: str, status: int, others: str) -> None:
+def test_a_stop_ends_all_quietly(signal_name: str, status: int, behaviour: str) -> None:
     import signal
 
     command = [sys.executable, str(ROOT / "tests/support/scripts/start.py"), "2"]
-    process = start([*command, "--fail", "nothing", "--others", others, "--linger"])
+    process = start([*command, "--fail", "nothing", "--others", behaviour, "--linger"])
     assert process.stdout is not None
     first = process.stdout.readline()
     time.sleep(0.5)
@@ -217,7 +221,7 @@ def test_several_connections_in_one_launch(request: pytest.FixtureRequest) -> No
 
 
 def test_hydra_says_where_rank_0_is_over_several_hosts() -> None:
-    """Two names of this machine, each with a proxy of its own, are two hosts to mpiexec."""
+    """Two names of this machine, each with a separate proxy, are two hosts for mpiexec."""
     hosts = ["-launcher", "fork", "-hosts", "localhost,127.0.0.1", "-ppn", "1", "-n", "2"]
     finished = run([find("mpiexec.hydra"), *hosts, sys.executable, HELLO, "--times", "2"])
     assert finished.status == 0, finished.output
@@ -248,9 +252,7 @@ def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
     script = str(ROOT / "tests/support/scripts/held_open.py")
     began = time.monotonic()
     finished = run([find("mpiexec.hydra"), "-n", "2", sys.executable, script, how])
-    assert time.monotonic() - began < 120, (
-        "the rank that sleeps was not ended by the one that failed"
-    )
+    assert time.monotonic() - began < 120, "the failing rank did not end the sleeping one"
     assert "lost rank" not in finished.output
     if how == "fail":
         assert finished.status != 0

@@ -1,4 +1,6 @@
-"""A signal to one rank is known to all at the end of the step, and a later one is another."""
+"""A signal to one rank is known to all at the end of the step, and a second signal ends the
+process.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.preemption import PREEMPTION_SIGNALS, PreemptionNotice
 
 
-def asked(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
+def signal_rank_1(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
+    """Send signals to rank 1; return what this rank knows before and after."""
     before = [signal.getsignal(n) for n in PREEMPTION_SIGNALS]
     with PreemptionNotice(context) as notice:
         nothing = notice.agreed()
         if context.rank == 1:
             signal.raise_signal(number)
-            signal.raise_signal(number)  # the same one: the launcher has passed it on
-        # Rank 0 is here before rank 1 has got it: they meet in the exchange.
+            signal.raise_signal(number)  # the same signal, forwarded by the launcher
+        # Rank 0 may arrive before rank 1 has received the signal: the exchange synchronizes them.
         stops = notice.agreed()
     restored = before == [signal.getsignal(n) for n in PREEMPTION_SIGNALS]
     return nothing, stops, notice.signal_name, restored
@@ -26,7 +29,7 @@ def asked(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
 def test_all_ranks_agree(number: signal.Signals) -> None:
-    assert run_ranks(asked, 3, number) == [(False, True, number.name, True)] * 3
+    assert run_ranks(signal_rank_1, 3, number) == [(False, True, number.name, True)] * 3
 
 
 def test_the_others_are_asked_now_and_then() -> None:

@@ -1,4 +1,4 @@
-"""A process that begins anew: what stays open, and what does not."""
+"""A process that restarts by exec: which file descriptors stay open."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_files_of_libraries_are_closed_and_those_of_the_launcher_are_not(tmp_pat
         words, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True
     )
     first, second = ran.stdout.splitlines()
-    found = json.loads(second)
-    assert found["pid"] == int(first)
-    assert found["open"] == {"driver": False, "launcher": True, "word": True}
-    assert found["argv"] == [str(file), "--config", "/dev/fd/63"]
+    report = json.loads(second)
+    assert report["pid"] == int(first)
+    assert report["open"] == {"driver": False, "launcher": True, "word": True}
+    assert report["argv"] == [str(file), "--config", "/dev/fd/63"]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_what_an_earlier_life_has_left_is_taken() -> None:
     assert environ == {}
     assert Restart.taken(environ) is None
     for count, goes_on in (("0", False), ("2", True), ("9" * 5000, False), ("²", False)):
-        found = Restart.taken({"TORCHELASTIC_RESTART_COUNT": count})
-        assert (found is not None) == goes_on
+        restart = Restart.taken({"TORCHELASTIC_RESTART_COUNT": count})
+        assert (restart is not None) == goes_on
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 50_000, '{"words": 5}', '{"folder": "x"}', "\0"])

@@ -1,4 +1,6 @@
-"""What torch has recorded of messages that began together, and what the watch makes of it."""
+"""torch's records of messages that began together, and the waits that the recorder derives
+from them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NOW_S = 1_000.0
 
 
 def entry(kind: str, number: int, state: str, *, age_s: float = 150.0) -> dict[str, Any]:
-    """As NCCL's recorder has it: of one of several messages the state is never set anew."""
+    """A record of NCCL's recorder; for one of several grouped messages the state is never
+    updated.
+    """
     return {
         "process_group": ("3", "mesh_pp"),
         "profiling_name": f"nccl:{kind}",
@@ -79,7 +83,7 @@ def test_a_message_by_itself_is_told_by_its_own_state(monkeypatch) -> None:
 
 
 def test_a_message_has_as_long_as_its_group(monkeypatch) -> None:
-    """As while a checkpoint is written, with a patience of its own."""
+    """As while a checkpoint is written, which has a longer timeout."""
     patient = {**entry("recv 1<-0", 8, "started"), "timeout_ms": 600_000}
     wait, overdue = waits(monkeypatch, patient)
     assert wait is not None

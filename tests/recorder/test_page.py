@@ -1,4 +1,4 @@
-"""Who waits for whom, from records made by hand."""
+"""Which rank waits for which, derived from records that are made by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from bigtrain.recorder.page import Cause, doing, make_page, records_by_files, sh
 from bigtrain.recorder.ring import EVENTS, FlightRecorder
 
 
-def record(rank: int, **said: Any) -> dict[str, Any]:
-    place = {"phase": "forward", "block": "blocks.2", "step": 3, "micro_batch": 1}
-    what = {"idle_s": 30.0, "peak_bytes": None, "error": None, "unit": "micro-batch"}
+def record(rank: int, **changes: Any) -> dict[str, Any]:
+    position = {"phase": "forward", "block": "blocks.2", "step": 3, "micro_batch": 1}
+    figures = {"idle_s": 30.0, "peak_bytes": None, "error": None, "unit": "micro-batch"}
     stack = ["/v/lib/python3/site-packages/torch/autograd/graph.py:9 _engine_run_backward"]
-    return {"rank": rank, **place, **what, "stack": stack, "exchanges": [], "events": [], **said}
+    return {
+        "rank": rank,
+        **position,
+        **figures,
+        "stack": stack,
+        "exchanges": [],
+        "events": [],
+        **changes,
+    }
 
 
 def exchange(number: int, *, done: bool = False, kind: str = "all_reduce", size: int = 2**20):
@@ -58,7 +66,7 @@ def test_a_chain_is_followed_to_its_end():
     assert "rank 2 never came: it is in the optimizer's step (step 3)" in headline(
         WAITED, first, middle, absent
     )
-    # A circle: each waits for the other, in groups of their own.
+    # A circle: each waits for the other, in different groups.
     assert "never came" not in headline(WAITED, first, middle, last)
 
 
@@ -135,15 +143,16 @@ def test_the_page_is_printed_and_left_in_the_folder(tmp_path, capsys):
     recorder.enter("forward")
     show_page(recorder, {1: recorder.record()}, Cause("failed", 1, "ValueError: odd"))
     path = tmp_path / "flight_recorder.json"
-    said = capsys.readouterr().err
-    assert said == (
+    errors = capsys.readouterr().err
+    assert errors == (
         "bigtrain: rank 1 failed in the forward pass (step 2, micro-batch 1)\n"
         f"bigtrain: the last events of each rank: {path}\n"
     )
     written = json.loads(path.read_text())
     assert written["headline"].startswith("rank 1 failed: ValueError: odd. It is in")
     assert [rank.get("answered", True) for rank in written["ranks"]] == [False, True, False]
-    recorder.folder = tmp_path / "gone"  # no folder, no file, and the page all the same
+    # Without a folder there is no file, but the page is printed
+    recorder.folder = tmp_path / "gone"
     assert show_page(recorder, {1: recorder.record()}, WAITED).write(recorder.folder) is None
 
 
@@ -181,15 +190,15 @@ def test_what_broke_the_main_thread_stands_in_its_record():
         raise ValueError("odd")
     except ValueError as error:
         recorder.fail(error)
-    said = recorder.record()
-    assert said["error"] == "ValueError"
-    assert [line.rpartition(" ")[2] for line in said["stack"]] == [
+    rank_record = recorder.record()
+    assert rank_record["error"] == "ValueError"
+    assert [line.rpartition(" ")[2] for line in rank_record["stack"]] == [
         "test_what_broke_the_main_thread_stands_in_its_record"
     ]
 
     def broken() -> list[dict[str, Any]]:
         raise KeyError("entries")
 
-    recorder.exchanges = broken  # another version of torch
+    recorder.exchanges = broken  # as in a different version of torch
     assert recorder.record()["exchanges"] == [{"unreadable": "KeyError: 'entries'"}]
     assert make_page({0: recorder.record()}, WAITED).headline == "rank 0 waited"

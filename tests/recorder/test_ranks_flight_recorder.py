@@ -1,4 +1,4 @@
-"""Runs that go wrong in one rank: the page names the right one, and what it did."""
+"""Runs that fail in one rank: the page names the right rank and its activity."""
 
 from __future__ import annotations
 
@@ -28,80 +28,83 @@ WORDS = [
 ]
 
 
-def fails(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
-    """A run that fails: what it printed, and the file."""
+def run_failing_job(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
+    """Run a job that fails; return its output and the file of the page."""
     done = forked_cli(["train", "-n", str(ranks), *WORDS, *words], cwd=folder, timeout=60)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr, json.loads((folder / "runs/run/flight_recorder.json").read_text())
 
 
 def test_a_rank_that_sleeps_in_its_data_set(tmp_path):
-    said, file = fails(tmp_path, "data.args.fault=sleep")
+    output, file = run_failing_job(tmp_path, "data.args.fault=sleep")
     assert "rank 0 waits for the number of targets (all_gather, 16 B) for " in file["headline"]
     expected = "rank 1 never came: it reads data (micro-batch 1 of step 4), in go_wrong of "
     assert expected in file["headline"]
-    assert f"bigtrain: {file['headline']}\n" in said
-    assert "stack of rank 1:" in said
-    assert "runs/run/flight_recorder.json" in said
-    assert "Traceback" not in said
+    assert f"bigtrain: {file['headline']}\n" in output
+    assert "stack of rank 1:" in output
+    assert "runs/run/flight_recorder.json" in output
+    assert "Traceback" not in output
     assert file["ranks"][1]["stack"][-1].endswith(" go_wrong")
     assert file["ranks"][0]["exchanges"][-1]["done"] is False
 
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped(tmp_path):
-    said, file = fails(tmp_path, "data.args.fault=stop")
+    output, file = run_failing_job(tmp_path, "data.args.fault=stop")
     assert "rank 1 has not answered: it is stopped" in file["headline"]
     assert file["headline"].startswith("rank 0 waits for the number of targets")
-    assert "rank 1: no answer\n" in said
+    assert "rank 1: no answer\n" in output
 
 
 def test_a_rank_that_is_killed(tmp_path):
-    said, file = fails(tmp_path, "data.args.fault=kill")
+    output, file = run_failing_job(tmp_path, "data.args.fault=kill")
     assert "rank 1 ended without a message" in file["headline"]
-    assert "rank 0 lost rank 1" in said
+    assert "rank 0 lost rank 1" in output
     assert file["lines"][1] == "rank 1: ended without a message"
 
 
 def test_rank_0_is_killed_and_the_hub_with_it(tmp_path):
     words = ("data.args.fault=kill", "data.args.rank=0", "train.global_batch_size=9")
-    said, file = fails(tmp_path, *words, ranks=3)
+    output, file = run_failing_job(tmp_path, *words, ranks=3)
     assert re.match("rank [12] waits for .* s; rank 0 ended without a message$", file["headline"])
-    assert said.count("the last events of each rank") == 1
-    assert "rank 2: waits for " in said  # it has left its record, and does not speak
+    assert output.count("the last events of each rank") == 1
+    assert "rank 2: waits for " in output  # rank 2 has left its record in the folder
     assert file["lines"][0] == "rank 0: ended without a message"
 
 
 def test_a_rank_that_raises(tmp_path):
-    said, file = fails(tmp_path, "data.args.fault=raise")
+    output, file = run_failing_job(tmp_path, "data.args.fault=raise")
     assert file["headline"].startswith(
         "rank 1 failed: ValueError: this sample is broken. It reads data (micro-batch 1 of step 4)"
     )
     assert (
-        "bigtrain: rank 1 failed while it read data (micro-batch 1 of step 4), in go_wrong" in said
+        "bigtrain: rank 1 failed while it read data (micro-batch 1 of step 4), in go_wrong"
+        in output
     )
-    assert said.count("stack of") == 0
-    assert said.index("rank 1 failed") < said.index("Traceback")
+    assert output.count("stack of") == 0
+    assert output.index("rank 1 failed") < output.index("Traceback")
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_not_said_to_be_another_one_s(tmp_path):
-    said, file = fails(tmp_path, "data.args.fault=nan")
+    output, file = run_failing_job(tmp_path, "data.args.fault=nan")
     assert "the loss of rank 1 is nan" in file["headline"]
-    assert "rank 0 failed" not in said
-    assert said.count("the loss of rank 1 is nan") == 1
-    assert "runs/run/flight_recorder.json" in said
+    assert "rank 0 failed" not in output
+    assert output.count("the loss of rank 1 is nan") == 1
+    assert "runs/run/flight_recorder.json" in output
 
 
 def test_memory_that_runs_out(tmp_path):
-    said, file = fails(tmp_path, "model.args.width=1024", "memory.cap=30MiB", "mesh.timeout=30")
+    output, file = run_failing_job(
+        tmp_path, "model.args.width=1024", "memory.cap=30MiB", "mesh.timeout=30"
+    )
     assert "OutOfMemoryError: rank " in file["headline"]
-    assert "what would fit" in said or "no change that was tried" in said
+    assert "what would fit" in output or "no change that was tried" in output
     assert file["cause"]["kind"] == "failed"
 
 
 def test_a_block_of_one_rank_while_others_wait_for_gradients(tmp_path):
     words = ("model.args.fault=sleep", "train.global_batch_size=9")
-    _, file = fails(tmp_path, *words, "--strategy", "ddp", ranks=3)
+    _, file = run_failing_job(tmp_path, *words, "--strategy", "ddp", ranks=3)
     assert " waits for the gradients at blocks.0 (all_reduce, " in file["headline"]
     assert file["headline"].endswith(
         "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
@@ -109,7 +112,7 @@ def test_a_block_of_one_rank_while_others_wait_for_gradients(tmp_path):
 
 
 def test_fully_shard(tmp_path):
-    _, file = fails(tmp_path, "model.args.fault=sleep", "--strategy", "fsdp")
+    _, file = run_failing_job(tmp_path, "model.args.fault=sleep", "--strategy", "fsdp")
     assert file["headline"].startswith("rank 0 waits for the weights at blocks.3 (all_gather, ")
     assert file["headline"].endswith(
         "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
@@ -118,7 +121,7 @@ def test_fully_shard(tmp_path):
 
 def test_a_pipeline_whose_first_stage_never_sends(tmp_path):
     words = ("model.args.fault=sleep", "model.args.rank=0", "model.args.block=0")
-    _, file = fails(tmp_path, *words, "train.micro_batch_size=2", "--strategy", "1f1b")
+    _, file = run_failing_job(tmp_path, *words, "train.micro_batch_size=2", "--strategy", "1f1b")
     assert file["headline"].startswith("rank 1 waits for a message from rank 0 (recv, 256 B) for ")
     assert file["headline"].endswith(
         "; rank 0 never came: it is in the forward pass of blocks.0 (micro-batch 3 of step 1)"
@@ -147,7 +150,7 @@ def test_blocks_say_when_they_are_computed_and_the_numbers_stay():
         assert parameter.grad is not None
         assert parameter.grad.equal(gradient)
     blocks = [f"blocks.{number}" for number in range(4)]
-    events = [(phase, what) for _, phase, what, _, _ in recorder.events()]
+    events = [(phase, block) for _, phase, block, _, _ in recorder.events()]
     assert events == [
         ("forward", ""),
         *(("forward", name) for name in blocks),

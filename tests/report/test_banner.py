@@ -98,8 +98,8 @@ def test_the_fullest_rank_is_named() -> None:
     )
     alike = FullestRank.among({0: peak(2048), 1: peak(2048)})
     assert str(alike) == "2.0 KiB on each of 2 ranks, in backward"
-    other = FullestRank.among({0: peak(5), 1: peak(2048), 2: peak(2048)})
-    assert str(other) == "2.0 KiB on rank 1, the fullest of 3, in backward"
+    partial = FullestRank.among({0: peak(5), 1: peak(2048), 2: peak(2048)})
+    assert str(partial) == "2.0 KiB on rank 1, the fullest of 3, in backward"
     assert FullestRank.among({}) is None
     none = peak_line(None, "memory.predict is off", limit)
     assert none == "predicted peak: none (memory.predict is off)"
@@ -124,7 +124,7 @@ def test_a_step_line_has_loss_rate_norm_speed_peak_and_the_time_left(
     first = "loss 1.2500  lr 0.0001  norm 0.512  1,234 tokens/s  peak 1000 B (25.0%)"
     assert line.text(result(1), 1000, None) == (first, "")
     assert line.text(result(2), 1000, None) == (first, "left 3 min 16 s")
-    # Three seconds each, over both steps.
+    # Three seconds per step, averaged over both steps.
     named, left = line.text(result(3, None), 2000, 1)
     assert named.endswith("  100.0 samples/s  peak 2.0 KiB on rank 1 (50.0%)")
     assert left == "left 4 min 51 s"

@@ -1,4 +1,4 @@
-"""Lines that are written once, whatever happens to the disk or to the run."""
+"""Log lines are written exactly once, whatever happens to the disk or the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def result(step: int) -> StepResult:
 
 
 class Log:
-    """A log of one process in a folder, and its output."""
+    """A log of one process in a folder, and its printed output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ def test_steps_that_are_done_again_stand_there_once(log: Log, first: int) -> Non
             writer.step(result(step))
             writer.validation(step, {"loss": 1.0})
     with (log.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # the process died
+        file.write('{"step": 4, "lo')  # the process died while writing
     with log.open(first) as writer:
         for step in range(first + 1, 6):
             writer.step(result(step))
@@ -85,10 +85,10 @@ def test_lines_that_cannot_be_written_are_written_later(log: Log) -> None:
         log.folder.unlink()
         writer.step(result(3))
         assert log.steps() == [1, 2, 3]
-    said = log.printed.getvalue()
+    output = log.printed.getvalue()
     words = f"warning: {log.folder / 'metrics.jsonl'} cannot be written: [Errno 17] File exists"
-    assert said.count(words) == 1
-    assert "The run continues and keeps its lines in memory until there is room." in said
+    assert output.count(words) == 1
+    assert "The run continues and keeps its lines in memory until there is room." in output
 
 
 def test_what_is_lost_at_the_end_is_said(log: Log) -> None:
@@ -98,9 +98,11 @@ def test_what_is_lost_at_the_end_is_said(log: Log) -> None:
         writer.step(result(1))
         writer.step(result(2))
         writer._leave("memory.json", "{}\n")
-    said = log.printed.getvalue()
-    assert f"warning: {log.folder / 'metrics.jsonl'} lacks its last 2 lines" in said
-    assert f"warning: {log.folder / 'memory.json'} was not written: [Errno 17] File exists" in said
+    output = log.printed.getvalue()
+    assert f"warning: {log.folder / 'metrics.jsonl'} lacks its last 2 lines" in output
+    assert (
+        f"warning: {log.folder / 'memory.json'} was not written: [Errno 17] File exists" in output
+    )
 
 
 @pytest.mark.parametrize("when", ["between", "at the end", "before the first"])
@@ -119,8 +121,8 @@ def test_a_folder_that_is_removed_is_made_again_with_all_lines(log: Log, when: s
     assert log.steps() == [1, 2, 3]
     assert len((log.folder / "validation.jsonl").read_text().splitlines()) == 1
     assert (log.folder / "plan.yaml").exists()
-    said = log.printed.getvalue()
-    assert said.count(f"warning: {log.folder} was removed during the run.") == 1
+    output = log.printed.getvalue()
+    assert output.count(f"warning: {log.folder} was removed during the run.") == 1
 
 
 def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
@@ -136,16 +138,16 @@ def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
         writer.step(result(1))
         shutil.rmtree(log.folder)
         (log.folder / "checkpoints").mkdir(parents=True)
-        other = subprocess.Popen(
+        holder = subprocess.Popen(
             [sys.executable, "-c", hold, str(log.folder / "checkpoints" / ".lock")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert other.stdout.readline() == b"held\n"
+        assert holder.stdout.readline() == b"held\n"
         (log.folder / "metrics.jsonl").write_text("another's\n")
-        with pytest.raises(ConfigError, match=rf"process {other.pid} on .* saves its checkpoints"):
+        with pytest.raises(ConfigError, match=rf"process {holder.pid} on .* saves its checkpoints"):
             writer.step(result(2))
-        other.communicate(b"\n")
+        holder.communicate(b"\n")
     assert "metrics.jsonl was replaced" in log.printed.getvalue()
 
 

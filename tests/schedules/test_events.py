@@ -35,7 +35,7 @@ def words(row):
 
 
 def test_a_rank_in_the_middle_of_one_forward_one_backward():
-    """As in the loop of torch's class, a send and the receive from the same rank begin together."""
+    """As in the loop of torch's class, a send and a receive with the same rank begin together."""
     rows = schedule_events("1f1b", 3, 1, 4)
     assert words(rows[1]) == (
         "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1WAIT_SEND_F0 "
@@ -52,7 +52,7 @@ def test_a_rank_in_the_middle_of_one_forward_one_backward():
 
 
 def test_messages_are_placed_as_by_torch_2_15():
-    """Earlier versions ask for the last gradient after the action before it."""
+    """Earlier versions request the last gradient after the action before it."""
     row = words(schedule_events("zbv_zero_bubble", 3, 2, 8)[0])
     assert row.startswith(
         "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0SEND_F3 5RECV_F0 0F4 0SEND_F4 5F0 5RECV_F1 "
@@ -76,7 +76,7 @@ def test_one_micro_batch_at_a_time_leaves_one_send_open():
     assert words(rows[2]) == (
         "2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1 2B1 2WAIT_SEND_B0 2SEND_B1 2WAIT_SEND_B1"
     )
-    # In a V the last rank hands its first output to itself.
+    # In a V schedule the last rank passes its first output to itself.
     assert words(one_at_a_time_events((0, 1, 1, 0), 1)[1]) == (
         "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2WAIT_SEND_F0 2B0 1B0 1SEND_B0 1WAIT_SEND_B0"
     )
@@ -86,9 +86,9 @@ def test_one_micro_batch_at_a_time_leaves_one_send_open():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (3, 12), (4, 8)])
 def test_every_message_is_received_and_waited_for_without_a_deadlock(schedule, pp, micro_batches):
-    """Ranks that go on as far as they can, with messages between two of them in order."""
+    """Ranks that run as far as they can, with messages between two of them in order."""
     arguments = (schedule, pp, per_rank(schedule), micro_batches)
-    done = played(schedule_events(*arguments), stage_ranks(*arguments[:3]))
+    done = play_events(schedule_events(*arguments), stage_ranks(*arguments[:3]))
     for rank, actions in enumerate(schedule_orders(*arguments)):
         assert [e for e in done[rank] if len(e.kind) == 1] == list(actions)
 
@@ -97,7 +97,7 @@ def test_every_message_is_received_and_waited_for_without_a_deadlock(schedule, p
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 1), (3, 2), (4, 5)])
 def test_remaining_micro_batches_pass_all_stages_of_any_layout(schedule, pp, micro_batches):
     ranks = stage_ranks(schedule, pp, per_rank(schedule))
-    for rank, events in enumerate(played(one_at_a_time_events(ranks, micro_batches), ranks)):
+    for rank, events in enumerate(play_events(one_at_a_time_events(ranks, micro_batches), ranks)):
         mine = [stage for stage, owner in enumerate(ranks) if owner == rank]
         assert [e for e in events if len(e.kind) == 1] == [
             StepEvent(stage, kind, number)
@@ -107,8 +107,10 @@ def test_remaining_micro_batches_pass_all_stages_of_any_layout(schedule, pp, mic
         ]
 
 
-def played(rows, ranks):
-    """Run all rows together; the events of each rank, of which every message must be complete."""
+def play_events(rows, ranks):
+    """Run the rows of all ranks; assert that every message is complete; return each
+    rank's events.
+    """
     underway, asked = defaultdict(deque), defaultdict(deque)
     places, done, arrived = [0] * len(rows), [[] for _ in rows], set()
     moved = True
@@ -136,7 +138,7 @@ def played(rows, ranks):
 
 
 def may_begin(event, ranks, arrived):
-    """Whether an action has its inputs, or a wait's message has arrived."""
+    """Whether the inputs of an action exist, or the message of a wait has arrived."""
     stage, kind, number = event
     if kind == "F" and stage and ranks[stage - 1] != ranks[stage]:
         return StepEvent(stage, "RECV_F", number) in arrived
@@ -149,19 +151,19 @@ def may_begin(event, ranks, arrived):
 
 
 def pass_on(event, ranks, underway, asked, arrived):
-    """Messages between two ranks are received in the order in which they are sent."""
+    """Deliver messages between two ranks in the order in which they are sent."""
     stage, kind, number = event
     if kind in PEERS:
         receive, step = PEERS[kind]
-        way = ranks[stage], ranks[stage + step]
-        underway[way].append(StepEvent(stage + step, receive, number))
+        link = ranks[stage], ranks[stage + step]
+        underway[link].append(StepEvent(stage + step, receive, number))
     elif kind.startswith("RECV"):
-        way = ranks[stage + (-1 if kind == "RECV_F" else 1)], ranks[stage]
-        asked[way].append(event)
+        link = ranks[stage + (-1 if kind == "RECV_F" else 1)], ranks[stage]
+        asked[link].append(event)
     else:
         return
-    while underway[way] and asked[way]:
-        sent, wanted = underway[way].popleft(), asked[way].popleft()
+    while underway[link] and asked[link]:
+        sent, wanted = underway[link].popleft(), asked[link].popleft()
         assert sent == wanted
         arrived.add(sent)
 

@@ -1,4 +1,4 @@
-"""The order of a pipeline's actions: against torch's own classes, and published figures."""
+"""The order of a pipeline's actions, compared with torch's classes and published figures."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -42,7 +42,7 @@ def test_every_micro_batch_goes_forward_and_backward_once(schedule, pp, micro_ba
         for number in range(micro_batches):
             kinds = {kind for s, kind, k in done if (s, k) == (stage, number)}
             assert kinds in ({"F", "B"}, {"F", "I", "W"})
-    whole = simulate_step(orders, [EQUAL] * stages)  # it would raise if a rank waited for ever
+    whole = simulate_step(orders, [EQUAL] * stages)  # it raises if a rank would wait forever
     assert whole.busy == pytest.approx([3.0 * micro_batches * per_rank(schedule)] * pp)
 
 
@@ -138,15 +138,19 @@ def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatc
     guessed = [transfers(schedule, 4, 2, 8, rank) for rank in range(4)]
     transfers.cache_clear()
     for mine, real in zip(guessed, placed, strict=True):
-        for some, others in zip(mine, real, strict=True):
-            assert some == {way: n for way, n in others.items() if way[1].startswith("SEND")}
+        for some, real_counts in zip(mine, real, strict=True):
+            assert some == {
+                direction: n
+                for direction, n in real_counts.items()
+                if direction[1].startswith("SEND")
+            }
 
 
 def test_unequal_stages_wait_for_the_slowest():
     slow = [StageSeconds(1.0, 1.0, 1.0), StageSeconds(3.0, 3.0, 3.0)]
-    found = simulate_step(schedule_orders("1f1b", 2, 1, 10), slow)
-    assert found.seconds == pytest.approx(1.0 + 10 * 9.0 + 2.0)
-    assert found.busy == (30.0, 90.0)
+    step = simulate_step(schedule_orders("1f1b", 2, 1, 10), slow)
+    assert step.seconds == pytest.approx(1.0 + 10 * 9.0 + 2.0)
+    assert step.busy == (30.0, 90.0)
 
 
 def test_a_schedule_that_never_ends():
@@ -194,8 +198,8 @@ def test_where_we_do_not_refuse_torch_does_not_either(schedule, pp):
 def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
     # Of the first of two ranks F0 F1 B0 F2 B1 B2.
     out, back, sent = (0, "SEND_F"), (0, "RECV_B"), (0, "SEND_B")
-    both, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
-    assert backward_starts("1f1b", 2, 1, 3, 0) == ({}, {}, both, {}, later, {})
+    transit, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
+    assert backward_starts("1f1b", 2, 1, 3, 0) == ({}, {}, transit, {}, later, {})
     assert backward_starts("gpipe", 2, 1, 3, 0) == ()
 
 
@@ -203,13 +207,13 @@ def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
 def test_what_one_stage_has_in_flight_is_known_without_its_order(schedule):
     for pp in (1, 2, 3, 8):
         for micro_batches in (pp, pp + 1, 2 * pp, 5 * pp + 1):
-            given = (schedule, pp, 1, micro_batches)
-            orders = schedule_orders(*given)
+            arguments = (schedule, pp, 1, micro_batches)
+            orders = schedule_orders(*arguments)
             most = tuple(peak_in_flight(row)[rank] for rank, row in enumerate(orders))
-            assert in_flight_by_stage(*given, splits=False) == most
-            assert in_flight_at_peak(*given, splits=False, later=False) == most
+            assert in_flight_by_stage(*arguments, splits=False) == most
+            assert in_flight_at_peak(*arguments, splits=False, later=False) == most
             later = tuple(map(most_after_a_backward_pass, orders))
-            assert in_flight_at_peak(*given, splits=False, later=True) == later
+            assert in_flight_at_peak(*arguments, splits=False, later=True) == later
 
 
 def most_after_a_backward_pass(row):

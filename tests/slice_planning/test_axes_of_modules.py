@@ -50,19 +50,19 @@ def test_gated_mlp(fused):
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("layout", ["chunk", "3HD", "H3D", "H3D chunk", "split"])
 def test_fused_queries_keys_and_values(layout, plain):
-    own = "0/96:24" if layout.startswith("H3D") else "0/3x32:8"
+    spec = "0/96:24" if layout.startswith("H3D") else "0/3x32:8"
     model = Block(32, Heads(layout, 32, 4, plain=plain))
     assert whole_classes(model, 2, 5, 32) == {
-        "qkv.weight": own,
-        "qkv.bias": own,
+        "qkv.weight": spec,
+        "qkv.bias": spec,
         "out.weight": "1/32:8",
     }
 
 
 def test_keys_that_queries_share_in_groups():
     separate = Block(64, Heads("separate", 64, 8, 2))
-    found = whole_classes(separate, 2, 5, 64)
-    assert {name: found[f"{name}.weight"] for name in ("q", "k", "v", "out")} == {
+    classes = whole_classes(separate, 2, 5, 64)
+    assert {name: classes[f"{name}.weight"] for name in ("q", "k", "v", "out")} == {
         "q": "0/64:32",
         "k": "0/16:8",
         "v": "0/16:8",
@@ -87,16 +87,16 @@ def test_fewer_keys_than_ranks_stay_whole_and_queries_are_sliced_within_groups()
         "q.bias": "0/2x32:8",
         "out.weight": "1/2x32:8",
     }
-    kept = plan_slices(work_on(model, 2, 5, 64), 4).whole_reasons
-    assert kept["layer.k.bias"] == (
+    reasons = plan_slices(work_on(model, 2, 5, 64), 4).whole_reasons
+    assert reasons["layer.k.bias"] == (
         "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
     )
 
 
 def test_heads_of_keys_and_of_groups_are_one_axis_where_neither_is_enough():
     model = Block(48, Heads("separate", 48, 6, 3))
-    found = whole_classes(model, 2, 5, 48, ranks=4)
-    assert found == {"q.weight": "0/48:8", "q.bias": "0/48:8", "out.weight": "1/48:8"}
+    classes = whole_classes(model, 2, 5, 48, ranks=4)
+    assert classes == {"q.weight": "0/48:8", "q.bias": "0/48:8", "out.weight": "1/48:8"}
 
 
 def test_one_key_for_all_queries_stays_whole():
@@ -152,15 +152,19 @@ def test_gpt(tied):
     assert plan.whole_reasons["norm.weight"].startswith("dim 0: a norm goes along it in 'blocks.0.")
     hidden = 2 * 16 * 64 * 4
     exchanged = {
-        own.name: sorted((sent.kind, sent.nbytes, sent.backward) for sent in own.exchanged)
-        for own in plan.classes
+        axis_class.name: sorted(
+            (sent.kind, sent.nbytes, sent.backward) for sent in axis_class.exchanged
+        )
+        for axis_class in plan.classes
     }
-    both = [("all_reduce", hidden, False), ("all_reduce", hidden, True)]
-    blocks = [own for name, own in exchanged.items() if name.startswith("blocks")]
-    assert blocks == [both] * 6, "Megatron-LM: two all-reduces a block in each direction"
+    both_directions = [("all_reduce", hidden, False), ("all_reduce", hidden, True)]
+    blocks = [axis_class for name, axis_class in exchanged.items() if name.startswith("blocks")]
+    assert blocks == [both_directions] * 6, "Megatron-LM: two all-reduces a block in each direction"
     names = ("embedding.token.weight dim 0", "head.weight dim 0")
     vocabulary = [exchanged[name] for name in names if name in exchanged]
-    assert sorted(sum(vocabulary, [])) == both, "of the embedding's output, and of the head's input"
+    assert sorted(sum(vocabulary, [])) == both_directions, (
+        "one for the embedding's output, one for the head's input"
+    )
 
 
 def test_logits_that_go_into_no_cross_entropy_are_needed_whole():
@@ -172,24 +176,24 @@ def test_logits_that_go_into_no_cross_entropy_are_needed_whole():
 
 
 class Cached(Heads):
-    """Keys and values are put behind those that were kept before: none, at first."""
+    """Keys and values are appended to a cache, which is empty at first."""
 
     def _parts(self, x):
         q, k, v = super()._parts(x)
-        kept = [torch.empty(len(x), self.heads, 0, self.width) for _ in range(2)]
-        return q, torch.cat([kept[0], k], 2), torch.cat([kept[1], v], 2)
+        cached = [torch.empty(len(x), self.heads, 0, self.width) for _ in range(2)]
+        return q, torch.cat([cached[0], k], 2), torch.cat([cached[1], v], 2)
 
 
 def test_what_is_put_behind_nothing_stays_what_it_is():
-    found = whole_classes(Block(32, Cached("separate", 32, 4)), 2, 5, 32)
+    classes = whole_classes(Block(32, Cached("separate", 32, 4)), 2, 5, 32)
     names = ("q.weight", "k.weight", "v.weight")
-    assert {name: found[name] for name in names} == dict.fromkeys(names, "0/32:8")
+    assert {name: classes[name] for name in names} == dict.fromkeys(names, "0/32:8")
     plan = plan_slices(work_on(Block(32, Cached("separate", 32, 4)), 2, 5, 32), 2)
-    assert len(plan.classes) == 1, "queries, keys and values go together"
+    assert len(plan.classes) == 1, "queries, keys and values are one class"
 
 
 class Residual(nn.Module):
-    """Convolutions and a skip, as in ResNet."""
+    """Convolutions and a skip connection, as in ResNet."""
 
     def __init__(self, width, inner):
         super().__init__()
@@ -203,15 +207,16 @@ class Residual(nn.Module):
 
 def test_convolutions_and_batch_norm_with_its_statistics():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8), Residual(8, 16))
-    found = lines(model, 2, 3, 6, 6)
+    slices = lines(model, 2, 3, 6, 6)
     names = ("one.weight", "one.bias", "norm.weight", "norm.bias")
-    assert {name: found[f"2.{name}"] for name in names} == dict.fromkeys(names, "0/16")
-    assert found["2.norm.running_mean"] == found["2.norm.running_var"] == "0/16"
-    assert found["2.two.weight"] == "1/16"
-    assert "2.norm.num_batches_tracked" not in found
+    assert {name: slices[f"2.{name}"] for name in names} == dict.fromkeys(names, "0/16")
+    assert slices["2.norm.running_mean"] == slices["2.norm.running_var"] == "0/16"
+    assert slices["2.two.weight"] == "1/16"
+    assert "2.norm.num_batches_tracked" not in slices
 
 
-def inverted(width, inner, groups):
+def inverted_bottleneck(width, inner, groups):
+    """An inverted bottleneck: a grouped convolution between two of size 1."""
     return nn.Sequential(
         nn.Conv2d(width, inner, 1, bias=False),
         nn.BatchNorm2d(inner),
@@ -222,9 +227,9 @@ def inverted(width, inner, groups):
 
 
 def test_depthwise_convolution():
-    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted(8, 24, 24))
-    found = whole_classes(model, 2, 8, 6, 6)
-    assert {n: found[f"{n}.weight"] for n in (1, 2, 3, 4)} == {
+    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted_bottleneck(8, 24, 24))
+    classes = whole_classes(model, 2, 8, 6, 6)
+    assert {n: classes[f"{n}.weight"] for n in (1, 2, 3, 4)} == {
         1: "0/24",
         2: "0/24",
         3: "0/24",
@@ -233,14 +238,14 @@ def test_depthwise_convolution():
 
 
 def test_grouped_convolution_is_sliced_by_groups_or_by_what_is_in_a_group():
-    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted(8, 24, 6))
-    found = whole_classes(model, 2, 8, 6, 6)
+    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted_bottleneck(8, 24, 6))
+    classes = whole_classes(model, 2, 8, 6, 6)
     by_groups = {1: "0/24:4", 2: "0/24:4", 3: "0/24:4", 4: "1/24:4"}
-    assert {n: found[f"{n}.weight"] for n in (1, 2, 3, 4)} == by_groups
+    assert {n: classes[f"{n}.weight"] for n in (1, 2, 3, 4)} == by_groups
 
 
 class Dense(nn.Module):
-    """Every layer sees what all before it made, side by side."""
+    """Every layer reads the concatenated outputs of all layers before it."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +276,7 @@ def test_one_head_is_not_sliced_and_its_weights_are_by_themselves():
 
 def test_of_classes_that_share_a_weight_those_with_most_bytes_are_sliced():
     layers = (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-    # Of 16 hidden places and the 4 of the output 1428 numbers, of the 64 hidden places 1344.
+    # The 16 hidden places and the 4 of the output have 1428 numbers, the 64 hidden places 1344.
     assert lines(nn.Sequential(*layers), 3, 8) == {
         "0.weight": "0/16",
         "0.bias": "0/16",
@@ -279,7 +284,7 @@ def test_of_classes_that_share_a_weight_those_with_most_bytes_are_sliced():
         "4.weight": "0/4",
         "4.bias": "0/4",
     }
-    # Where the output is no row of logits, its 4 places are no class.
+    # If the output is not a row of logits, its 4 places are not a class.
     work = work_on(nn.Sequential(*layers), 3, 8, loss=nn.MSELoss())
     assert plan_slices(work, 2).lines() == {
         "2.weight": "0/64",
@@ -320,7 +325,7 @@ class Recomputed(nn.Module):
 
 
 class ByValues(nn.Module):
-    """Its second layer is used where a sum is above 0."""
+    """Its second layer is used only if a sum is above 0."""
 
     def __init__(self, then):
         super().__init__()
@@ -352,7 +357,7 @@ def test_what_needs_values_stays_whole_and_what_came_before_is_sliced_all_the_sa
 
 
 class Experts(nn.Module):
-    """Each token goes through the layers that its row of numbers names, one by one."""
+    """Each token goes through the layers that its row of numbers selects, one by one."""
 
     def __init__(self):
         super().__init__()

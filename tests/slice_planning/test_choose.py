@@ -1,4 +1,4 @@
-"""The choice of slices with prices and with a memory limit."""
+"""The choice of slices, with prices for exchanges and with a memory limit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GPT_WORK = work_on(
 
 
 def held_bytes(plan, model, state=4.0):
-    """Of the rank with most, without activations."""
+    """Bytes of the rank with the most, without activations."""
     total = 0.0
     for name, parameter in model.named_parameters():
-        own = plan.slices.get(name)
-        share = fullest_share(own, plan.ranks) if own is not None else 1.0
+        tensor_slices = plan.slices.get(name)
+        share = fullest_share(tensor_slices, plan.ranks) if tensor_slices is not None else 1.0
         total += parameter.numel() * parameter.element_size() * share * state
     return total
 
@@ -47,8 +47,8 @@ def test_the_rank_with_most():
 
 def test_where_exchanges_are_free_all_that_computes_is_sliced():
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.0, seconds_per_flop=1e-12))
-    assert {own.name.split(".")[0] for own in plan.classes} == {"blocks", "embedding"}
-    assert len(plan.classes) == 10, "attention and MLP of four blocks, and the two tables"
+    assert {axis_class.name.split(".")[0] for axis_class in plan.classes} == {"blocks", "embedding"}
+    assert len(plan.classes) == 10, "attention and MLP of four blocks, and two embedding tables"
 
 
 def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
@@ -61,7 +61,7 @@ def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
 def test_what_pays_is_sliced_and_what_does_not_is_not():
     # A block's MLP has twice the FLOPs of its attention's products, and sends equally many bytes.
     mlp = 2 * 4 * 64 * (2 * 128 * 512) * 3 / 2
-    each = mlp * 1e-12 / 2  # of its two exchanges
+    each = mlp * 1e-12 / 2  # the price of each of its two exchanges
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.9 * each, seconds_per_flop=1e-12))
     assert {name.split(".")[2] for name in plan.slices if name.startswith("blocks")} == {"mlp"}
 
@@ -106,10 +106,12 @@ def test_a_limit_without_prices_sends_the_fewest_bytes():
     )
     work = work_on(model, 2, 5, 64)
     everything = plan_slices(work, 2, limit=2**40)
-    assert everything.slices == {}, "all fits without"
-    held = sum(p.numel() * p.element_size() for p in model.parameters()) * 4
-    some = plan_slices(work, 2, limit=0.75 * held + 100_000)
-    assert {name.split(".")[0] for name in some.slices} == {"0"}, "the larger one is enough"
+    assert everything.slices == {}, "everything fits without slices"
+    state_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) * 4
+    some = plan_slices(work, 2, limit=0.75 * state_bytes + 100_000)
+    assert {name.split(".")[0] for name in some.slices} == {"0"}, (
+        "slicing the larger layer is enough"
+    )
 
 
 def test_residual_blocks_send_no_more_than_two_exchanges_each():
@@ -117,7 +119,7 @@ def test_residual_blocks_send_no_more_than_two_exchanges_each():
     plan = plan_slices(work_on(model, 2, 3, 64, 64), 2)
     assert plan.sliced_share(model) > 0.9
     assert not plan.single_layers
-    # By hand: the gradient of a block's input, and its output, in floats of two images.
+    # By hand: the gradient of a block's input, and its output, as floats of two images.
     stages = [(64, 16), (128, 8), (256, 4), (512, 2)]
     outputs = [2 * channels * side * side * 4 for channels, side in stages]
     inputs = [outputs[0], outputs[0], outputs[1], outputs[2]]
@@ -129,9 +131,9 @@ def test_residual_blocks_send_no_more_than_two_exchanges_each():
 def test_blocks_that_are_alike_are_sliced_alike():
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=500, num_layers=12, width=32, num_heads=4))
-    found = plan_slices(work_on(model, 2, 8, tokens=500), 2).lines()
-    assert "blocks.*.attention.qkv.weight" in found
-    assert not any(name.startswith("blocks.0") for name in found)
+    slices = plan_slices(work_on(model, 2, 8, tokens=500), 2).lines()
+    assert "blocks.*.attention.qkv.weight" in slices
+    assert not any(name.startswith("blocks.0") for name in slices)
 
 
 def test_few_parameters_that_cost_traffic_stay_whole():
@@ -155,17 +157,19 @@ def test_every_rank_has_a_part_of_all_that_is_sliced(ranks):
 
 
 def test_a_shorter_model_is_sliced_as_the_one_that_its_blocks_stand_for():
-    """Of nine blocks the positions are so little that they stay whole; of three they are not."""
+    """With nine blocks the positions are such a small share that they stay whole; with
+    three not.
+    """
     small = {"vocab_size": 256, "width": 64, "num_heads": 4, "sequence_length": 32}
     model = GPT(GPTConfig(num_layers=9, **small))
     short, order = shorten_model(model)
     names = [name for name, _ in independent_blocks(short)]
-    given = vars(work_on(short, 2, 32, tokens=256))
-    repeats = Counter(names[place] for place in order)
+    work = vars(work_on(short, 2, 32, tokens=256))
+    repeats = Counter(names[block] for block in order)
     assert [*repeats.values()] == [1, 7, 1]
     whole = plan_slices(work_on(model, 2, 32, tokens=256), 2).slices
-    alone = plan_slices(SimpleNamespace(**given), 2).slices
-    found = plan_slices(SimpleNamespace(**given), 2, repeats=repeats).slices
-    assert alone.keys() - found.keys() == {"embedding.position.weight"}
-    assert found == {name: whole[name] for name in found}
-    assert {n for n in whole if "blocks" not in n} == {n for n in found if "blocks" not in n}
+    alone = plan_slices(SimpleNamespace(**work), 2).slices
+    slices = plan_slices(SimpleNamespace(**work), 2, repeats=repeats).slices
+    assert alone.keys() - slices.keys() == {"embedding.position.weight"}
+    assert slices == {name: whole[name] for name in slices}
+    assert {n for n in whole if "blocks" not in n} == {n for n in slices if "blocks" not in n}

@@ -1,4 +1,4 @@
-"""The structure of dims: views, sums and unified dims."""
+"""The axis structure of dims: views, concatenations and unified dims."""
 
 from __future__ import annotations
 
@@ -43,43 +43,43 @@ def test_a_view_takes_an_axis_apart_and_puts_it_together():
 
 def test_views_that_do_not_fit_block_the_axes_between():
     first, second, last = new_dim(6), new_dim(4), new_dim(5)
-    (one, other, kept) = viewed((first, second, last), (8, 3, 5))
+    (first_new, second_new, fitting) = viewed((first, second, last), (8, 3, 5))
     assert reasons(first) == reasons(second) == [MISFIT]
-    assert reasons(one) == reasons(other) == [MISFIT]
-    assert expanded(kept) == expanded(last)
+    assert reasons(first_new) == reasons(second_new) == [MISFIT]
+    assert expanded(fitting) == expanded(last)
     assert reasons(last) == [""]
 
 
 def test_unified_dims_are_taken_apart_alike():
-    one, other = new_dim(24), new_dim(24)
-    unify(one, other)
-    split_outer(one, 4)
-    assert lengths(other) == [4, 6]
-    assert expanded(one) == expanded(other)
+    left, right = new_dim(24), new_dim(24)
+    unify(left, right)
+    split_outer(left, 4)
+    assert lengths(right) == [4, 6]
+    assert expanded(left) == expanded(right)
 
 
 def test_products_of_other_factors_are_refined_to_those_that_both_have():
-    one, other = new_dim(24), new_dim(24)
-    split_outer(one, 2)  # 2 x 12
-    split_outer(other, 8)  # 8 x 3
-    unify(one, other)
-    assert lengths(one) == lengths(other) == [2, 4, 3]
+    left, right = new_dim(24), new_dim(24)
+    split_outer(left, 2)  # 2 x 12
+    split_outer(right, 8)  # 8 x 3
+    unify(left, right)
+    assert lengths(left) == lengths(right) == [2, 4, 3]
 
 
 def test_products_that_have_no_common_factors_are_blocked():
-    one, other = new_dim(6), new_dim(6)
-    split_outer(one, 2)
-    split_outer(other, 3)
-    unify(one, other)
-    assert set(reasons(one)) == {MISFIT}
+    left, right = new_dim(6), new_dim(6)
+    split_outer(left, 2)
+    split_outer(right, 3)
+    unify(left, right)
+    assert set(reasons(left)) == {MISFIT}
 
 
 def test_what_is_blocked_stays_so_when_it_is_taken_apart_or_unified():
-    one, other = new_dim(12), new_dim(12)
-    block(one, "why")
-    unify(other, one)
-    split_outer(other, 3)
-    assert reasons(other) == ["why", "why"]
+    left, right = new_dim(12), new_dim(12)
+    block(left, "why")
+    unify(right, left)
+    split_outer(right, 3)
+    assert reasons(right) == ["why", "why"]
 
 
 def test_a_sum_has_parts_of_which_each_is_taken_apart_by_itself():
@@ -96,7 +96,7 @@ def test_a_sum_of_products_cuts_the_outermost_axis():
     flat = viewed((new_dim(6), new_dim(4)), (24,))[0]
     first, second = cut(flat, [8, 16])
     assert (lengths(first), lengths(second)) == ([2, 4], [4, 4])
-    assert expanded(first)[1] == expanded(second)[1], "the inner axis is that of both"
+    assert expanded(first)[1] == expanded(second)[1], "both have the same inner axis"
 
 
 def test_a_cut_through_the_inner_axis_blocks_what_it_cuts_through():
@@ -114,19 +114,19 @@ def test_a_sum_is_viewed_as_a_product_where_its_parts_are():
 
 def test_three_equal_parts_are_a_product_of_three():
     whole, fused = new_dim(12), new_dim(12)
-    one, two, three = cut(whole, [4, 4, 4])
+    first, two, three = cut(whole, [4, 4, 4])
     unify(whole, viewed((fused,), (3, 4))[1] and fused)
-    assert expanded(one) == expanded(two) == expanded(three)
-    assert dim_length(one) == 4
+    assert expanded(first) == expanded(two) == expanded(three)
+    assert dim_length(first) == 4
 
 
 def test_sums_cut_in_other_places_are_cut_in_all_of_them():
-    one, other = new_dim(10), new_dim(10)
-    cut(one, [4, 6])
-    cut(other, [7, 3])
-    unify(one, other)
-    assert [dim_length(part) for part in expanded(one)[0].parts] == [4, 3, 3]
-    assert expanded(one) == expanded(other)
+    left, right = new_dim(10), new_dim(10)
+    cut(left, [4, 6])
+    cut(right, [7, 3])
+    unify(left, right)
+    assert [dim_length(part) for part in expanded(left)[0].parts] == [4, 3, 3]
+    assert expanded(left) == expanded(right)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (24,), (4, 2, 3), (2, 2, 6), (2, 12)])

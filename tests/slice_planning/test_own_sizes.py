@@ -1,4 +1,4 @@
-"""A model that reads its sizes is sliced only where it reads whole ones."""
+"""A model that reads sizes of its tensors is sliced only where whole sizes are returned."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from bigtrain.strategies.tensor import TensorSlices
 LISTED = r"'the model' takes it from a list of all, as parameters\(\) gives it"
 
 
-def work(way: str, heads: int = 4) -> Any:
-    return work_on(OwnSizes(way, heads), 2, 6, tokens=WORDS)
+def work(use: str, heads: int = 4) -> Any:
+    return work_on(OwnSizes(use, heads), 2, 6, tokens=WORDS)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ALL_LISTED])
-def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(way: str) -> None:
-    plan = plan_slices(work(way), 2)
+@pytest.mark.parametrize("use", [way for way in WAYS if way not in ALL_LISTED])
+def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(use: str) -> None:
+    plan = plan_slices(work(use), 2)
     assert {"qkv.weight", "out.weight", "down.weight"} <= plan.slices.keys()
-    assert ("up.weight" in plan.slices) == (way in ("sizes", "type"))
+    assert ("up.weight" in plan.slices) == (use in ("sizes", "type"))
     if "up.weight" in plan.whole_reasons:
-        where = "up" if way == "called" else "the model"
+        where = "up" if use == "called" else "the model"
         assert plan.whole_reasons["up.weight"] == LISTED.replace("\\", "").replace(
             "the model", where
         )
 
 
-@pytest.mark.parametrize("way", ALL_LISTED)
-def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(way: str) -> None:
+@pytest.mark.parametrize("use", ALL_LISTED)
+def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(use: str) -> None:
     message = rf"mesh.tp=2: nothing.*'qkv.weight' \(96, 32\) can be sliced not at all: {LISTED}"
     with pytest.raises(ConfigError, match=rf"{message}.*Take each by its name there"):
-        plan_slices(work(way), 2)
+        plan_slices(work(use), 2)
 
 
 def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
@@ -51,14 +51,14 @@ def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
     message = rf"slices: up.weight is sliced, and {LISTED}.*a line up.weight: whole"
     with pytest.raises(ConfigError, match=message):
         TensorSlices(slices=lines).lay_slices(work("numbers"), plan)
-    found = TensorSlices(slices=lines).lay_slices(work("sizes"), plan)
-    assert found.by_name.keys() == lines.keys()
+    slices_read = TensorSlices(slices=lines).lay_slices(work("sizes"), plan)
+    assert slices_read.by_name.keys() == lines.keys()
 
 
 def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     plan = plan_slices(work("sizes", heads=2), 4)
     assert plan.sliced_share(OwnSizes("sizes")) > 0.9
-    assert plan.slices["qkv.weight"].dim == 1, "by the input of the heads"
+    assert plan.slices["qkv.weight"].dim == 1, "it is sliced along its input"
     why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
     assert plan.whole_reasons["qkv.bias"] == why
     lines = {"qkv.weight": "0/3x:16"}
@@ -68,7 +68,7 @@ def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
 
 
 class Copies(OwnSizes):
-    """It computes with a copy of one of its modules."""
+    """Computes with a copy of one of its modules."""
 
     def __init__(self) -> None:
         super().__init__("sizes")
@@ -94,7 +94,7 @@ def test_keeping_everything_is_refused_with_the_key() -> None:
 
 
 def test_the_command_ends_with_the_weights_before_ranks_connect(tmp_path: Path) -> None:
-    words = ["model.name=support.own_sizes:OwnSizes", "model.args.way=penalty"]
+    words = ["model.name=support.own_sizes:OwnSizes", "model.args.use=penalty"]
     words += ["data.name=synthetic", "data.args={kind: language, length: 6, vocabulary: 13}"]
     words += ["train.global_batch_size=8", "train.steps=1", "memory.predict=false"]
     done = forked_cli(["train", "-n", "2", "--strategy", "tensor", *words], cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""A sliced model does exactly the exchanges of its plan."""
+"""A sliced model performs exactly the exchanges of its plan."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_exchanges_of_a_plan_are_those_of_its_slices(name, ranks):
     if name not in ("gpt", "gpt untied", "shared keys", "fused shared keys", "one key"):
         shape = (2, 3, 32, 32)
     plan = plan_slices(work_on(model, *shape, tokens=tokens), ranks)
-    found, without_rule = exchanged(model, plan, *shape, tokens=tokens)
-    said = Counter((sent.kind, sent.nbytes) for sent in plan.exchanges())
-    assert (found - said, said - found) == (Counter(), Counter())
+    exchanges, without_rule = exchanged(model, plan, *shape, tokens=tokens)
+    planned = Counter((sent.kind, sent.nbytes) for sent in plan.exchanges())
+    assert (exchanges - planned, planned - exchanges) == (Counter(), Counter())
     assert without_rule == {}

@@ -11,7 +11,8 @@ from bigtrain.slice_planning import set_packing
 from bigtrain.slice_planning.set_packing import Option, frontier
 
 
-def drawn(seed: int, count: int, claims: int) -> list[Option]:
+def random_options(seed: int, count: int, claims: int) -> list[Option]:
+    """Random options over `claims` claims."""
     rng = random.Random(seed)
     return [
         Option(
@@ -25,26 +26,29 @@ def drawn(seed: int, count: int, claims: int) -> list[Option]:
 
 
 def all_sets(options):
+    """Yield the sums of cost and bytes of all disjoint sets."""
     numbers = range(len(options))
     for chosen in chain.from_iterable(combinations(numbers, k) for k in range(len(options) + 1)):
-        own = [options[n] for n in chosen]
-        if sum(len(o.claims) for o in own) == len(frozenset().union(*(o.claims for o in own))):
-            yield sum(o.cost for o in own), sum(o.nbytes for o in own)
+        chosen_options = [options[n] for n in chosen]
+        if sum(len(o.claims) for o in chosen_options) == len(
+            frozenset().union(*(o.claims for o in chosen_options))
+        ):
+            yield sum(o.cost for o in chosen_options), sum(o.nbytes for o in chosen_options)
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("claims", [4, 9, 20])
 def test_the_frontier_is_that_of_all_sets(seed, claims):
-    options = drawn(seed, 9, claims)
-    found = frontier(options)
+    options = random_options(seed, 9, claims)
+    points = frontier(options)
     every = list(all_sets(options))
     best = {
         point
         for point in every
         if not any(o != point and o[0] <= point[0] and o[1] <= point[1] for o in every)
     }
-    assert {(p.cost, p.nbytes) for p in found} == best
-    for point in found:
+    assert {(p.cost, p.nbytes) for p in points} == best
+    for point in points:
         taken = [options[n] for n in point.taken]
         assert sum(o.cost for o in taken) == point.cost
         assert len(frozenset().union(*(o.claims for o in taken))) == sum(
@@ -54,7 +58,7 @@ def test_the_frontier_is_that_of_all_sets(seed, claims):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_one_set_is_the_best_of_the_frontier(seed):
-    options = drawn(seed, 14, 12)
+    options = random_options(seed, 14, 12)
     points = frontier(options)
     cheapest = frontier(options, best_key=lambda p: (p.cost, p.nbytes))
     smallest = frontier(options, best_key=lambda p: (p.nbytes, p.cost))
@@ -63,12 +67,12 @@ def test_one_set_is_the_best_of_the_frontier(seed):
 
 
 def blocks_along_a_skip(count: int) -> list[Option]:
-    """A skip that excludes the inside of every block, and the inside of each: a ResNet."""
+    """A skip connection excludes the inside of every block, as in a ResNet."""
     skip = Option("skip", frozenset(f"{n}.last" for n in range(count)), 1.0, -8.0 * count)
     inside = [
-        Option(f"{n}.{own}", frozenset(claims), 2.0, nbytes)
+        Option(f"{n}.{part}", frozenset(claims), 2.0, nbytes)
         for n in range(count)
-        for own, claims, nbytes in (
+        for part, claims, nbytes in (
             ("first", (f"{n}.first", f"{n}.middle"), -13.0),
             ("second", (f"{n}.middle", f"{n}.last"), -13.5),
         )
@@ -84,8 +88,8 @@ def test_blocks_that_are_alike_are_solved_once(monkeypatch):
         "_branch",
         lambda self, part: branched.append(part) or branch(self, part),
     )
-    found = frontier(blocks_along_a_skip(200), best_key=lambda p: (p.nbytes, p.cost))
-    assert len(found[0].taken) == 201
+    points = frontier(blocks_along_a_skip(200), best_key=lambda p: (p.nbytes, p.cost))
+    assert len(points[0].taken) == 201
     assert len(branched) < 20
 
 

@@ -1,4 +1,4 @@
-"""Slices written as lines and read again; refused lines and their messages."""
+"""Slices written as lines and parsed again; refused lines and their messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lines_of_blocks_that_are_alike_are_one():
         "blocks.*.mlp.2.weight": "2/8",
     }
     assert merged_lines({"layer_0.w": "0/8", "layer_1.w": "0/8"}, ()) == {"layer_*.w": "0/8"}
-    # A block that is otherwise, or whole, is in no pattern.
+    # A block that differs, or stays whole, is in no pattern.
     assert merged_lines({**texts, "blocks.1.mlp.0.weight": "1/8"}, ())["blocks.0.mlp.0.weight"]
     assert merged_lines({"b.0.w": "0/8", "b.1.w": "0/8"}, ["b.2.w"]) == {
         "b.0.w": "0/8",
@@ -72,8 +72,8 @@ def test_the_lines_of_a_plan_are_read_as_the_plan(ranks):
 
 
 def test_tied_names_need_one_line_and_the_pattern_with_fewest_stars_counts():
-    found, _ = read_lines({"head.weight": "0"}, MODEL, 2)
-    assert found == dict.fromkeys(("embedding.token.weight", "head.weight"), Slices.even(0, 301))
+    slices, _ = read_lines({"head.weight": "0"}, MODEL, 2)
+    assert slices == dict.fromkeys(("embedding.token.weight", "head.weight"), Slices.even(0, 301))
     lines = {"blocks.*.mlp.expand.weight": "0", "blocks.1.mlp.expand.weight": "whole"}
     assert list(read_lines(lines, MODEL, 2)[0]) == ["blocks.0.mlp.expand.weight"]
 
@@ -125,19 +125,19 @@ def test_nothing_to_slice_is_refused_with_what_would_do():
 
 @pytest.mark.parametrize("strategy", ["tensor", "tensor_sequence"])
 def test_what_a_dry_run_prints_slices_the_same_when_it_is_given(strategy, tmp_path):
-    """The printed lines, with reasons, give the same slices when a job has them."""
+    """The printed lines, including their reasons, give the same slices when a job contains them."""
     words = ["device=cpu", "model.args.num_layers=2", "model.args.width=64"]
     words += ["model.args.sequence_length=32", "data.name=synthetic"]
     words += ["data.args={kind: language, vocabulary: 257}"]
     args = ["train", "-n", "2", "--strategy", strategy, *words, "--dry-run"]
     printed = forked_cli(args, cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr
-    head, _, rest = printed.stdout.partition("strategy:\n  slice:\n    slices:\n")
-    lines = [line for line in rest.split("\n") if line.startswith("      ")]
+    head, _, tail = printed.stdout.partition("strategy:\n  slice:\n    slices:\n")
+    lines = [line for line in tail.split("\n") if line.startswith("      ")]
     slices = dict(line.strip().split(": ") for line in lines)
     assert slices["blocks.*.attention.qkv.weight"] == "0/3x64:16"
     assert "(dim 0: a norm goes along it in " in head
     flow = yaml.safe_dump(slices, default_flow_style=True, sort_keys=False, width=10_000).strip()
     again = forked_cli([*args, f"strategy.slice.slices={flow}"], cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.rpartition("    slices:\n")[2] == rest
+    assert again.stdout.rpartition("    slices:\n")[2] == tail

@@ -16,36 +16,40 @@ from bigtrain.slice_planning.axis_trace import trace_axes
 from bigtrain.slicing.slices import Slices, SliceSection
 
 MOST = 8
-"""Classes of a model that are tried: each takes a forward pass."""
+"""The number of classes of a model that are tested: each takes a forward pass."""
 
 
 def classes_of(model, inputs):
-    found = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
-    own = [
-        one
-        for one in found
-        if one.units > 1
-        and one.in_activations
-        and not one.is_table
-        and all(sent.kind != "all_gather" for sent in one.exchanged)
+    classes = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
+    shuffled_classes = [
+        axis_class
+        for axis_class in classes
+        if axis_class.units > 1
+        and axis_class.in_activations
+        and not axis_class.is_table
+        and all(sent.kind != "all_gather" for sent in axis_class.exchanged)
     ]
-    return [own[n * len(own) // MOST] for n in range(MOST)] if len(own) > MOST else own
+    return (
+        [shuffled_classes[n * len(shuffled_classes) // MOST] for n in range(MOST)]
+        if len(shuffled_classes) > MOST
+        else shuffled_classes
+    )
 
 
 def assert_shuffled_alike(model, count=MOST):
-    found = classes_of(model, torch.zeros(2, 3, 64, 64))
-    assert len(found) == count
+    classes = classes_of(model, torch.zeros(2, 3, 64, 64))
+    assert len(classes) == count
     randomize(model)
     model.double().eval()
     images = torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    for own in found:
-        assert difference(model, lambda: model(images), own.slices) < 1e-9, own.name
+    for axis_class in classes:
+        assert difference(model, lambda: model(images), axis_class.slices) < 1e-9, axis_class.name
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_classes_of_few_layers(name):
     torch.manual_seed(0)
-    # Attention and MLP of each layer, or the MLP, and the head.
+    # Attention and MLP of each layer, or only the MLP, and the head.
     assert_shuffled_alike(SMALL[name]().train(), {"swin": 7, "convnext": 3}.get(name, MOST))
 
 
@@ -73,13 +77,13 @@ def test_classes_of_attention(layout):
     shared = 2 if layout in ("split", "groups") else 0
     attention = Block(32, Heads(layout, 32, 4, shared))
     model = nn.Sequential(attention, Block(32, GatedMLP(32, 24, fused=True)), nn.Linear(32, 7))
-    found = classes_of(model, torch.zeros(2, 5, 32))
+    classes = classes_of(model, torch.zeros(2, 5, 32))
     # Heads, hidden places, and the 7 places of the output.
-    assert len(found) == 3
+    assert len(classes) == 3
     model.double()
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    for own in found:
-        assert difference(model, lambda: model(x), own.slices) < 1e-12, own.name
+    for axis_class in classes:
+        assert difference(model, lambda: model(x), axis_class.slices) < 1e-12, axis_class.name
 
 
 def test_what_does_not_go_together_is_seen():

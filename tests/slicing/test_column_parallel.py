@@ -19,7 +19,7 @@ BATCH, LENGTH, WIDTH, COLUMNS = 2, 8, 6, 10
 
 
 class Order(TorchDispatchMode):
-    """Products in the order in which they are made, each with the exchanges before it."""
+    """Records matrix products in order, each with the exchanges before it."""
 
     def __init__(self, exchanges):
         super().__init__()
@@ -31,12 +31,13 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def given(group, sequence, count, dtype=torch.float32):
+def make_inputs(group, sequence, count, dtype=torch.float32):
+    """An input, sliced along the sequence if wanted, and `count` column-sliced weights."""
     assert RULES
     whole = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype)
     sequence_slices, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
-    own = sequence_slices.local(whole, group.rank, group.size) if sequence else whole
-    x = own.clone().requires_grad_() * 1.0
+    shard = sequence_slices.local(whole, group.rank, group.size) if sequence else whole
+    x = shard.clone().requires_grad_() * 1.0
     weights = [
         torch.empty(COLUMNS // 2, WIDTH, dtype=torch.float32, requires_grad=True)
         for _ in range(count)
@@ -50,12 +51,12 @@ def test_one_product_adds_up_while_its_weight_has_its_gradient(sequence):
     exchanges = []
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
-        x, (weight,) = given(group, sequence, 1)
+        x, (weight,) = make_inputs(group, sequence, 1)
         made = local_of(F.linear(x, weight)).sum()
         del exchanges[:]
         with Order(exchanges) as order:
             made.backward()
-    if sequence:  # the gather is under way while the input's gradient is made
+    if sequence:  # the gather overlaps with the input's gradient
         assert order.seen == [["all_gather"], ["all_gather", "reduce_scatter"]]
     else:
         assert order.seen == [[], ["all_reduce"]]
@@ -66,7 +67,7 @@ def test_gradients_of_three_products_are_added_up_together(sequence):
     exchanges = []
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
-        x, weights = given(group, sequence, 3)
+        x, weights = make_inputs(group, sequence, 3)
         made = sum(local_of(F.linear(x, weight)).sum() for weight in weights)
         assert len(exchanges) == (1 if sequence else 0)
         made.backward()
@@ -76,12 +77,12 @@ def test_gradients_of_three_products_are_added_up_together(sequence):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_an_autocast_exchanges_what_it_computes_with(sequence):
-    """Inputs in float32 are cast once for all products, before they are sent."""
+    """fp32 inputs are cast once for all products, before they are sent."""
     exchanges = []
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     nbytes = BATCH * LENGTH * WIDTH * 2
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
-        x, weights = given(group, sequence, 3)
+        x, weights = make_inputs(group, sequence, 3)
         before = tracker.live_bytes
         with torch.autocast("cpu", torch.bfloat16):
             results = [local_of(F.linear(x, weight)) for weight in weights]
@@ -96,13 +97,14 @@ def test_an_autocast_exchanges_what_it_computes_with(sequence):
 
 def test_a_sharded_input_is_saved_as_a_shard():
     group = SliceGroup(0, 2, sequence_dim=1)
-    own = BATCH * LENGTH // 2 * WIDTH * 4
+    shard_bytes = BATCH * LENGTH // 2 * WIDTH * 4
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
-        x, weights = given(group, True, 2)
+        x, weights = make_inputs(group, True, 2)
         before = tracker.live_bytes
         results = [local_of(F.linear(x, weight)) for weight in weights]
         made = sum(result.numel() * 4 for result in results)
-        assert tracker.live_bytes - before == made + 2 * own  # gathered, for a third product
+        # Gathered once more, for a third product
+        assert tracker.live_bytes - before == made + 2 * shard_bytes
         del x
         assert tracker.live_bytes - before == made
 
@@ -110,7 +112,7 @@ def test_a_sharded_input_is_saved_as_a_shard():
 def test_what_is_gathered_is_let_go_when_another_product_begins():
     group = SliceGroup(0, 2, sequence_dim=1)
     with FakeTensorMode():
-        x, (weight,) = given(group, True, 1)
+        x, (weight,) = make_inputs(group, True, 1)
         hidden = F.linear(x, weight)
         assert len(group.inputs) == 1
         down = torch.empty(WIDTH, COLUMNS // 2)
@@ -139,6 +141,6 @@ def kept_bytes(layers, sequence_dim, mode):
 def test_selective_saves_sums_and_not_partial_products(sequence_dim):
     """In sbh numbers: input and both sums, whole or in shards; q, k, v, mixed, 4 of the MLP."""
     more = kept_bytes(3, sequence_dim, "selective") - kept_bytes(2, sequence_dim, "selective")
-    sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # of each row of scores attention keeps one
+    sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # attention saves one number per row of scores
     between = 3 * sbh if sequence_dim is None else 3 * sbh // 2
     assert more == 4 * (between + 8 * sbh // 2 + rows // 2)

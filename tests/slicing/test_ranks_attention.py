@@ -1,4 +1,4 @@
-"""Attention with sliced heads on real ranks: shared keys and values, a decoder."""
+"""Attention with sliced heads on real ranks: shared keys and values, and a decoder."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from support.sliced_models import (
     HEADS,
     WIDTH,
     Case,
-    built,
+    build_model,
     differences,
     layer_slices,
     slice_group,
@@ -22,7 +22,7 @@ from bigtrain.slicing.slices import Slices
 
 
 class Grouped(nn.Module):
-    """Separate projections, in which several heads of queries share keys and values."""
+    """Separate projections, where several query heads share keys and values."""
 
     def __init__(self, shared: int, *, repeats: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def grouped_case(shared: int, *, sliced: bool, repeats: bool = False) -> Case:
 
 
 class Both(nn.Module):
-    """An encoder, and a decoder that looks at it."""
+    """An encoder, and a decoder that attends to it."""
 
     def __init__(self, *, batch_first: bool) -> None:
         super().__init__()
@@ -147,34 +147,35 @@ CASES = {
 }
 
 
-def of_cases(context):
-    found = {}
+def case_differences(context):
+    """Differences and gathers of each case, by name and sequence dim."""
+    results = {}
     for name, make in CASES.items():
         for sequence_dim in (0 if "first" in name else 1, None):
             group = slice_group(context, sequence_dim=sequence_dim)
             case = make(context.tp_size)
-            found[name, sequence_dim] = differences(case, group), dict(group.gathers)
-    return found
+            results[name, sequence_dim] = differences(case, group), dict(group.gathers)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3, 4])
 def test_heads_in_slices_have_the_gradients_of_one_process(ranks):
-    for found in run_ranks(of_cases, ranks, tp=ranks):
-        for key, (distance, gathers) in found.items():
+    for by_case in run_ranks(case_differences, ranks, tp=ranks):
+        for key, (distance, gathers) in by_case.items():
             assert max(distance.values()) < 1e-12, (key, distance)
             assert not gathers, key
 
 
-def of_matrices(context):
+def matrix_exchanges(context):
     """Exchanges of the size of (batch, seq, width)."""
     exchanges = []
     group = slice_group(context, sequence_dim=1, exchanges=exchanges)
     case = matrices_case()
-    built(case, group)(torch.randn(2, 7, WIDTH, dtype=torch.float64))
+    build_model(case, group)(torch.randn(2, 7, WIDTH, dtype=torch.float64))
     return Counter(e.kind for e in exchanges)
 
 
 def test_a_sequence_is_known_again_in_the_rows_of_a_matrix():
-    """Three products in rows, of which one is a view of two dims; and two inputs of columns."""
-    for found in run_ranks(of_matrices, 2, tp=2):
-        assert found == {"reduce_scatter": 3, "all_gather": 2}
+    """Three products by rows, one of which is a view of two dims; and two inputs of columns."""
+    for exchanges in run_ranks(matrix_exchanges, 2, tp=2):
+        assert exchanges == {"reduce_scatter": 3, "all_gather": 2}

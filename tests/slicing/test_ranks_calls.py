@@ -1,10 +1,10 @@
-"""Torch's functions on slices: results and gradients of one process, and where whole tensors go."""
+"""Torch's functions on slices: results and gradients equal one process; which calls gather."""
 
 import pytest
 from support import calls_of_more, calls_of_one
 from support.ranks import run_ranks
 from support.sliced import slice_group
-from support.sliced_calls import X, called, mixed, singles
+from support.sliced_calls import X, compare_call, mixed_slices, single_slices
 
 ONE = {
     f"{kind} {name}": ((shape,), function)
@@ -21,7 +21,7 @@ MORE = {
 }
 KINDS = {"one": ONE, "more": {f"MORE {name}": call for name, call in MORE.items()}}
 
-# Of each call the tensors, by number, and their dims whose slices alone make it want whole ones.
+# For each call: number and dim of the tensors whose slices alone make it gather whole tensors.
 WHOLE = {
     "ELEMENTS where is it": "0.0 0.1 0.2",
     "ELEMENTS item": "0.0 0.1 0.2",
@@ -127,25 +127,25 @@ WHOLE = {
 
 
 def all_calls(context, kind, count):
-    found = []
+    results = []
     for name, (shapes, function) in KINDS[kind].items():
         group = slice_group(context)
-        for slices in singles(shapes, group.size):
-            result = called(name, function, shapes, slices, group)
-            ((number, own),) = slices.items()
-            found.append((name, f"{number}.{own.dim}", result))
-        for slices in mixed(name, shapes, group.size, count):
-            found.append((name, "", called(name, function, shapes, slices, group)))
-    return found
+        for slices in single_slices(shapes, group.size):
+            result = compare_call(name, function, shapes, slices, group)
+            ((number, tensor_slices),) = slices.items()
+            results.append((name, f"{number}.{tensor_slices.dim}", result))
+        for slices in mixed_slices(name, shapes, group.size, count):
+            results.append((name, "", compare_call(name, function, shapes, slices, group)))
+    return results
 
 
 def wrong_and_whole(kind, ranks, count):
     """Return wrong results, and for each call the tensors and dims whose slices are gathered."""
     wrong, whole = [], {}
-    for found in zip(*run_ranks(all_calls, ranks, kind, count, tp=ranks), strict=True):
-        for name, _, result in found:
+    for results_by_rank in zip(*run_ranks(all_calls, ranks, kind, count, tp=ranks), strict=True):
+        for name, _, result in results_by_rank:
             wrong += [(name, result.slices, text) for text in result.wrong]
-        name, where, result = found[0]
+        name, where, result = results_by_rank[0]
         if where and result.gathers:
             whole.setdefault(name, []).append(where)
     return wrong, {name: " ".join(places) for name, places in whole.items()}

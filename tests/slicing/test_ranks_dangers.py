@@ -1,4 +1,4 @@
-"""Code of models other than calls of functions works on slices, or is refused by name."""
+"""Unusual code in models either works on slices or is refused by name."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sliced import compared, in_slices, slice_group
+from support.sliced import compared, slice_group, sliced_copy
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,7 @@ SLICES = {"up.weight": COLUMNS, "up.bias": COLUMNS, "down.weight": ROWS}
 
 
 class Layers(nn.Module):
-    """Two layers, of which the first is sliced by columns and the second by rows."""
+    """Two layers, the first sliced by columns and the second by rows."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 
 
 class Normed(nn.Module):
-    """Weights that are made of others."""
+    """Weights that are computed from other parameters."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Normed(nn.Module):
 
 
 class Direct(Layers):
-    """It takes its parameters and buffers as few do."""
+    """Accesses its parameters and buffers in unusual ways."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class Answer:
 
 
 class Hooked(Layers):
-    """Hooks see whole shapes; their results are used."""
+    """Its hooks see whole shapes, and their results are used."""
 
     def __init__(self):
         super().__init__()
@@ -147,13 +147,14 @@ def run(model):
     return out, out.pow(2).sum()
 
 
-def in_double(make, *args):
+def make_double(make, *args):
+    """Make a module in float64, with the same values each time."""
     torch.manual_seed(0)
     return make(*args).double()
 
 
 def all_slices(model, ranks):
-    """Every tensor that can be is sliced on its first dim."""
+    """Every tensor that can be sliced, sliced on its first dim."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {
         name: Slices.even(0, tensor.shape[0])
@@ -162,31 +163,31 @@ def all_slices(model, ranks):
     }
 
 
-def right_ones(context):
+def compare_unusual_models(context):
     group = slice_group(context)
-    found = {}
+    results = {}
 
     def note(name, model, slices, steps=1):
-        found[name] = compared(model, run, slices, group, steps)
+        results[name] = compared(model, run, slices, group, steps)
 
-    note("changed", in_double(Changed), SLICES)
-    note("recomputed", in_double(Recomputed, False), SLICES)
-    note("recomputed, sliced", in_double(Recomputed, True), SLICES)
+    note("changed", make_double(Changed), SLICES)
+    note("recomputed", make_double(Recomputed, False), SLICES)
+    note("recomputed, sliced", make_double(Recomputed, True), SLICES)
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        model = in_double(Recurrent, kind)
+        model = make_double(Recurrent, kind)
         note(kind.__name__, model, all_slices(model, group.size))
-    model = in_double(Normed)
+    model = make_double(Normed)
     note("normed", model, all_slices(model, group.size), steps=2)
     inner = ("mean", "scales.0", "scales.1", "shifts.a")
-    note("direct", in_double(Direct), {**SLICES, **dict.fromkeys(inner, COLUMNS)}, steps=2)
-    note("tied", in_double(Tied), {"second.weight": COLUMNS})
-    note("hooked", in_double(Hooked), SLICES)
-    return found
+    note("direct", make_double(Direct), {**SLICES, **dict.fromkeys(inner, COLUMNS)}, steps=2)
+    note("tied", make_double(Tied), {"second.weight": COLUMNS})
+    note("hooked", make_double(Hooked), SLICES)
+    return results
 
 
 def test_what_models_do_is_right_on_slices():
-    for found in run_ranks(right_ones, 2, tp=2):
-        for name, result in found.items():
+    for results in run_ranks(compare_unusual_models, 2, tp=2):
+        for name, result in results.items():
             assert not result.error, f"{name}: {result.error}"
             assert result.worst < 1e-12, (name, result)
 
@@ -212,8 +213,8 @@ class Total(torch.autograd.Function):
 
 
 def refusals(context):
-    group, said = slice_group(context), {}
-    model = in_slices(in_double(Layers), SLICES, group)
+    group, messages = slice_group(context), {}
+    model = sliced_copy(make_double(Layers), SLICES, group)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     hidden = model.up(x)
 
@@ -221,26 +222,27 @@ def refusals(context):
         try:
             call()
         except ConfigError as error:
-            said[name] = str(error)
+            messages[name] = str(error)
 
     note("its result", lambda: Double.apply(hidden) + 1)
     note("its gradient", lambda: Total.apply(hidden).backward())
     recomputed = checkpoint(F.gelu, hidden, use_reentrant=True)
     note("reentrant", lambda: model.down(recomputed))
-    note("dispatch", lambda: _dispatched(hidden))
+    note("dispatch", lambda: add_by_dispatch(hidden))
     note("pickle", lambda: pickle.dumps(model))
     note("save", lambda: torch.save(model.up, io.BytesIO()))
     note("shape", lambda: (hidden * 1).unsqueeze_(0))
     note("data", lambda: setattr(hidden, "data", hidden * 2))
     note("buffer", lambda: setattr(model.up, "weight", torch.zeros(3, 3)))
     two = {"first.weight": COLUMNS, "second.weight": Slices.even(1, WIDTH)}
-    note("two ways", lambda: in_slices(in_double(Tied), two, group))
+    note("two ways", lambda: sliced_copy(make_double(Tied), two, group))
     few = {"up.weight": Slices(0, (SliceSection(INNER, INNER),))}
-    note("few", lambda: in_slices(in_double(Layers), few, group))
-    return said
+    note("few", lambda: sliced_copy(make_double(Layers), few, group))
+    return messages
 
 
-def _dispatched(hidden):
+def add_by_dispatch(hidden):
+    """Add without torch functions, so that only the dispatcher sees it."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.add(hidden, 1)
 
@@ -261,61 +263,61 @@ REFUSED = {
 
 
 def test_what_cannot_be_right_is_refused_by_name():
-    for said in run_ranks(refusals, 2, tp=2):
-        assert said.keys() == REFUSED.keys()
+    for messages in run_ranks(refusals, 2, tp=2):
+        assert messages.keys() == REFUSED.keys()
         for name, words in REFUSED.items():
             with pytest.raises(ConfigError, match=words):
-                raise ConfigError(said[name])
+                raise ConfigError(messages[name])
 
 
-def other_ones(context):
-    group, found = slice_group(context), {}
-    whole = in_double(Layers)
-    model = in_slices(whole, SLICES, group)
+def compare_modes_and_copies(context):
+    group, results = slice_group(context), {}
+    whole = make_double(Layers)
+    model = sliced_copy(whole, SLICES, group)
     x = torch.linspace(-1, 1, 12 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH)
 
-    def difference(one, other):
-        return (one - other).abs().max().item()
+    def difference(expected, actual):
+        return (expected - actual).abs().max().item()
 
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.up.weight.mul_(2)
     wanted = whole(x)
-    found["deepcopy is apart"] = difference(model(x), wanted)
+    results["deepcopy is apart"] = difference(model(x), wanted)
     copied.load_state_dict(model.state_dict())
-    found["deepcopy"] = difference(copied(x), wanted)
-    found["same group"] = float(copied.up._bigtrain_slice_group is not group)
+    results["deepcopy"] = difference(copied(x), wanted)
+    results["same group"] = float(copied.up._bigtrain_slice_group is not group)
     with torch.no_grad():
-        found["no_grad"] = difference(model(x), wanted)
+        results["no_grad"] = difference(model(x), wanted)
     with torch.inference_mode():
-        found["inference"] = difference(model(x), wanted)
+        results["inference"] = difference(model(x), wanted)
         changed = model.up(x)
         changed.diagonal(0, 1, 2).zero_()
         plain = whole.up(x)
         plain.diagonal(0, 1, 2).zero_()
-        found["inference, in place"] = difference(changed.whole(), plain)
-        found["inference, einsum"] = difference(
+        results["inference, in place"] = difference(changed.whole(), plain)
+        results["inference, einsum"] = difference(
             torch.einsum("ab,b->a", model.up.weight, x[0, 0]).whole(), whole.up.weight @ x[0, 0]
         )
-    found["sliced still"] = float(not is_sliced(model.up(x)))
+    results["sliced still"] = float(not is_sliced(model.up(x)))
     hidden = copy.deepcopy(model.up(x).detach())
-    found["deepcopy of a tensor"] = difference(hidden.whole(), whole.up(x))
+    results["deepcopy of a tensor"] = difference(hidden.whole(), whole.up(x))
     with torch.autocast("cpu", torch.bfloat16):
-        one, other = whole.float()(x.float()), model.float()(x.float())
-    found["autocast"] = difference(one, other) / one.abs().max().item() / 40
-    found["autocast, type"] = float(one.dtype is not other.dtype)
-    return found
+        expected, actual = whole.float()(x.float()), model.float()(x.float())
+    results["autocast"] = difference(expected, actual) / expected.abs().max().item() / 40
+    results["autocast, type"] = float(expected.dtype is not actual.dtype)
+    return results
 
 
 def test_modes_and_copies():
-    for found in run_ranks(other_ones, 2, tp=2):
-        assert {name: value for name, value in found.items() if not value < 1e-3} == {}
+    for differences in run_ranks(compare_modes_and_copies, 2, tp=2):
+        assert {name: value for name, value in differences.items() if not value < 1e-3} == {}
 
 
 def alive_tensors(context):
-    """Tensors that live after so many steps, and what `copied_to_ranks` remembers of one."""
+    """Tensors that are alive after this many steps, and the cache of `copied_to_ranks` for one."""
     group = slice_group(context)
-    model = in_slices(in_double(Direct), {**SLICES, "mean": COLUMNS}, group)
+    model = sliced_copy(make_double(Direct), {**SLICES, "mean": COLUMNS}, group)
     counts = []
     gc.collect()
     gc.disable()
@@ -331,15 +333,20 @@ def alive_tensors(context):
         gc.enable()
     whole = torch.ones(3, requires_grad=True)
     twice = copied_to_ranks(whole, group) is copied_to_ranks(whole, group)
-    kept = copied_to_ranks(whole, group)
+    first_copy = copied_to_ranks(whole, group)
     whole.data = torch.zeros(3)
-    other = copied_to_ranks(whole, group)
-    return counts, twice, bool((other == kept).any()), isinstance(kept, SlicedTensor)
+    second_copy = copied_to_ranks(whole, group)
+    return (
+        counts,
+        twice,
+        bool((second_copy == first_copy).any()),
+        isinstance(first_copy, SlicedTensor),
+    )
 
 
 def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
     for counts, twice, is_stale, _ in run_ranks(alive_tensors, 2, tp=2):
-        # The backend's thread may keep the last sent tensor: a leak would keep one per step.
+        # The backend's thread may keep the last sent tensor alive; a leak would keep one per step.
         assert min(counts[-8:]) <= min(counts[:8]) + 1, counts
         assert not is_stale
         assert twice
@@ -365,7 +372,7 @@ def drawn_numbers(context):
     group = slice_group(context)
     gradients = []
     for recomputes in (False, True):
-        model = in_slices(in_double(Dropping, recomputes), SLICES, group)
+        model = sliced_copy(make_double(Dropping, recomputes), SLICES, group)
         torch.manual_seed(3)
         run(model)[1].backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -381,16 +388,19 @@ def drawn_numbers(context):
 def test_random_numbers_of_slices_are_a_ranks_own_and_all_others_common():
     first, second = run_ranks(drawn_numbers, 2, tp=2)
     for once, again in (first[0], second[0]):
-        assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
-    for found in (first, second):
-        assert 0.28 < found[1].mean() < 0.32
-    assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 of them
-    for one, other in zip(first[2:], second[2:], strict=True):
-        assert torch.equal(one, other)
+        assert all(
+            torch.equal(first_numbers, second_numbers)
+            for first_numbers, second_numbers in zip(once, again, strict=True)
+        )
+    for result in (first, second):
+        assert 0.28 < result[1].mean() < 0.32
+    assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 are expected
+    for first_numbers, second_numbers in zip(first[2:], second[2:], strict=True):
+        assert torch.equal(first_numbers, second_numbers)
 
 
 class Block(Layers):
-    """Its parts are computed again, around a sliced buffer and products that are kept."""
+    """Its parts are recomputed, around a sliced buffer and saved matrix products."""
 
     def __init__(self, selective, changes):
         super().__init__()
@@ -409,39 +419,39 @@ class Block(Layers):
 
 def recomputed_blocks(context):
     group, slices = slice_group(context), {**SLICES, "mean": COLUMNS}
-    found = [compared(in_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
-    found.append(compared(in_double(Block, False, True), run, slices, group))
+    results = [compared(make_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
+    results.append(compared(make_double(Block, False, True), run, slices, group))
     with pytest.raises(ConfigError, match="selective saves the results of matrix products"):
-        run(in_slices(in_double(Block, True, True), slices, group))
-    return found
+        run(sliced_copy(make_double(Block, True, True), slices, group))
+    return results
 
 
 def test_blocks_of_slices_are_computed_again():
-    for found in run_ranks(recomputed_blocks, 2, tp=2):
-        for result in found:
+    for results in run_ranks(recomputed_blocks, 2, tp=2):
+        for result in results:
             assert not result.error, result.error
             assert result.worst < 1e-12, result
 
 
-def shared_out(context):
-    """Parts with another memory order; sums that are changed in place."""
+def change_exchange_results(context):
+    """Parts with a different memory order, and sums that are changed in place."""
     group = slice_group(context, sequence_dim=1)
     slices = Slices.even(1, 4)
     partial = torch.arange(120.0).view(2, 5, 3, 4).permute(0, 3, 1, 2)
-    own = reduce_scatter(partial, slices, group)
-    model = in_slices(in_double(Layers), SLICES, group)
+    shard = reduce_scatter(partial, slices, group)
+    model = sliced_copy(make_double(Layers), SLICES, group)
     x = torch.linspace(-1, 1, 15 * WIDTH, dtype=torch.float64).view(3, 5, WIDTH).requires_grad_()
     hidden = model.up(x)
     hidden += 1
     out = model.down(F.relu(hidden, inplace=True))
     out.mul_(2).sum().backward()
-    return own - slices.local(partial, group.rank, group.size) * group.size, x.grad
+    return shard - slices.local(partial, group.rank, group.size) * group.size, x.grad
 
 
 def test_results_of_exchanges_have_any_memory_order_and_may_be_changed():
-    whole = in_double(Layers)
+    whole = make_double(Layers)
     x = torch.linspace(-1, 1, 15 * WIDTH, dtype=torch.float64).view(3, 5, WIDTH).requires_grad_()
     (whole.down(F.relu(whole.up(x) + 1)) * 2).sum().backward()
-    for difference, gradient in run_ranks(shared_out, 2, tp=2):
+    for difference, gradient in run_ranks(change_exchange_results, 2, tp=2):
         assert not difference.any()
         assert (gradient - x.grad).abs().max() < 1e-12

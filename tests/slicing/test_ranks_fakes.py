@@ -1,4 +1,4 @@
-"""Exchanges on fake tensors are those of the real ranks, whatever is sliced and how."""
+"""Exchanges on fake tensors equal those of the real ranks, for all kinds of slices."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ SOME = ("gpt, tied", "recurrent", "upwards", "swin, second")
 
 
 def made_fake(model, mode):
-    """Replace the tensors of a model by fakes; tied ones stay tied."""
+    """Replace the tensors of a model by fakes; tied tensors stay tied."""
     twins = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():
@@ -31,35 +31,36 @@ def made_fake(model, mode):
                 module._buffers[name] = mode.from_tensor(tensor)
 
 
-def exchanged(context, names, seed):
+def recorded_exchanges(context, names, seed):
+    """The exchanges of random slices of each net, on real and on fake tensors."""
     warnings.simplefilter("ignore")
-    found = {}
+    exchanges = {}
     for name in names:
         whole, run = NETS[name]()
         slices = random_slices(whole, context.tp_size, seed, 0.6)
         kinds = []
-        for own in (context.group("tp"), None):
-            group = SliceGroup(context.tp_rank, context.tp_size, own, exchanges=[])
+        for slice_group_or_none in (context.group("tp"), None):
+            group = SliceGroup(context.tp_rank, context.tp_size, slice_group_or_none, exchanges=[])
             model = copy.deepcopy(whole)
             slice_tensors(model, slices, group)
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            if own is None:
+            if slice_group_or_none is None:
                 made_fake(model, mode)
             slice_modules(model, slices, group)
             torch.manual_seed(1)
-            if own is None:
+            if slice_group_or_none is None:
                 with mode:
                     run(model)[1].backward()
             else:
                 run(model)[1].backward()
             kinds.append([(exchange.kind, exchange.nbytes) for exchange in group.exchanges])
-        found[name] = kinds
-    return found
+        exchanges[name] = kinds
+    return exchanges
 
 
 def assert_alike(names, seed, ranks):
-    for found in run_ranks(exchanged, ranks, names, seed, tp=ranks, timeout_s=200):
-        for name, (real, fake) in found.items():
+    for results in run_ranks(recorded_exchanges, ranks, names, seed, tp=ranks, timeout_s=200):
+        for name, (real, fake) in results.items():
             assert real, name
             assert real == fake, name
 

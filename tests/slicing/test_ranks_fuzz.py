@@ -1,4 +1,4 @@
-"""Random slices of random tensors of many models: the numbers of one process."""
+"""Random slices of random tensors of many models give the numbers of one process."""
 
 import copy
 import warnings
@@ -9,12 +9,13 @@ from support.ranks import run_ranks
 from support.sliced import compared, random_slices, slice_group
 
 NEAR = 1e-11
-"""Norms of few numbers make rounding larger: a wrong number differs by far more."""
+"""Norms of few numbers amplify rounding errors; a wrong number differs by far more."""
 
 
-def fuzzed(context, names, seeds, sequence_dim):
+def compare_random_slices(context, names, seeds, sequence_dim):
+    """The comparison of each net with random slices, by seed."""
     warnings.simplefilter("ignore")
-    found = []
+    results = []
     for name in names:
         whole, run = {**NETS, **LARGE}[name]()
         for seed in seeds:
@@ -22,16 +23,18 @@ def fuzzed(context, names, seeds, sequence_dim):
             slices = random_slices(whole, group.size, seed, (0.15, 0.5, 0.9)[seed % 3])
             gathered = set(list(slices)[:: seed + 1])
             result = compared(copy.deepcopy(whole), run, slices, group, gathered=gathered)
-            found.append((name, seed, result))
-    return found
+            results.append((name, seed, result))
+    return results
 
 
 def assert_right(names, seeds, ranks, sequence_dim=None):
-    runs = run_ranks(fuzzed, ranks, names, seeds, sequence_dim, tp=ranks, timeout_s=400)
+    runs = run_ranks(
+        compare_random_slices, ranks, names, seeds, sequence_dim, tp=ranks, timeout_s=400
+    )
     wrong = [
         (name, seed, result.worst, result.where, result.error[-1500:])
-        for found in runs
-        for name, seed, result in found
+        for results in runs
+        for name, seed, result in results
         if not result.worst < NEAR
     ]
     assert not wrong

@@ -1,4 +1,4 @@
-"""The memory of a model in slices on real ranks is that of a run on fake tensors, to the byte."""
+"""The memory of a sliced model on real ranks equals that of a run on fake tensors, to the byte."""
 
 import time
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ LENGTH = 9
 
 
 class PatientTracker(StorageTracker):
-    """Wait until gloo's thread releases what was sent; on GPUs there is nothing to wait for."""
+    """Waits until gloo's thread releases sent tensors; on GPUs this is not needed."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -29,14 +29,14 @@ class PatientTracker(StorageTracker):
         return result
 
 
-def tracked(group, mode, *, fake):
-    """Bytes alive after the forward and the backward pass, and the highest of each."""
+def tracked_sizes(group, mode, *, fake):
+    """Bytes alive after the forward and after the backward pass, and the peak of each."""
     case = gpt_case(tied=False, length=LENGTH)
     torch.manual_seed(0)
     model = case.make().double()
     words, targets = (torch.randint(WORDS, (3, LENGTH)) for _ in range(2))
     tracker = StorageTracker(fake=True) if fake else PatientTracker()
-    found = []
+    sizes = []
     with FakeTensorMode() if fake else nullcontext():
         if fake:
             model = fake_model(model, torch.device("cpu"), double=True)
@@ -46,31 +46,32 @@ def tracked(group, mode, *, fake):
         recompute(case.blocks(model), mode)
         with tracker:
             loss = F.cross_entropy(model(words).reshape(-1, WORDS), targets.reshape(-1))
-            found += [tracker.live_bytes, tracker.peak_bytes]
+            sizes += [tracker.live_bytes, tracker.peak_bytes]
             loss.backward()
-            found += [tracker.live_bytes, tracker.peak_bytes]
-    return found
+            sizes += [tracker.live_bytes, tracker.peak_bytes]
+    return sizes
 
 
-def both(context):
-    found = {}
+def real_and_fake_sizes(context):
+    """The tracked sizes of a real and of a fake run, by mode and sequence dim."""
+    sizes = {}
     for sequence_dim in (None, 1):
         for mode in ("", "full", "selective"):
             group = slice_group(context, sequence_dim=sequence_dim)
             twin = SliceGroup(group.rank, group.size, sequence_dim=sequence_dim, gloo=True)
-            found[sequence_dim, mode] = (
-                tracked(group, mode, fake=False),
-                tracked(twin, mode, fake=True),
+            sizes[sequence_dim, mode] = (
+                tracked_sizes(group, mode, fake=False),
+                tracked_sizes(twin, mode, fake=True),
             )
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_run_on_fake_tensors_has_the_memory_of_each_rank(ranks):
-    for _ in range(3):  # gloo's thread may be late all the same
-        results = run_ranks(both, ranks, tp=ranks)
-        if all(real == fake for found in results for real, fake in found.values()):
+    for _ in range(3):  # gloo's thread may still be late
+        results = run_ranks(real_and_fake_sizes, ranks, tp=ranks)
+        if all(real == fake for sizes in results for real, fake in sizes.values()):
             break
-    for found in results:
-        for key, (real, fake) in found.items():
+    for sizes in results:
+        for key, (real, fake) in sizes.items():
             assert real == fake, key

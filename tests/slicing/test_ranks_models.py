@@ -1,4 +1,4 @@
-"""Models with sliced parameters on real ranks compute what one process computes."""
+"""Models with sliced parameters on real ranks compute the same as one process."""
 
 import copy
 
@@ -49,23 +49,24 @@ def one_pass(model, smoothing):
     return loss
 
 
-def of_a_gpt(context, tied, smoothing):
+def compare_gpt(context, tied, smoothing):
+    """The differences of loss and gradients of a sliced GPT."""
     whole, slices, group = gpt(tied), gpt_slices(), slice_group(context)
     model = copy.deepcopy(whole)
     slice_tensors(model, slices, group)
     slice_modules(model, slices, group)
     differences = {"loss": one_pass(whole, smoothing) - one_pass(model, smoothing)}
     for name, parameter in whole.named_parameters():
-        wanted, found = parameter.grad, dict(model.named_parameters())[name].grad
+        wanted, gradient = parameter.grad, dict(model.named_parameters())[name].grad
         if name in slices:
             wanted = slices[name].local(wanted, group.rank, group.size)
-        differences[name] = wanted - found
+        differences[name] = wanted - gradient
     return {name: d.abs().max().item() for name, d in differences.items()}, group.gathers
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_gpt_in_slices_has_the_gradients_of_a_whole_one(ranks):
     for tied, smoothing in ((False, 0.0), (True, 0.1)):
-        for differences, gathers in run_ranks(of_a_gpt, ranks, tied, smoothing, tp=ranks):
+        for differences, gathers in run_ranks(compare_gpt, ranks, tied, smoothing, tp=ranks):
             assert max(differences.values()) < 1e-12, differences
             assert gathers == {}

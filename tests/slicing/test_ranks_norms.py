@@ -1,5 +1,6 @@
-"""Norms of gradients in slices, shards and stages are those of one process, and so are the steps
-that they clip; and gradients may be freed in the backward pass."""
+"""Gradient norms in slices, shards and stages equal those of one process, and so do clipped steps.
+
+Gradients may also be freed in the backward pass."""
 
 from __future__ import annotations
 
@@ -27,27 +28,30 @@ MESHES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 
 def records(context: RunContext, strategies: tuple[str, ...], mesh: dict[str, int]) -> Any:
     keys = {**CLIPPED, **{f"mesh.{axis}": size for axis, size in mesh.items()}}
-    return [train(context, BlockLM, tokens(22), one, keys, 4) for one in strategies]
+    return [train(context, BlockLM, tokens(22), strategy, keys, 4) for strategy in strategies]
 
 
 @pytest.fixture(scope="module")
 def expected() -> Record:
-    """Of one process; the embedding is the head, too: first stage and last one share it."""
-    one: Record = run_ranks(train, 1, BlockLM, tokens(22), "single", CLIPPED, 4)[0]
-    assert min(one.norms) > 2 * CLIPPED["optim.clip_norm"]
-    return one
+    """The run of one process; the first and the last stage share the embedding, which is also
+    the head.
+    """
+    single: Record = run_ranks(train, 1, BlockLM, tokens(22), "single", CLIPPED, 4)[0]
+    assert min(single.norms) > 2 * CLIPPED["optim.clip_norm"]
+    return single
 
 
 @pytest.mark.parametrize("case", MESHES)
 def test_norms_and_clipped_steps_are_those_of_one_process(expected: Record, case: str) -> None:
     mesh, strategies = MESHES[case]
     ranks = math.prod(mesh.values())
-    for found in run_ranks(records, ranks, strategies, mesh, timeout_s=120, **mesh):
-        for strategy, record in zip(strategies, found, strict=True):
+    for results in run_ranks(records, ranks, strategies, mesh, timeout_s=120, **mesh):
+        for strategy, record in zip(strategies, results, strict=True):
             assert largest_difference(expected, record) < 1e-12, strategy
 
 
-def released(context: RunContext, strategies: tuple[str, ...]) -> Any:
+def train_with_release(context: RunContext, strategies: tuple[str, ...]) -> Any:
+    """Records of training with gradients kept, and with gradients freed."""
     keys = {"mesh.tp": 2, "optim.weight_decay": 0.1}
     return {
         strategy: [train_released(context, strategy, {**keys, **more}) for more in ({}, RELEASE)]
@@ -61,12 +65,14 @@ def released(context: RunContext, strategies: tuple[str, ...]) -> Any:
 def test_gradients_that_are_freed_as_they_come_leave_the_bits_and_the_norm(
     ranks: int, strategies: tuple[str, ...]
 ) -> None:
-    for found in run_ranks(released, ranks, strategies, tp=2, timeout_s=120):
-        for strategy, (kept, freed) in found.items():
-            for one, other in zip(kept[0], freed[0], strict=True):
-                assert one.loss == other.loss, strategy
-                assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6), strategy
-            for name, value in kept[1].items():
+    for results in run_ranks(train_with_release, ranks, strategies, tp=2, timeout_s=120):
+        for strategy, (retained, freed) in results.items():
+            for kept_step, freed_step in zip(retained[0], freed[0], strict=True):
+                assert kept_step.loss == freed_step.loss, strategy
+                assert kept_step.grad_norm == pytest.approx(freed_step.grad_norm, rel=1e-6), (
+                    strategy
+                )
+            for name, value in retained[1].items():
                 assert torch.equal(value, freed[1][name]), (strategy, name)
             measured, predicted = freed[2:]
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), strategy

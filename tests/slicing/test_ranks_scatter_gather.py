@@ -1,4 +1,4 @@
-"""Boundary tensors between stages with tensor parallelism: each rank sends its part."""
+"""Boundary tensors between stages with tensor parallelism: each rank sends a part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TYPES = (
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
 )
 SHAPES = ((7, 11, 30), (2311,), (48, 1, 48))
-"""Of which two divide by neither 2 nor 3."""
+"""Two of these numbers of elements or dims are divisible by neither 2 nor 3."""
 
 
 def boundary_tensors() -> Iterator[Tensor]:
@@ -40,7 +40,7 @@ def boundary_tensors() -> Iterator[Tensor]:
 
 
 def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
-    """Send every boundary tensor to this rank as the next stage; return its elements, and all."""
+    """Send every boundary tensor to this rank as the next stage; return (sent, all) elements."""
     group = SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
     counts = []
     for whole in boundary_tensors():
@@ -51,12 +51,12 @@ def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
         assert (sent.shape, sent.dtype, sent.requires_grad) == (meta.shape, meta.dtype, trains)
         assert sent.untyped_storage().nbytes() == sent.nbytes
         received = sent.detach().requires_grad_(trains)
-        found = gather_boundary(received, whole.to("meta"), group)
-        assert torch.equal(found, whole)
+        gathered = gather_boundary(received, whole.to("meta"), group)
+        assert torch.equal(gathered, whole)
         if trains:
-            # A gradient with other strides than its tensor.
+            # A gradient whose strides differ from its tensor's.
             gradient = whole.flip(0).t().contiguous().t() if whole.dim() == 2 else whole.flip(0)
-            found.backward(gradient)
+            gathered.backward(gradient)
             assert received.grad.shape == sent.shape
             sent.backward(received.grad)
             assert torch.equal(leaf.grad, gradient)
@@ -66,8 +66,8 @@ def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_parts_are_gathered_to_what_they_were_in_every_type(tp: int) -> None:
-    found = run_ranks(send_and_receive, tp, tp=tp)
-    for of_ranks in zip(*found, strict=True):
+    results = run_ranks(send_and_receive, tp, tp=tp)
+    for of_ranks in zip(*results, strict=True):
         parts = [part for part, _ in of_ranks]
         assert sum(parts) == of_ranks[0][1]
         assert max(parts) - min(parts) <= 1
@@ -100,34 +100,35 @@ def test_without_a_group_tensors_are_whole() -> None:
 def send_and_receive_shards(context: RunContext) -> list[str]:
     """Send a tensor of 7 positions to itself as the next stage; return the exchanges."""
     exchanges: list[Any] = []
-    given = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
-    group, slices, kinds = SliceGroup(*given, sequence_dim=1), Slices.even(1, 7), []
+    group_arguments = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
+    group, slices, kinds = SliceGroup(*group_arguments, sequence_dim=1), Slices.even(1, 7), []
     numbers = torch.arange(3 * 7 * 4, dtype=torch.float64).view(3, 7, 4)
     for whole in (numbers, numbers.permute(1, 0, 2).contiguous().permute(1, 0, 2)):
-        own = slices.local(whole, group.rank, group.size)
-        wire = BoundaryTensor.of((0, 0), whole, trained=True)
+        shard = slices.local(whole, group.rank, group.size)
+        boundary = BoundaryTensor.of((0, 0), whole, trained=True)
         for is_between_ranks in (True, False):
             for lies_so in (True, False):
                 crossing = Crossing(group, is_between_ranks)
-                leaf = (own if lies_so else whole).clone().requires_grad_()
-                sent = wire.send(
+                leaf = (shard if lies_so else whole).clone().requires_grad_()
+                sent = boundary.send(
                     SlicedTensor.of(leaf, slices, group) if lies_so else leaf, crossing
                 )
-                meta = wire.sent_meta(crossing)
+                meta = boundary.sent_meta(crossing)
                 assert (sent.shape, sent.dtype) == (meta.shape, meta.dtype)
                 assert sent.requires_grad is meta.requires_grad is sent.is_contiguous() is True
-                assert wire.gathered_bytes(crossing) == 0
+                assert boundary.gathered_bytes(crossing) == 0
                 received = sent.detach().requires_grad_()
-                found = wire.receive(received, crossing)
-                assert is_sliced(found)
-                assert found.shape == whole.shape
-                assert torch.equal(local_of(found), own)
-                local_of(found).backward(own.flip(0))
+                received_tensor = boundary.receive(received, crossing)
+                assert is_sliced(received_tensor)
+                assert received_tensor.shape == whole.shape
+                assert torch.equal(local_of(received_tensor), shard)
+                local_of(received_tensor).backward(shard.flip(0))
                 sent.backward(received.grad)
-                kinds += [one.kind for one in exchanges]
-                assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
-                # A tensor that is whole here has a whole gradient: backward needs one gather.
-                assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
+                kinds += [exchange.kind for exchange in exchanges]
+                assert torch.equal(leaf.grad, (shard if lies_so else whole).flip(0))
+                # A tensor that is whole here has a whole gradient: the backward pass needs one
+                # gather.
+                assert [exchange.kind for exchange in exchanges] == ["all_gather"] * (not lies_so)
                 exchanges.clear()
     return kinds
 
@@ -139,15 +140,17 @@ def test_a_sequence_shard_is_sent_without_a_gather(tp: int) -> None:
 
 
 def test_which_tensors_are_sent_as_sequence_shards() -> None:
-    """Activations of a sequence; not masks, tables, short sequences or tensors without a width."""
+    """Sequence activations are; masks, tables, short sequences and tensors without a width
+    are not.
+    """
 
     def lies(*shape: int, trained: bool = True, size: int = 4, **kind: Any) -> Slices | None:
         whole = torch.empty(shape, device="meta", **kind).requires_grad_(trained)
         crossing = Crossing(SliceGroup(0, size, sequence_dim=1))
         assert Crossing(SliceGroup(0, size), is_between_ranks=True).sequence_shard(whole) is None
         assert Crossing().sequence_shard(whole) is None
-        found = crossing.sequence_shard(whole)
-        return None if found is None else found[0]
+        shard = crossing.sequence_shard(whole)
+        return None if shard is None else shard[0]
 
     assert lies(2, 9, 8) == Slices.even(1, 9)
     assert lies(2, 4, 3, 8, dtype=torch.bfloat16) == Slices.even(1, 4)
@@ -161,10 +164,10 @@ def test_which_tensors_are_sent_as_sequence_shards() -> None:
 def test_tensors_other_than_sequence_shards_are_scattered() -> None:
     group = SliceGroup(0, 4, sequence_dim=1)
     table = torch.ones(1, 64, 32)
-    wire = BoundaryTensor.of((0, 0), table, trained=False)
+    boundary = BoundaryTensor.of((0, 0), table, trained=False)
     between, within = Crossing(group, is_between_ranks=True), Crossing(group)
-    assert wire.sent_meta(between).shape == (512,)
-    assert wire.gathered_bytes(between) == table.nbytes
-    assert wire.sent_meta(within).shape == table.shape
-    assert wire.gathered_bytes(within) == 0
-    assert whole_of(wire.receive(wire.send(table, within), within)).equal(table)
+    assert boundary.sent_meta(between).shape == (512,)
+    assert boundary.gathered_bytes(between) == table.nbytes
+    assert boundary.sent_meta(within).shape == table.shape
+    assert boundary.gathered_bytes(within) == 0
+    assert whole_of(boundary.receive(boundary.send(table, within), within)).equal(table)

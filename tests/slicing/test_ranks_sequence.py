@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.sliced_models import (
     WIDTH,
-    built,
+    build_model,
     differences,
     encoder_case,
     fingerprints,
     gpt_case,
-    passed,
+    run_pass,
     slice_group,
     vit_case,
 )
@@ -31,8 +31,9 @@ CASES = {
 }
 
 
-def of_cases(context, names, modes):
-    found = {}
+def case_differences(context, names, modes):
+    """Differences and fingerprints of each case, by name, mode and sequence dim."""
+    results = {}
     for name in names:
         for mode in modes:
             for sequence_dim in (0 if name == "sequence first" else 1, None):
@@ -40,8 +41,8 @@ def of_cases(context, names, modes):
                 case = CASES[name]()
                 key = (name, mode, sequence_dim)
                 prints = fingerprints(case, group, mode)
-                found[key] = differences(case, group, mode), prints, dict(group.gathers)
-    return found
+                results[key] = differences(case, group, mode), prints, dict(group.gathers)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -56,21 +57,21 @@ def of_cases(context, names, modes):
     ],
 )
 def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):
-    found = run_ranks(of_cases, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
-    for key, (_, wanted, _) in found[0].items():
+    results = run_ranks(case_differences, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
+    for key, (_, wanted, _) in results[0].items():
         for rank in range(ranks):
-            distance, prints, gathers = found[rank][key]
+            distance, prints, gathers = results[rank][key]
             assert max(distance.values()) < 1e-12, (key, rank, distance)
             assert prints == wanted, (key, rank)
             assert set(gathers) <= ({"__getitem__"} if key[0] == "vit" else set()), (key, gathers)
 
 
-def counted(context, sequence_dim, layers, mode):
-    """Exchanges of the size of (batch, seq, width), forward and in the backward pass."""
+def count_exchanges(context, sequence_dim, layers, mode):
+    """Exchanges of the size of (batch, seq, width), in the forward and in the backward pass."""
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
     case = gpt_case(tied=False, layers=layers)
-    model = built(case, group, mode)
+    model = build_model(case, group, mode)
     torch.manual_seed(1)
     loss = case.loss(model)
     forward = len(exchanges)
@@ -85,74 +86,80 @@ def _halves(exchanges, at):
     return exchanges[:at], exchanges[at:]
 
 
-def of_a_layer(context, sequence_dim, mode):
-    """Return the exchanges of one more layer, and the small ones of the backward pass."""
-    one, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
-    return dict(two[0] - one[0]), dict(two[1] - one[1]), len(two[2]) - len(one[2])
+def exchanges_of_one_layer(context, sequence_dim, mode):
+    """Return the exchanges of one additional layer, and the small ones of the backward pass."""
+    one_layer, two = (count_exchanges(context, sequence_dim, layers, mode) for layers in (1, 2))
+    return dict(two[0] - one_layer[0]), dict(two[1] - one_layer[1]), len(two[2]) - len(one_layer[2])
 
 
-def of_layers(context):
+def exchanges_by_mode(context):
+    """The exchanges of one layer, by sequence dim and mode."""
     return {
-        (dim, mode): of_a_layer(context, dim, mode)
+        (dim, mode): exchanges_of_one_layer(context, dim, mode)
         for dim in (None, 1)
         for mode in ("", "full", "selective")
     }
 
 
 def test_a_layer_exchanges_what_the_papers_say():
-    """Figures 4 and 5 of Korthikanti et al. 2022; backward the inputs of products once more."""
-    (found, other) = run_ranks(of_layers, 2, tp=2)
-    assert found == other
-    assert found[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
+    """Figures 4 and 5 of Korthikanti et al.
+
+    2022; the backward pass gathers the products' inputs again.
+    """
+    (exchanges, second_rank) = run_ranks(exchanges_by_mode, 2, tp=2)
+    assert exchanges == second_rank
+    assert exchanges[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
     forward = {"all_gather": 2, "reduce_scatter": 2}
-    # Small: weight and bias of two norms, two biases of rows.
-    assert found[1, ""] == (forward, {"all_gather": 4, "reduce_scatter": 2}, 6)
-    # Computed again: all but the last sum, which no product's gradient wants.
-    assert found[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
-    assert found[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
-    # Products and their sums are kept.
-    assert found[None, "selective"] == found[None, ""]
-    assert found[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
+    # Small ones: weight and bias of two norms, and two biases of row-sliced layers.
+    assert exchanges[1, ""] == (forward, {"all_gather": 4, "reduce_scatter": 2}, 6)
+    # Recomputed: all except for the last sum, which no product's gradient needs.
+    assert exchanges[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
+    assert exchanges[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
+    # Products and their sums are saved.
+    assert exchanges[None, "selective"] == exchanges[None, ""]
+    assert exchanges[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
 
 
-def separate(context):
-    """Three linear layers of one input: gathered once, in each direction."""
+def gather_common_input(context):
+    """Three linear layers with one input, which is gathered once in each direction."""
     torch.manual_seed(0)
     exchanges = []
     group = slice_group(context, sequence_dim=1, exchanges=exchanges)
     whole = torch.randn(2, 5, 6, dtype=torch.float64)
     weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
     sequence_slices, columns = Slices.even(1, 5), Slices.even(0, 4)
-    held = sequence_slices.local(whole, group.rank, group.size).clone().requires_grad_()
-    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
-    x = SlicedTensor.of(held, sequence_slices, group)
-    made = [F.linear(x, SlicedTensor.of(w, columns, group)) for w in own]
+    shard = sequence_slices.local(whole, group.rank, group.size).clone().requires_grad_()
+    weight_shards = [
+        columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights
+    ]
+    x = SlicedTensor.of(shard, sequence_slices, group)
+    made = [F.linear(x, SlicedTensor.of(w, columns, group)) for w in weight_shards]
     assert len(group.inputs) == 1
     del x
     assert not group.inputs
-    kept = sum(result.square().sum() for result in made)
+    loss_sum = sum(result.square().sum() for result in made)
     forward = [e.kind for e in exchanges]
-    kept.backward()
+    loss_sum.backward()
     wanted = whole.requires_grad_()
     plain = [w.requires_grad_() for w in weights]
     sum(F.linear(wanted, w).square().sum() for w in plain).backward()
     assert torch.allclose(
-        sequence_slices.local(wanted.grad, group.rank, group.size), held.grad, atol=1e-12
+        sequence_slices.local(wanted.grad, group.rank, group.size), shard.grad, atol=1e-12
     )
-    for w, found in zip(plain, own, strict=True):
+    for w, gradient in zip(plain, weight_shards, strict=True):
         mine = columns.local(w.grad, group.rank, group.size)
-        assert torch.allclose(mine, found.grad, atol=1e-12)
+        assert torch.allclose(mine, gradient.grad, atol=1e-12)
     return forward, Counter(e.kind for e in exchanges[len(forward) :])
 
 
 def test_linear_layers_of_one_input_gather_it_together():
-    for forward, backward in run_ranks(separate, 2, tp=2):
+    for forward, backward in run_ranks(gather_common_input, 2, tp=2):
         assert forward == ["all_gather", *["all_reduce"] * 3]  # and three sums over columns
         assert backward == {"all_gather": 1, "reduce_scatter": 1}
 
 
 def masks(context):
-    """Return ones after dropout: of a sharded sequence, and of a whole tensor."""
+    """Dropout of ones: of a sharded sequence, and of a whole tensor."""
     group = slice_group(context, sequence_dim=1)
     torch.manual_seed(3)
     sequence_slices = Slices.even(1, 64)
@@ -164,24 +171,24 @@ def masks(context):
 
 
 def test_each_shard_has_its_own_masks_and_whole_tensors_have_equal_ones():
-    (a, again, whole), (b, _, other) = run_ranks(masks, 2, tp=2)
-    assert whole == other
+    (a, again, whole), (b, _, second_whole) = run_ranks(masks, 2, tp=2)
+    assert whole == second_whole
     assert a != b
     assert a != again
     assert 0.3 < torch.tensor([a, b]).eq(0).double().mean() < 0.7
 
 
 def with_dropout(context, build, sequence_dim):
-    """Gradients of a model with dropout, kept and computed again."""
+    """Gradients of a model with dropout, saved and recomputed."""
     case = CASES_WITH_DROPOUT[build]()
-    found = []
+    gradients = []
     for mode in ("", "full", "selective"):
         group = slice_group(context, sequence_dim=sequence_dim)
-        model = built(case, group, mode)
-        loss = passed(model, case)
-        found.append([loss.item(), *(p.grad.tolist() for p in model.parameters())])
+        model = build_model(case, group, mode)
+        loss = run_pass(model, case)
+        gradients.append([loss.item(), *(p.grad.tolist() for p in model.parameters())])
     whole = {n: p.grad.tolist() for n, p in model.named_parameters() if n not in case.slices}
-    return found, loss.item(), whole
+    return gradients, loss.item(), whole
 
 
 CASES_WITH_DROPOUT = {
@@ -194,39 +201,46 @@ CASES_WITH_DROPOUT = {
 def test_dropout_draws_the_same_when_computed_again(build):
     for sequence_dim in (1, None):
         results = run_ranks(with_dropout, 2, build, sequence_dim, tp=2)
-        for found, _, _ in results:
-            assert found[0] == found[1]
-            assert found[0] == found[2]
+        for gradients, _, _ in results:
+            assert gradients[0] == gradients[1]
+            assert gradients[0] == gradients[2]
         assert results[0][1:] == results[1][1:]
 
 
 def split_backward(context, sequence_dim, count):
-    """Gradients of the input first, and of the weights later, as pipelines have them."""
+    """Gradients of the input first and of the weights later, as in pipelines that split
+    the pass.
+    """
     torch.manual_seed(0)
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
     columns, sequence_slices = Slices.even(0, 4), Slices.even(1, 5)
     whole = torch.randn(2, 5, 6, dtype=torch.float64)
     weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(count)]
-    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
+    weight_shards = [
+        columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights
+    ]
     leaf = whole if sequence_dim is None else sequence_slices.local(whole, group.rank, group.size)
     leaf = leaf.clone().requires_grad_()
     x = leaf * 1.0
-    given = x if sequence_dim is None else SlicedTensor.of(x, sequence_slices, group)
-    made = sum(local_of(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
+    sliced_input = x if sequence_dim is None else SlicedTensor.of(x, sequence_slices, group)
+    made = sum(
+        local_of(F.linear(sliced_input, SlicedTensor.of(w, columns, group))).sum()
+        for w in weight_shards
+    )
     del exchanges[:]
     (to_leaf,) = torch.autograd.grad(made, [leaf], retain_graph=True)
     first = Counter(e.kind for e in exchanges)
     del exchanges[:]
-    to_weights = torch.autograd.grad(made, own)
+    to_weights = torch.autograd.grad(made, weight_shards)
     second = Counter(e.kind for e in exchanges)
     wanted = sum(w.sum(0) for w in weights).expand_as(whole)
     wanted = (
         wanted if sequence_dim is None else sequence_slices.local(wanted, group.rank, group.size)
     )
     assert torch.allclose(to_leaf, wanted, atol=1e-12)
-    for found in to_weights:
-        assert torch.allclose(found, whole.sum((0, 1)).expand_as(found), atol=1e-12)
+    for gradient in to_weights:
+        assert torch.allclose(gradient, whole.sum((0, 1)).expand_as(gradient), atol=1e-12)
     return first, second
 
 
@@ -237,7 +251,7 @@ def split_backwards(context):
 
 
 def test_a_backward_pass_in_two_parts_exchanges_each_thing_once():
-    for found in run_ranks(split_backwards, 2, tp=2):
-        for (dim, _), (first, second) in found.items():
+    for exchanges in run_ranks(split_backwards, 2, tp=2):
+        for (dim, _), (first, second) in exchanges.items():
             assert first == {"all_reduce" if dim is None else "reduce_scatter": 1}
             assert second == ({} if dim is None else {"all_gather": 1})

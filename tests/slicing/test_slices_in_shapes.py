@@ -1,4 +1,4 @@
-"""Slices after a reshape, compared with the elements themselves."""
+"""Slices after a reshape, compared element by element."""
 
 import math
 import random
@@ -16,11 +16,11 @@ def shapes_of(draw):
 
     def grouped():
         draw.shuffle(primes)
-        shape, rest = [], list(primes)
-        while rest:
-            count = draw.randint(1, len(rest))
-            shape.append(math.prod(rest[:count]))
-            rest = rest[count:]
+        shape, remaining = [], list(primes)
+        while remaining:
+            count = draw.randint(1, len(remaining))
+            shape.append(math.prod(remaining[:count]))
+            remaining = remaining[count:]
         return tuple(shape)
 
     return grouped(), grouped()
@@ -36,20 +36,20 @@ def test_slices_of_another_shape_hold_the_same_elements():
             continue
         dim = draw.choice(dims)
         slices = drawn_slices(draw, dim, shape[dim], size)
-        found = reshaped(slices, shape, target, size)
+        result = reshaped(slices, shape, target, size)
         whole = torch.arange(math.prod(shape)).view(shape)
         parts = [slices.local(whole, rank, size) for rank in range(size)]
         if target == shape:
-            assert found is not None
-        if found is None:
+            assert result is not None
+        if result is None:
             continue
         found_some += target != shape
         for rank, part in enumerate(parts):
-            own = found.local(whole.view(target), rank, size)
-            assert torch.equal(part.reshape(found.local_shape(target, rank, size)), own)
+            slice_part = result.local(whole.view(target), rank, size)
+            assert torch.equal(part.reshape(result.local_shape(target, rank, size)), slice_part)
         assert torch.equal(
-            found.join(
-                [p.reshape(found.local_shape(target, r, size)) for r, p in enumerate(parts)]
+            result.join(
+                [p.reshape(result.local_shape(target, r, size)) for r, p in enumerate(parts)]
             ),
             whole.view(target),
         )
@@ -78,8 +78,8 @@ def test_channels_that_become_more_or_fewer_stay_with_their_rank():
         more = resized(slices, 1, 4, size)
         assert more is not None
         for rank in range(size):
-            own = slices.local(whole, rank, size)
-            wanted = (own[:, None] * 4 + torch.arange(4)).flatten()
+            part = slices.local(whole, rank, size)
+            wanted = (part[:, None] * 4 + torch.arange(4)).flatten()
             assert torch.equal(more.local(torch.arange(4 * length), rank, size), wanted)
         fewer = resized(slices, 2, 1, size)
         if fewer is not None:

@@ -14,20 +14,20 @@ WORDS = [
 
 
 def test_two_ranks_are_measured_predicted_and_solved_for(tmp_path):
-    given = ("-n", "2", "--steps", "2", "--cluster", "cpu", "--picture", "s.svg", "--json")
-    done = forked_cli(["speedup", *given, *WORDS], cwd=tmp_path, timeout=300)
+    words = ("-n", "2", "--steps", "2", "--cluster", "cpu", "--picture", "s.svg", "--json")
+    done = forked_cli(["speedup", *words, *WORDS], cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document == json.loads((tmp_path / "runs" / "speedup-1" / "speedup.json").read_text())
     assert document["batch"] == 8
     first, more = document["rows"]
-    one = first["measured"]
-    assert one["seconds"] == pytest.approx(one["compute"] + one["exposed"])
-    assert one["speedup"] == pytest.approx(2 * document["alone_seconds"] / one["seconds"])
-    epochs = document["alone_epoch_seconds"] / one["epoch_seconds"]
-    assert epochs == pytest.approx(one["speedup"])
-    assert one["pays"] == (one["speedup"] > 1)
-    assert 0 < one["latency"] <= one["whole"]
+    measured = first["measured"]
+    assert measured["seconds"] == pytest.approx(measured["compute"] + measured["exposed"])
+    assert measured["speedup"] == pytest.approx(2 * document["alone_seconds"] / measured["seconds"])
+    epochs = document["alone_epoch_seconds"] / measured["epoch_seconds"]
+    assert epochs == pytest.approx(measured["speedup"])
+    assert measured["pays"] == (measured["speedup"] > 1)
+    assert 0 < measured["latency"] <= measured["whole"]
     assert first["predicted"]["exposed"] > 0
     assert (more["ranks"], more["measured"]) == (4, None)
     assert "cluster cpu is one node of 2 devices" in more["reason"]

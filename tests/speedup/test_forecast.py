@@ -1,4 +1,4 @@
-"""Steps of any number of ranks by a cluster's figures."""
+"""The seconds of a step with any number of ranks, from a cluster's figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINK = Link(latency=1e-3, bandwidth=1e6, efficiency=1.0)
 
 
 def cluster(link: Link | None = LINK) -> Cluster:
-    """Hosts of one rank each."""
+    """Hosts with one rank each."""
     cpu = load_cluster("cpu")
     node = cpu.node.model_copy(update={"devices": 1, "cores": 1})
     return cpu.model_copy(update={"name": "hosts", "node": node, "between": link})
@@ -37,11 +37,11 @@ def test_replicas_wait_for_a_ring_between_hosts():
         step = forecaster.step(ranks)
         messages = forecaster.messages(ranks)
         assert [kind for kind, _, _ in messages] == ["all_reduce"]
-        assert messages[0][1] == nbytes  # once a step, however many micro-batches
+        assert messages[0][1] == nbytes  # once a step, for any number of micro-batches
         latency = 2 * (ranks - 1) * 1e-3 * messages[0][2]
         assert step.latency == pytest.approx(latency)
         assert step.whole == pytest.approx(latency + 2 * (ranks - 1) / ranks * nbytes / 1e6)
-        assert step.exposed == pytest.approx(step.whole)  # on a CPU nothing hides
+        assert step.exposed == pytest.approx(step.whole)  # on a CPU communication does not overlap
         assert (step.workers, step.batch) == (ranks, 8)
         assert step.compute == pytest.approx(forecaster.alone, rel=1e-6)
     assert forecaster.bandwidth(2) == 1e6

@@ -1,4 +1,4 @@
-"""The inequality of synchronous SGD and its solutions, beside closed forms."""
+"""The inequality of synchronous SGD and its solutions, compared with closed forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.speedup.inequality import (
 )
 from bigtrain.speedup.show import inequality_lines
 
-# Ten samples a second; 8 of them a step; gradients that take a second over the link.
+# Ten samples a second, 8 of them a step; sending the gradients takes a second.
 COST = ComputeCost(0.2, 0.1)
 
 
@@ -33,10 +33,10 @@ def ring(ranks: int, alpha: float, nbytes: float, rate: float, compute: float) -
 
 
 def test_an_epoch_takes_what_the_textbook_says():
-    one = step(exposed=0.5)
-    assert one.epoch_seconds(160) == pytest.approx(160 / (2 * 8) * (1.0 + 0.5))
-    assert one.speedup == pytest.approx((160 / 8 * 1.0) / one.epoch_seconds(160))
-    assert one.pays
+    half_exposed = step(exposed=0.5)
+    assert half_exposed.epoch_seconds(160) == pytest.approx(160 / (2 * 8) * (1.0 + 0.5))
+    assert half_exposed.speedup == pytest.approx((160 / 8 * 1.0) / half_exposed.epoch_seconds(160))
+    assert half_exposed.pays
     assert not step(exposed=1.0).pays
 
 
@@ -61,11 +61,11 @@ def test_from_the_batch_that_pays_on_it_pays(exposed, slowdown):
 
 @pytest.mark.parametrize(("exposed", "whole"), [(1.5, 1.5), (1.2, 1.4), (1.5, 1.2)])
 def test_with_the_bandwidth_that_pays_a_step_is_as_long_as_alone(exposed, whole):
-    one = step(exposed=exposed, whole=whole, latency=0.2)
-    needed = bandwidth_that_pays(one, 1e6).value
+    known = step(exposed=exposed, whole=whole, latency=0.2)
+    needed = bandwidth_that_pays(known, 1e6).value
     assert needed is not None
-    there = 0.2 + (whole - 0.2) * 1e6 / needed
-    assert there + (exposed - whole) == pytest.approx(one.break_even)
+    seconds = 0.2 + (whole - 0.2) * 1e6 / needed
+    assert seconds + (exposed - whole) == pytest.approx(known.break_even)
 
 
 def test_the_ranks_that_pay_are_those_of_the_closed_form():
@@ -110,15 +110,15 @@ def test_where_no_rank_waits_everything_pays():
 
 
 def test_what_pays_now_is_not_called_hopeless():
-    """One value of the three may not be known where the step pays all the same."""
-    for one, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
-        found = {
-            "batch": batch_that_pays(one, None),
-            "bandwidth": bandwidth_that_pays(replace(one, whole=None), 1.0),
+    """One of the three values may be unknown although the step pays."""
+    for current, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
+        thresholds = {
+            "batch": batch_that_pays(current, None),
+            "bandwidth": bandwidth_that_pays(replace(current, whole=None), 1.0),
             "ranks": Threshold(None, "by forecast none do"),
         }
-        first, *lines = inequality_lines("ddp", one, found, None, here=True)
-        assert first.endswith("it pays" if one.pays else "it does not pay")
+        first, *lines = inequality_lines("ddp", current, thresholds, None, here=True)
+        assert first.endswith("it pays" if current.pays else "it does not pay")
         assert len(lines) == 3
         for line in lines:
             assert ("never" in line) is (words == "never"), line

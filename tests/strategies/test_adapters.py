@@ -1,4 +1,6 @@
-"""What is used of DeepSpeed's and fairscale's inside: all there, told, or refused beforehand."""
+"""Internals of DeepSpeed and fairscale that are used: all exist, or the version is reported or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def needs(library: str) -> None:
         pytest.skip(f"{library} is missing")
 
 
-def planned(strategy: str, ranks: int) -> Plan:
+def plan_of(strategy: str, ranks: int) -> Plan:
+    """A plan of the strategy, for a GPU if the strategy needs one."""
     device = "cuda" if strategy == "fairscale_fsdp" else "cpu"
     return make_plan(job_from_keys(strategy, {"train.global_batch_size": 32}), ranks, device)
 
@@ -81,16 +84,16 @@ def test_a_version_without_a_name_is_refused_before_the_ranks_connect(
         rf"^{user}: {library} [\d.]+ has no {library}\.gone, .*{seen.requirement} was tested"
         rf".*Run `{seen.fix}`, or (use --strategy|set strategy\.cut\.engine=torch)"
     )
-    with pytest.raises(ConfigError, match=words) as said:
-        planned(strategy, ranks)
-    assert "\n" not in str(said.value)
+    with pytest.raises(ConfigError, match=words) as refusal:
+        plan_of(strategy, ranks)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("library", "strategy", "ranks"), RUN_BY)
 def test_another_version_than_those_seen_is_told_once(library, strategy, ranks, monkeypatch):
     needs(library)
     monkeypatch.setattr(libraries, "installed_version", lambda _name: "9.9")
-    lines = planned(strategy, ranks).warnings
+    lines = plan_of(strategy, ranks).warnings
     assert len(lines) == 1
     assert lines[0].startswith(f"{library} 9.9 is installed and was never tested with bigtrain")
     assert f"`{LIBRARIES[library].fix}`" in lines[0]
@@ -124,7 +127,8 @@ def test_rank_0_tells_before_the_ranks_connect_and_a_dry_run_does(capsys, monkey
     job = load_job("default", "oss", ["device=cpu", "train.global_batch_size=4"])
     plan = make_plan(job, 1, "cpu")
     connection = connect_job(job, plan, SINGLE_RANK, {})
-    assert capsys.readouterr().err == f"bigtrain: {plan.warnings[0]}\n"  # and not connected yet
+    # Printed before the ranks connect
+    assert capsys.readouterr().err == f"bigtrain: {plan.warnings[0]}\n"
     with connection as context:
         assert context.is_main
     connect_job(job, plan, replace(SINGLE_RANK, rank=1, world_size=2, launcher="env"), {})

@@ -1,4 +1,6 @@
-"""What the classic systems cannot do is refused in a line, with the fix, before ranks connect."""
+"""Impossible settings of the classic systems are refused in one line with the fix, before
+connecting.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ REFUSED = {
 
 
 def without_held_out(folder: Path) -> None:
-    """Data sets whose training part is there and nothing else."""
+    """Data sets that have only their training part."""
     for name in (
         "images/train/a/1.png",
         "voc/VOCdevkit/VOC2012/ImageSets/Segmentation/train.txt",
@@ -96,8 +98,8 @@ def test_what_cannot_be_is_a_line_and_status_2(tmp_path, monkeypatch, capsys, ca
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(torch.distributed, "init_process_group", None)  # must not be reached
     assert run_guarded(lambda: main(words)) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("bigtrain: ")
-    assert message in told
-    assert told.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("bigtrain: ")
+    assert message in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "runs").exists()

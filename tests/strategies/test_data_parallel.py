@@ -1,4 +1,4 @@
-"""DataParallel, as far as no GPU is needed: what is refused, forecast, stated and dealt out."""
+"""DataParallel without a GPU: its refusals, forecast, traffic, and division of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bigtrain.models.spec import ModelSpec
 
 
 def plan_on(strategy: str = "single", ranks: int = 1, device: str = "cuda", rows: int = 8) -> Plan:
-    """As for a GPU that is not there."""
+    """A plan for a GPU that this machine lacks."""
     job = job_from_keys(strategy, {"train.global_batch_size": rows * ranks})
     return replace(make_plan(job, ranks, "cpu"), device_type=device)
 
@@ -35,12 +35,12 @@ def plan_on(strategy: str = "single", ranks: int = 1, device: str = "cuda", rows
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 9, 64])
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 def test_rows_are_dealt_out_as_torch_does(rows, devices):
-    dealt = [len(part) for part in torch.zeros(rows).chunk(devices)]
-    assert data_parallel.rows_of_devices(rows, devices) == dealt
+    chunk_sizes = [len(part) for part in torch.zeros(rows).chunk(devices)]
+    assert data_parallel.rows_of_devices(rows, devices) == chunk_sizes
 
 
 @pytest.mark.parametrize(
-    ("gpus", "options", "plan", "said"),
+    ("gpus", "options", "plan", "message"),
     [
         (0, {}, plan_on(device="cpu"), r"it needs CUDA, and the device is cpu. Use --strategy ddp"),
         (2, {}, plan_on("ddp", 2), r"2 ranks were started. Use --strategy ddp, or start one rank"),
@@ -60,9 +60,9 @@ def test_rows_are_dealt_out_as_torch_does(rows, devices):
         ),
     ],
 )
-def test_what_is_refused(monkeypatch, gpus, options, plan, said):
+def test_what_is_refused(monkeypatch, gpus, options, plan, message):
     monkeypatch.setattr(data_parallel, "device_count", lambda: gpus)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         data_parallel.DataParallel(**options).check(plan)
 
 
@@ -79,7 +79,9 @@ def test_it_is_refused_on_a_cpu_before_anything_else():
 
 
 def test_the_copies_and_all_gradients_are_forecast():
-    """By hand, of 3 GPUs: 2 more copies of parameters and buffers, 3 gradients beside the sum."""
+    """By hand, for 3 GPUs: 2 more copies of parameters and buffers, 3 gradients in addition to
+    the sum.
+    """
     spans = (Span(40, "activations", 0, 8), Span(16, "gradients", 6, 10))
     passing = Timeline(spans, ((0, "forward"), (5, "backward")))
     small = profile(
@@ -92,31 +94,33 @@ def test_the_copies_and_all_gradients_are_forecast():
     )
     plain = Forecast.of(small)
     turned = data_parallel.DataParallel(devices=3).estimate(plain, small, plan_on())
-    kept = 100 + 4 + 200
-    assert plain.peak().bytes == kept + 40 + 16
-    # In the pass both copies and activations; at its end the activations are gone.
-    assert turned.passes["first"].peak(turned.states).bytes == kept + 2 * 104 + max(56, 16 + 48)
+    resident_bytes = 100 + 4 + 200
+    assert plain.peak().bytes == resident_bytes + 40 + 16
+    # During the pass, copies and activations; at its end the activations are freed.
+    assert turned.passes["first"].peak(turned.states).bytes == resident_bytes + 2 * 104 + max(
+        56, 16 + 48
+    )
     assert turned.step == plain.step
 
 
 def test_it_says_what_goes_between_the_gpus_and_what_the_first_one_holds():
-    found = profile(buffer_bytes=64)
+    priced = profile(buffer_bytes=64)
     plan = plan_on()
-    there, back = data_parallel.DataParallel(devices=4).traffic(found, plan)
-    assert (there.nbytes, there.ranks, there.every) == (
-        found.parameter_bytes + 64,
+    scatter, back = data_parallel.DataParallel(devices=4).traffic(priced, plan)
+    assert (scatter.nbytes, scatter.ranks, scatter.every) == (
+        priced.parameter_bytes + 64,
         4,
         "micro_batch",
     )
-    assert (back.nbytes, back.kind) == (found.gradient_bytes, "reduce")
-    assert StepVolume.stated((there, back), 2) == StepVolume({}, {})  # none between ranks
-    said = data_parallel.DataParallel(devices=4).advise(Forecast.of(found), found, plan)
-    assert "the first of 4 GPUs holds 45.8 MiB more than each other" in said
-    assert "BatchNorm statistics) follow the rows of the first GPU alone" in said
+    assert (back.nbytes, back.kind) == (priced.gradient_bytes, "reduce")
+    assert StepVolume.stated((scatter, back), 2) == StepVolume({}, {})  # no traffic between ranks
+    advice = data_parallel.DataParallel(devices=4).advise(Forecast.of(priced), priced, plan)
+    assert "the first of 4 GPUs holds 45.8 MiB more than each other" in advice
+    assert "BatchNorm statistics) follow the rows of the first GPU alone" in advice
 
 
 def test_its_copies_make_no_loss_in_chunks() -> None:
-    """The head of a copy would be the original's, and its thread is told no targets."""
+    """The head of a copy would be the original's, and its thread does not know the targets."""
     job = job_from_keys("data_parallel", {"model.name": "gpt", "train.global_batch_size": 2})
     tokens = torch.zeros(2, 8, dtype=torch.long)
     example = MicroBatch(tokens, tokens, 16, 2)

@@ -1,4 +1,4 @@
-"""Optimizer state on disk or on the host: one process, its files, what is refused."""
+"""Optimizer state on disk or on the host, in one process: memory, files, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ with Engine(model, CrossEntropy(), adamw, job, context) as engine:
 
 
 def measure(keys: dict[str, Any]) -> dict[str, Any]:
-    """Train 21 million parameters in a process of its own."""
+    """Train 21 million parameters in a separate process."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", _MEASURE, json.dumps(keys)]
     done = subprocess.run(
@@ -88,14 +88,14 @@ def test_the_process_is_smaller_by_the_state(tmp_path):
 
 
 def files_held() -> list[str]:
-    """The state files that this process has open, by what the system calls them."""
-    found = []
+    """The state files that this process has open, as the kernel names them."""
+    paths = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found.append(os.readlink(entry))
+            paths.append(os.readlink(entry))
         except OSError:
             continue
-    return [name for name in found if "bigtrain-test" in name]
+    return [name for name in paths if "bigtrain-test" in name]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -112,7 +112,7 @@ def test_no_file_is_left_behind(tmp_path, fails):
         with Engine(TinyLM, CrossEntropy(), adamw, job, RunContext.alone()) as engine:
             engine.step(batch)
             assert len(files_held()) == 1
-            assert list(folder.iterdir()) == []  # nameless: a killed process leaves nothing
+            assert list(folder.iterdir()) == []  # unlinked, so that a killed process leaves nothing
             if fails:
                 raise RuntimeError("in the midst of it")
 
@@ -197,7 +197,7 @@ def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch, la
     def half(fd: int, parts: list[memoryview], at: int) -> int:
         return write(fd, [part[: max(1, len(part) // 2)] for part in parts], at)
 
-    monkeypatch.setattr(os, "pwritev", half)  # the system may write less than it is asked to
+    monkeypatch.setattr(os, "pwritev", half)  # the kernel may write fewer bytes than requested
     monkeypatch.setattr("bigtrain.tensors.transfer.BOUNCE_BYTES", 24)
     home = DiskStateStore(RunContext.alone(), str(tmp_path), LateCopies() if late else None)
     tensors = [
@@ -208,15 +208,15 @@ def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch, la
         torch.randn(9)[::2],
         torch.arange(4),
     ]
-    kept = [home.store(tensor, None) for tensor in tensors]
-    for _ in range(2):  # loose first, then in the room of a chunk
-        for tensor, one in zip(tensors, kept, strict=True):
-            assert torch.equal(home.load(one), tensor)
-            assert home.load(one).dtype == tensor.dtype
-        home.prepare_chunk([*kept, *kept])
-    assert home.load(kept[2]).is_contiguous(memory_format=torch.channels_last)
-    assert home.store(tensors[0] + 1, kept[0]).offset == kept[0].offset
-    assert torch.equal(home.load(kept[0]), tensors[0] + 1)
+    stored = [home.store(tensor, None) for tensor in tensors]
+    for _ in range(2):  # first one by one, then in the space of a chunk
+        for tensor, stored_tensor in zip(tensors, stored, strict=True):
+            assert torch.equal(home.load(stored_tensor), tensor)
+            assert home.load(stored_tensor).dtype == tensor.dtype
+        home.prepare_chunk([*stored, *stored])
+    assert home.load(stored[2]).is_contiguous(memory_format=torch.channels_last)
+    assert home.store(tensors[0] + 1, stored[0]).offset == stored[0].offset
+    assert torch.equal(home.load(stored[0]), tensors[0] + 1)
     home.close()
 
 
@@ -229,7 +229,7 @@ def test_what_gains_nothing_is_said():
         ({"optimizer": "disk", "path": "/dev/shm"}, "cpu", some, "is a tmpfs"),
         ({"optimizer": "cpu"}, "cuda", some, None),
     ]
-    plan = plan_of("zero2_offload", {}, 2)  # that says so itself, and has no disk to offer
+    plan = plan_of("zero2_offload", {}, 2)  # it reports this itself, and cannot use a disk
     assert plan.techniques["offload"].advise(None, some, plan) is None  # type: ignore[arg-type]
     for keys, device, about, message in cases:
         if keys.get("path") and not os.access(keys["path"], os.W_OK):
@@ -246,7 +246,9 @@ def test_offload_needs_no_name_and_takes_none_but_its_own():
     assert isinstance(plan_of("single", DISK).techniques["offload"], Offload)
 
 
-@pytest.mark.parametrize(("device", "place"), [("cpu", "disk"), ("cuda", "cpu"), ("xpu", "cpu")])
-def test_what_is_on_an_accelerator_goes_to_the_host_first(device, place):
+@pytest.mark.parametrize(
+    ("device", "storage_place"), [("cpu", "disk"), ("cuda", "cpu"), ("xpu", "cpu")]
+)
+def test_what_is_on_an_accelerator_goes_to_the_host_first(device, storage_place):
     (variant,) = Offload().variants(SimpleNamespace(device_type=device))
-    assert variant.options == {"optimizer": place}
+    assert variant.options == {"optimizer": storage_place}

@@ -1,4 +1,4 @@
-"""DeepSpeed steps the Adagrad that it was given, with the options of its groups."""
+"""DeepSpeed steps the Adagrad that it receives, with the options of its groups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def net():
 
 
 def adagrad(parameters):
-    """Two groups that differ in all that an Adagrad has."""
-    given = list(parameters)
-    first = {"params": given[:2], "lr": 0.1, "eps": 1e-2}
-    other = {"params": given[2:], "lr": 0.02, "weight_decay": 0.3}
-    return torch.optim.Adagrad([first, other], initial_accumulator_value=0.5)
+    """Two groups that differ in every option of Adagrad."""
+    listed = list(parameters)
+    first = {"params": listed[:2], "lr": 0.1, "eps": 1e-2}
+    last_group = {"params": listed[2:], "lr": 0.02, "weight_decay": 0.3}
+    return torch.optim.Adagrad([first, last_group], initial_accumulator_value=0.5)
 
 
 def batch(step):
@@ -32,7 +32,7 @@ def batch(step):
     return torch.randn(8, 12, generator=drawn), torch.randn(8, 4, generator=drawn)
 
 
-def trained_by_hand():
+def plain_losses():
     model, losses = net(), []
     optimizer = adagrad(model.parameters())
     for step in range(STEPS):
@@ -45,7 +45,8 @@ def trained_by_hand():
     return losses
 
 
-def trained(context, strategy):
+def train_on_rank(context, strategy):
+    """The losses of a few steps on this rank's rows."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8})
     rows = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
     with Engine(net(), MeanLoss(nn.functional.mse_loss), adagrad, job, context) as engine:
@@ -54,5 +55,5 @@ def trained(context, strategy):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_an_adagrad_with_groups_is_that_of_one_process(strategy):
-    losses = run_ranks(trained, 2, strategy, timeout_s=150)[0]
-    assert losses == pytest.approx(trained_by_hand(), rel=1e-5)
+    losses = run_ranks(train_on_rank, 2, strategy, timeout_s=150)[0]
+    assert losses == pytest.approx(plain_losses(), rel=1e-5)

@@ -1,4 +1,6 @@
-"""Pushes that are applied as they come: bounded, written down, and done again bit for bit."""
+"""Asynchronous pushes: bounded staleness, a log of their order, and an exact repetition from
+the log.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from support.nets import TinyLM, tokens
 from support.parity import adamw
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import whole_tensors
 from torch.nn import functional
@@ -36,10 +38,10 @@ def loader(rank, size, batch=8):
     return StepLoader(samples, order, count=CrossEntropy().count, **shares)
 
 
-def trained(context, folder, keys, late=None, optimizer=sgd):
-    """The weights before, the losses and staleness of this rank, and the weights after.
+def train_worker(context, folder, keys, late=None, optimizer=sgd):
+    """The initial weights, the losses and staleness of this rank, and the final weights.
 
-    The worker `late[0]` begins its first step when so many pushes as `late[1]` are written down.
+    The worker `late[0]` begins its first step once the log contains `late[1]` pushes.
     """
     Path(folder).mkdir(exist_ok=True)
     context.recorder.folder = Path(folder)
@@ -47,16 +49,16 @@ def trained(context, folder, keys, late=None, optimizer=sgd):
     job = job_from_keys("parameter_server_async", options)
     with Engine(TinyLM, CrossEntropy(), optimizer, job, context) as engine:
         before = whole_tensors(engine.runner.state())
-        place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
-        batches, found = loader(place, size, engine.plan.batch.global_size), []
+        data_rank, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+        batches, losses = loader(data_rank, size, engine.plan.batch.global_size), []
         for _, batch in zip(range(STEPS), batches, strict=False):
-            if late is not None and place == late[0] and not found:
+            if late is not None and data_rank == late[0] and not losses:
                 while len(log_of(folder)) < late[1]:
                     time.sleep(0.01)
-                time.sleep(0.1)  # for more, were the others let
+                time.sleep(0.1)  # time for more pushes, if the bound did not stop the others
             result = engine.step(batch)
-            found.append((result.loss, getattr(engine.runner, "figures", {})))
-        return before, found, whole_tensors(engine.runner.state())
+            losses.append((result.loss, getattr(engine.runner, "figures", {})))
+        return before, losses, whole_tensors(engine.runner.state())
 
 
 def log_of(folder):
@@ -66,8 +68,8 @@ def log_of(folder):
     return [line for line in lines if "worker" in line]
 
 
-def by_hand(before, log, workers, *, divide):
-    """What the pushes of a log come to, in one process."""
+def replay_log(before, log, workers, *, divide):
+    """The weights that result from the pushes of a log, computed in one process."""
     model = TinyLM().double()
     model.load_state_dict({n.removeprefix("model."): t for n, t in before.items()})
     streams = [iter(loader(worker, workers)) for worker in range(workers)]
@@ -87,17 +89,17 @@ def by_hand(before, log, workers, *, divide):
 @pytest.mark.parametrize("divide", [False, True])
 def test_each_push_is_applied_to_what_is_newest(tmp_path, divide):
     keys = {OPTION + "divide_rate": divide, OPTION + "staleness": 3}
-    before, _, after = run_ranks(trained, 3, tmp_path, keys, (1, 4))[0]
+    before, _, after = run_ranks(train_worker, 3, tmp_path, keys, (1, 4))[0]
     log = log_of(tmp_path)
     assert max(line["staleness"] for line in log) == 4
-    for name, value in by_hand(before, log, 2, divide=divide).items():
+    for name, value in replay_log(before, log, 2, divide=divide).items():
         assert torch.allclose(after[f"model.{name}"], value, rtol=0, atol=1e-12), name
 
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_the_fastest_worker_waits(tmp_path, bound):
     keys = {OPTION + "staleness": bound, "train.global_batch_size": 9}
-    found = run_ranks(trained, 4, tmp_path, keys, (0, 2 * (bound + 1)))
+    results = run_ranks(train_worker, 4, tmp_path, keys, (0, 2 * (bound + 1)))
     clocks, stale = [0, 0, 0], {0: [], 1: [], 2: []}
     log = log_of(tmp_path)
     for number, line in enumerate(log):
@@ -111,41 +113,41 @@ def test_the_fastest_worker_waits(tmp_path, bound):
     assert clocks == [STEPS] * 3
     lead = [line["worker"] for line in log[: 2 * (bound + 1)]]
     assert log[len(lead)]["worker"] == 0
-    assert 0 not in lead  # the late one: the others went ahead as far as they may
+    assert 0 not in lead  # the late worker; the others are as far ahead as allowed
     for worker in range(3):
-        assert [figures["staleness"] for _, figures in found[1 + worker][1]] == stale[worker]
+        assert [figures["staleness"] for _, figures in results[1 + worker][1]] == stale[worker]
     means = [sum(line["staleness"] for line in log[n : n + 3]) / 3 for n in range(0, len(log), 3)]
-    assert [figures["staleness"] for _, figures in found[0][1]] == pytest.approx(means)
+    assert [figures["staleness"] for _, figures in results[0][1]] == pytest.approx(means)
 
 
 def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
     keys = {OPTION + "servers": 2}
-    once = run_ranks(trained, 4, tmp_path / "once", keys, (0, 4), adamw)
+    once = run_ranks(train_worker, 4, tmp_path / "once", keys, (0, 4), adamw)
     keys[OPTION + "replay"] = str(tmp_path / "once/pushes.jsonl")
-    again = run_ranks(trained, 4, tmp_path / "again", keys, None, adamw)
+    again = run_ranks(train_worker, 4, tmp_path / "again", keys, None, adamw)
     for mine, theirs in zip(once, again, strict=True):
         assert mine[1] == theirs[1]
         assert all(torch.equal(value, theirs[2][name]) for name, value in mine[2].items())
     for server in range(2):
-        one, other = (
+        first_log, second_log = (
             [line for line in log_of(tmp_path / run) if line["server"] == server]
             for run in ("once", "again")
         )
-        assert one == other
+        assert first_log == second_log
     wrong = {OPTION + "replay": str(tmp_path / "once")}
     with pytest.raises(
         ConfigError, match="is of 2 workers and 2 servers, and this run has 2 and 1"
     ):
         make_plan(job_from_keys("parameter_server_async", wrong), 3, "cpu")
     path = tmp_path / "once/pushes.jsonl"
-    path.write_text(path.read_text() * 2)  # as of a run that was resumed
+    path.write_text(path.read_text() * 2)  # like the log of a resumed run
     with pytest.raises(ConfigError, match="is of a run that was resumed, which its log cannot"):
         make_plan(job_from_keys("parameter_server_async", {**keys, **wrong}), 4, "cpu")
 
 
 def test_the_peak_of_workers_and_of_servers_is_foretold():
-    found = run_ranks(peaks, 3, wide, text(), "parameter_server_async", {}, adamw)
-    for predicted, measured, note in found:
+    results = run_ranks(peaks, 3, wide_model, text(), "parameter_server_async", {}, adamw)
+    for predicted, measured, note in results:
         assert note is None
         assert_same_parts(predicted, measured)
 

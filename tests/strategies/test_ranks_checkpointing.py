@@ -1,4 +1,4 @@
-"""Blocks that keep less compute the same, need what is predicted, and stay inside a budget."""
+"""Blocks that save less compute the same, need the predicted memory, and stay inside a budget."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def plain():
     return run_ranks(run, 1, gpt, text(), {})[0]
 
 
-@pytest.mark.parametrize("way", fewer(WAYS, 4))
-def test_one_process_computes_the_same_to_the_last_bit_dropout_on(plain, way):
-    losses, state, (predicted, measured), _ = run_ranks(run, 1, gpt, text(), WAYS[way])[0]
+@pytest.mark.parametrize("mode", fewer(WAYS, 4))
+def test_one_process_computes_the_same_to_the_last_bit_dropout_on(plain, mode):
+    losses, state, (predicted, measured), _ = run_ranks(run, 1, gpt, text(), WAYS[mode])[0]
     assert losses == plain[0]
     assert all(torch.equal(state[name], plain[1][name]) for name in plain[1])
     assert predicted == measured
-    # At this size the peak is the activations': every way takes some away.
+    # At this size the peak is due to activations: every setting reduces it.
     assert measured.bytes < plain[2][1].bytes
 
 
 @pytest.mark.parametrize("keys", [WAYS["full"], WAYS["moved"], WAYS["inputs moved"]])
 def test_running_statistics_move_once_and_changes_in_place_are_right(keys):
-    one = run_ranks(run, 1, BlockConv, images(), {})[0]
-    other = run_ranks(run, 1, BlockConv, images(), keys)[0]
-    assert one[0] == other[0]
-    assert int(other[1]["model.layers.0.1.num_batches_tracked"]) == 3
-    assert all(torch.equal(other[1][name], one[1][name]) for name in one[1])
+    plain = run_ranks(run, 1, BlockConv, images(), {})[0]
+    recomputed = run_ranks(run, 1, BlockConv, images(), keys)[0]
+    assert plain[0] == recomputed[0]
+    assert int(recomputed[1]["model.layers.0.1.num_batches_tracked"]) == 3
+    assert all(torch.equal(recomputed[1][name], plain[1][name]) for name in plain[1])
 
 
 def test_selective_and_a_product_changed_in_place():
     model = partial(BlockConv, inplace=False)
-    one = run_ranks(run, 1, model, images(), {})[0]
-    other = run_ranks(run, 1, model, images(), WAYS["selective"])[0]
-    assert one[0] == other[0]
+    plain = run_ranks(run, 1, model, images(), {})[0]
+    recomputed = run_ranks(run, 1, model, images(), WAYS["selective"])[0]
+    assert plain[0] == recomputed[0]
     with pytest.raises(Exception, match=r"changes one in place.*Use strategy.recompute.mode=full"):
         run_ranks(run, 1, BlockConv, images(), WAYS["selective"])
 
@@ -67,11 +67,11 @@ def test_full_takes_almost_all_of_what_the_blocks_save_away():
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_other_precisions(precision):
     keys = {"train.precision": precision, "train.micro_batch_size": 4}
-    one = run_ranks(run, 1, gpt, text(), keys)[0]
-    for way in ("full", "selective"):
-        other = run_ranks(run, 1, gpt, text(), {**keys, **WAYS[way]})[0]
-        assert one[0] == other[0]
-        assert other[2][0].bytes == pytest.approx(other[2][1].bytes, rel=0.005)
+    plain = run_ranks(run, 1, gpt, text(), keys)[0]
+    for mode in ("full", "selective"):
+        recomputed = run_ranks(run, 1, gpt, text(), {**keys, **WAYS[mode]})[0]
+        assert plain[0] == recomputed[0]
+        assert recomputed[2][0].bytes == pytest.approx(recomputed[2][1].bytes, rel=0.005)
 
 
 FP64 = {"train.precision": "fp64", "train.micro_batch_size": 2, "optim.clip_norm": 0.5}
@@ -91,34 +91,34 @@ CUT_WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "way"), fewer(CUT_WAYS, 6))
-def test_under_other_strategies_the_numbers_are_those_of_one_process(strategy, way):
+@pytest.mark.parametrize(("strategy", "mode"), fewer(CUT_WAYS, 6))
+def test_under_other_strategies_the_numbers_are_those_of_one_process(strategy, mode):
     samples = tokens(22)
-    one = run_ranks(train, 1, BlockLM, samples, "single", FP64)[0]
+    single = run_ranks(train, 1, BlockLM, samples, "single", FP64)[0]
     ranks = 1 if strategy in ("layer_split_devices", "gpipe_fairscale") else 2
     plan = make_plan(job_from_keys(strategy, {"train.global_batch_size": 8, **FP64}), ranks, "cpu")
-    keys = {**FP64, **WAYS[way]}
+    keys = {**FP64, **WAYS[mode]}
     for record in run_ranks(train, ranks, BlockLM, samples, strategy, keys, pp=plan.pp):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", fewer(["zero1", "zero2", "pipeline_deepspeed"], 2))
 def test_under_deepspeed(strategy):
     samples, keys = tokens(22), {"train.micro_batch_size": 2}
-    one = run_ranks(train, 1, BlockLM, samples, "single", keys)[0]
+    single = run_ranks(train, 1, BlockLM, samples, "single", keys)[0]
     plan = make_plan(job_from_keys(strategy, {"train.global_batch_size": 8, **keys}), 2, "cpu")
     for record in run_ranks(
         train, 2, BlockLM, samples, strategy, {**keys, **WAYS["selective"]}, pp=plan.pp
     ):
-        assert largest_difference(one, record) < 1e-5
+        assert largest_difference(single, record) < 1e-5
 
 
 def test_a_block_that_a_cut_goes_through_keeps_less_in_its_parts():
     keys = {**FP64, **WAYS["full"], "strategy.cut.at": ["blocks.1.mlp"]}
     samples = tokens(22)
-    one = run_ranks(train, 1, small_gpt, samples, "single", FP64)[0]
+    single = run_ranks(train, 1, small_gpt, samples, "single", FP64)[0]
     for record in run_ranks(train, 2, small_gpt, samples, "gpipe", keys, pp=2):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def small_gpt() -> nn.Module:
@@ -143,20 +143,20 @@ BUDGETED = [
 @pytest.mark.parametrize(("strategy", "ranks", "keys"), BUDGETED)
 def test_a_budget_is_kept_and_used(strategy, ranks, keys):
     pp = 2 if "1f1b" in strategy else 1
-    batch, given = text(32), {"pp": pp}
-    wide = run_ranks(run, ranks, gpt_without, batch, keys, strategy, **given)
+    batch, axes = text(32), {"pp": pp}
+    wide = run_ranks(run, ranks, gpt_without, batch, keys, strategy, **axes)
     least = {**keys, f"{RECOMPUTE}.mode": "full"}
-    narrow = run_ranks(run, ranks, gpt_without, batch, least, strategy, 1, **given)
-    high = max(found[2][0].bytes for found in wide)
-    low = max(found[2][0].bytes for found in narrow)
+    narrow = run_ranks(run, ranks, gpt_without, batch, least, strategy, 1, **axes)
+    high = max(result[2][0].bytes for result in wide)
+    low = max(result[2][0].bytes for result in narrow)
     assert low < high
     limit = (high + low) // 2
     words = {**keys, f"{RECOMPUTE}.budget": limit}
-    for found in run_ranks(run, ranks, gpt_without, batch, words, strategy, **given):
-        assert found[0] == pytest.approx(wide[0][0], rel=1e-5)
-        assert found[2][0].bytes <= limit
-        assert found[2][1].bytes <= 1.02 * limit
-        said = [line for line in found[3] if "budget" in line]
-        assert len(said) == pp
-        assert "longer" in said[0]
+    for result in run_ranks(run, ranks, gpt_without, batch, words, strategy, **axes):
+        assert result[0] == pytest.approx(wide[0][0], rel=1e-5)
+        assert result[2][0].bytes <= limit
+        assert result[2][1].bytes <= 1.02 * limit
+        lines = [line for line in result[3] if "budget" in line]
+        assert len(lines) == pp
+        assert "longer" in lines[0]
     assert max(f[2][0].bytes for f in wide) > limit

@@ -1,6 +1,6 @@
-"""In fp32 each synchronous classic gives the losses, and with SGD the weights, of one process.
+"""In fp32 each synchronous classic has the losses, and with SGD the weights, of one process.
 
-torch's DataParallel wants several GPUs of one process, so it is not among them.
+torch's DataParallel needs several GPUs of one process, so it is not included.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd, agreed on after each step": ("local_sgd_1", {}),
 }
 TWELVE = {"train.global_batch_size": 12}
-"""Samples that 1, 2, 3 and 4 ranks, and the workers among them, share evenly."""
+"""A number of samples that 1, 2, 3 and 4 ranks, and the workers among them, can divide evenly."""
 STEPS = 6
 ROUNDING = 1e-6
-"""Four units in the last place of losses between 2 and 4, eight of weights below 1."""
+"""Four units in the last place for losses between 2 and 4, eight for weights below 1."""
 
 
 class Small(TinyLM):
-    """Begins near a loss of log(13): at losses above 8 one rounding is as much as is allowed."""
+    """Starts at a loss near log(13): for losses above 8 one rounding error would reach the
+    tolerance.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.nn.init.normal_(self.embedding.weight, std=0.1)
 
 
-def possible(ranks: int) -> list[str]:
-    """Servers leave a worker."""
+def possible_cases(ranks: int) -> list[str]:
+    """The cases that are possible with so many ranks: servers must leave a worker."""
     return [case for case, (_, keys) in CASES.items() if keys.get(SERVERS, 0) < ranks]
 
 
-def each(context, optimizer, cases) -> dict[str, Record]:
-    """All of them in one set of ranks."""
+def train_cases(context, optimizer, cases) -> dict[str, Record]:
+    """The records of all cases, in one set of ranks."""
     return {
         case: train(context, Small, tokens(22), strategy, {**TWELVE, **keys}, STEPS, optimizer)
         for case, (strategy, keys) in ((case, CASES[case]) for case in cases)
@@ -55,29 +57,29 @@ def each(context, optimizer, cases) -> dict[str, Record]:
 
 @pytest.mark.parametrize("ranks", fewer([3, 2, 4], 1))
 def test_losses_and_weights_of_sgd_are_those_of_one_process(ranks):
-    one = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, sgd)[0]
-    found = run_ranks(each, ranks, sgd, possible(ranks))
-    for rank, case in product(found, possible(ranks)):
-        assert rank[case].losses == pytest.approx(one.losses, abs=ROUNDING), case
-        assert rank[case].weights.keys() == one.weights.keys()
+    single = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, sgd)[0]
+    results = run_ranks(train_cases, ranks, sgd, possible_cases(ranks))
+    for rank, case in product(results, possible_cases(ranks)):
+        assert rank[case].losses == pytest.approx(single.losses, abs=ROUNDING), case
+        assert rank[case].weights.keys() == single.weights.keys()
         for name, weight in rank[case].weights.items():
-            assert torch.allclose(weight, one.weights[name], rtol=0, atol=ROUNDING), (case, name)
+            assert torch.allclose(weight, single.weights[name], rtol=0, atol=ROUNDING), (case, name)
 
 
 @pytest.mark.parametrize("ranks", fewer([2, 3, 4], 1))
 def test_losses_of_adamw_are_those_of_one_process(ranks):
-    """Replicas that step AdamW by themselves are something else."""
-    one = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, adamw)[0]
-    cases = [case for case in possible(ranks) if not case.startswith("local_sgd")]
-    for rank, case in product(run_ranks(each, ranks, adamw, cases), cases):
-        assert rank[case].losses == pytest.approx(one.losses, abs=ROUNDING), case
+    """Replicas that step AdamW independently are excluded: they compute something else."""
+    single = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, adamw)[0]
+    cases = [case for case in possible_cases(ranks) if not case.startswith("local_sgd")]
+    for rank, case in product(run_ranks(train_cases, ranks, adamw, cases), cases):
+        assert rank[case].losses == pytest.approx(single.losses, abs=ROUNDING), case
 
 
 def test_a_wrong_rate_would_be_seen():
-    """The yardstick: a thousandth of the rate more shows in the losses, and so would a lost row."""
+    """A learning rate 0.1% higher exceeds the tolerance of losses, and so would a lost row."""
     off = partial(torch.optim.SGD, lr=0.1001, momentum=0.9, weight_decay=1e-2)
-    one, other = (
+    single, higher_rate = (
         run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, optimizer)[0]
         for optimizer in (sgd, off)
     )
-    assert other.losses != pytest.approx(one.losses, abs=10 * ROUNDING)
+    assert higher_rate.losses != pytest.approx(single.losses, abs=10 * ROUNDING)

@@ -1,6 +1,6 @@
-"""The gossip example of the contributing page does what a plain torch loop does, and all the rest.
+"""The gossip example of CONTRIBUTING.md equals a plain torch loop, and works with all commands.
 
-Nothing in the toolkit knows this technique: it is written against `bigtrain.strategy` alone.
+Nothing in the toolkit knows this technique: it uses only `bigtrain.strategy`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.continued import continued
+from support.continued import continue_run
 from support.nets import TinyLM, tokens
 from support.parity import adamw
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 from support.zygote import forked_cli
@@ -54,8 +54,8 @@ def loader(samples, rank, size):
     )
 
 
-def trained(context, steps):
-    """The weights before, the losses, and this replica's weights after."""
+def train_replica(context, steps):
+    """The initial weights, the losses, and this replica's final weights."""
     with Engine(
         TinyLM, CrossEntropy(), momentum_sgd, job(**{"train.precision": "fp64"}), context
     ) as engine:
@@ -65,8 +65,10 @@ def trained(context, steps):
         return before, losses, {n: p.detach() for n, p in engine.model.named_parameters()}
 
 
-def by_hand(before, steps, replicas):
-    """The same in one process: models that step, then a table of who averages with whom."""
+def plain_gossip(before, steps, replicas):
+    """The same in one process: models that step independently, and a table of the pairs that
+    average.
+    """
     pairs = {2: [[(0, 1)], [(0, 1)]], 4: [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]}[replicas]
     models = [TinyLM().double() for _ in range(replicas)]
     for model in models:
@@ -98,16 +100,18 @@ def by_hand(before, steps, replicas):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_pairs_average_as_in_a_plain_torch_loop(replicas):
-    ranks = run_ranks(trained, replicas, 7)
-    losses, weights = by_hand(ranks[0][0], 7, replicas)
+    ranks = run_ranks(train_replica, replicas, 7)
+    losses, weights = plain_gossip(ranks[0][0], 7, replicas)
     for rank, (_, own_losses, own_weights) in enumerate(ranks):
         assert own_losses == pytest.approx(losses, abs=1e-12)
         for name, value in own_weights.items():
             assert torch.allclose(value, weights[rank][name], rtol=0, atol=1e-12), name
     if replicas == 4:  # the last pairs were (0, 1) and (2, 3)
-        one, same, other, _ = (own_weights["up.weight"] for _, _, own_weights in ranks)
-        assert torch.equal(one, same)
-        assert not torch.allclose(one, other)
+        first_weights, same, third_weights, _ = (
+            own_weights["up.weight"] for _, _, own_weights in ranks
+        )
+        assert torch.equal(first_weights, same)
+        assert not torch.allclose(first_weights, third_weights)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -117,7 +121,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicas):
     strategy.write_text(yaml.safe_dump({"strategy": {"replicate": "support.gossip:Gossip"}}))
 
     def run(strategy, ranks, folder, load=None):
-        return run_ranks(continued, ranks, str(strategy), tmp_path / folder, adamw, load)
+        return run_ranks(continue_run, ranks, str(strategy), tmp_path / folder, adamw, load)
 
     (path, losses), *_ = run(strategy, replicas, "first")
     (again, same), *_ = run(strategy, replicas, "again", path)
@@ -130,7 +134,8 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicas):
     }
     if replicas == 4:
         return
-    # Other strategies read the first replica's, under the usual names; gossip starts from theirs.
+    # Other strategies load the first replica, under the usual names; gossip starts from their
+    # weights.
     (plain, _), *_ = run("ddp", 2, "ddp", path)
     theirs = Checkpoint(Path(plain))
     assert set(theirs.names) == {n for n in saved.names if not n.startswith("replicas.")}
@@ -139,7 +144,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicas):
 
 
 def test_the_buffers_that_receive_are_in_the_forecast():
-    for predicted, measured, note in run_ranks(peaks, 2, wide, text(), "ddp", GOSSIP, adamw):
+    for predicted, measured, note in run_ranks(peaks, 2, wide_model, text(), "ddp", GOSSIP, adamw):
         assert note is None
         assert_same_parts(predicted, measured)
 
@@ -153,22 +158,22 @@ def test_the_buffers_that_receive_are_in_the_forecast():
     ],
 )
 def test_a_ring_without_pairs_and_parts_of_a_model_are_refused(added, keys, world_size, message):
-    one = job_from_keys(
+    job = job_from_keys(
         f"ddp{added}", {"train.global_batch_size": 12, "mesh.dp": -1, **GOSSIP, **keys}
     )
     with pytest.raises(ConfigError, match=message):
-        make_plan(one, world_size, "cpu")
+        make_plan(job, world_size, "cpu")
 
 
 def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
-    given = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
-    own = "strategy.replicate=support.gossip:Gossip"
+    options = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
+    technique = "strategy.replicate=support.gossip:Gossip"
     planned = forked_cli(
-        ["plan", *given, "--global-batch-size=8", *SMALL, "mesh.pp=1", own], cwd=tmp_path
+        ["plan", *options, "--global-batch-size=8", *SMALL, "mesh.pp=1", technique], cwd=tmp_path
     )
     assert planned.returncode == 0, planned.stderr
     (row,) = [line for line in planned.stdout.splitlines() if " gossip " in line]
-    # It is not the fastest here, so its own plan is written from that of the fastest.
+    # Gossip is not the fastest plan here, so its plan is written from that of the fastest.
     plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     plan["strategy"]["replicate"] = "support.gossip:Gossip"
     del plan["predicted"]
@@ -184,9 +189,11 @@ def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
     for name in ("buffers", "peak"):
         assert table[name].count("exact") == 2, ran.stdout
     assert table["peak"].split("│")[2].strip() in row
-    for name in ("sent", "received"):  # three numbers a step (targets, loss) go as well
+    for name in ("sent", "received"):  # three numbers a step (targets, loss) are sent as well
         assert table[name].count("-0.1%") + table[name].count("exact") == 2, ran.stdout
-    refused = forked_cli(["verify", "-n", "2", "--strategies", "ddp", own, *SMALL], cwd=tmp_path)
+    refused = forked_cli(
+        ["verify", "-n", "2", "--strategies", "ddp", technique, *SMALL], cwd=tmp_path
+    )
     assert refused.returncode == 2, refused.stdout
     assert "gossip: each replica averages with one neighbour a step" in refused.stderr
 

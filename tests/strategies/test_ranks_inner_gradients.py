@@ -1,7 +1,8 @@
-"""Gradients that a model or a loss asks for itself: as a plain loop has them, or refused in a line.
+"""Gradients that a model or a loss computes itself: as in a plain loop, or refused in one line.
 
 A gradient penalty (double backward), an adversarial step on the inputs, and a weight that follows
-from gradients, each under every kind of strategy, beside a plain torch loop on whole batches.
+from gradients, each under every kind of strategy. The reference is a plain torch loop on whole
+batches.
 """
 
 from __future__ import annotations
@@ -52,22 +53,22 @@ class Net(nn.Module):
 
 
 class Penalised(Net):
-    """Its forward pass takes the gradient, with a graph of its own."""
+    """Its forward pass computes a gradient with a graph (`create_graph`)."""
 
     def forward(self, x: Tensor) -> Any:
-        with torch.enable_grad():  # in evaluation, too
-            found = super().forward(x)
-            (slope,) = torch.autograd.grad(found["y"].sum(), found["x"], create_graph=True)
-        return {"y": found["y"], "penalty": (slope.norm(dim=1) - 1).square()}
+        with torch.enable_grad():  # also in evaluation
+            output = super().forward(x)
+            (slope,) = torch.autograd.grad(output["y"].sum(), output["x"], create_graph=True)
+        return {"y": output["y"], "penalty": (slope.norm(dim=1) - 1).square()}
 
 
 class Adversarial(Net):
-    """Its inputs take a step against it first, by a gradient without a graph."""
+    """Its inputs first take an adversarial step, along a gradient without a graph."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():
-            found = super().forward(x)
-            (slope,) = torch.autograd.grad(found["y"].square().sum(), found["x"])
+            output = super().forward(x)
+            (slope,) = torch.autograd.grad(output["y"].square().sum(), output["x"])
         return {"y": self.logits(x + 0.1 * slope.sign())}
 
 
@@ -115,28 +116,32 @@ def plain_loop(case: str) -> list[float]:
 
 
 def train_all(context: Any, strategy: str, has_example: int) -> Any:
-    """The losses of each case, or the line that refuses it."""
-    found: dict[str, Any] = {}
+    """The losses of each case, or the message of its refusal."""
+    outcomes: dict[str, Any] = {}
     for case, (make, loss) in CASES.items():
         sizes = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
         job = job_from_keys(strategy, {**sizes, "memory.track_steps": 0})
         plan = make_plan(job, context.world_size, "cpu")
         each = ROWS // context.dp_size
-        own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+        rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
         torch.manual_seed(0)
-        # What such a loss divides by cannot be followed, and is said: its mean is over rows.
-        given = bigtrain.MeanLoss(loss, count_of="rows") if case in IN_LOSS else as_loss(loss)
+        # The divisor of such a loss cannot be followed, so it is stated: its mean is over rows.
+        prepared_loss = (
+            bigtrain.MeanLoss(loss, count_of="rows") if case in IN_LOSS else as_loss(loss)
+        )
         model, inputs = make(), batch(0)
         first = (
-            example_batch((inputs[0][:2], inputs[1][:2]), given, job, plan) if has_example else None
+            example_batch((inputs[0][:2], inputs[1][:2]), prepared_loss, job, plan)
+            if has_example
+            else None
         )
         try:
-            with Engine(model, given, sgd, job, context, example=first) as engine:
-                steps = [(x[own], y[own]) for x, y in map(batch, range(STEPS))]
-                found[case] = [engine.step(one).loss for one in steps]
+            with Engine(model, prepared_loss, sgd, job, context, example=first) as engine:
+                steps = [(x[rank_rows], y[rank_rows]) for x, y in map(batch, range(STEPS))]
+                outcomes[case] = [engine.step(step).loss for step in steps]
         except ConfigError as error:
-            found[case] = str(error)
-    return found
+            outcomes[case] = str(error)
+    return outcomes
 
 
 HELD = ("single", "ddp", "ddp+full", "zero1_torch", "ddp+offload_disk", "oss")
@@ -151,9 +156,9 @@ LONGER = ("oss", "zero1", "zero3", "ddp+full", "ddp+offload_disk")
 def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2
-    (found, *others) = run_ranks(train_all, ranks, strategy, 1, **axes)
-    assert all(other == found for other in others)
-    for case, outcome in found.items():
+    (outcomes, *other_ranks) = run_ranks(train_all, ranks, strategy, 1, **axes)
+    assert all(rank_outcomes == outcomes for rank_outcomes in other_ranks)
+    for case, outcome in outcomes.items():
         if isinstance(outcome, str):
             assert strategy in OTHERS, outcome
             assert "\n" not in outcome
@@ -161,13 +166,13 @@ def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
             assert "se --strategy" in outcome or "Use a strategy without a cut" in outcome
         else:
             assert outcome == pytest.approx(plain_loop(case), rel=1e-5), case
-    refused = {case for case, outcome in found.items() if isinstance(outcome, str)}
+    refused = {case for case, outcome in outcomes.items() if isinstance(outcome, str)}
     assert refused >= (set(IN_LOSS) if strategy in OTHERS else set())
     assert ("penalty in the model" in refused) is (strategy in ("fsdp", "zero3", "1f1b", "tensor"))
 
 
 def test_without_an_example_it_is_refused_at_the_first_step():
-    for found in run_ranks(train_all, 2, "fsdp", 0):
+    for outcomes in run_ranks(train_all, 2, "fsdp", 0):
         for case in ("penalty in the model", *IN_LOSS):
-            assert "which strategy fsdp cannot hold" in found[case]
-            assert "use --strategy zero1_torch" in found[case].replace("Use", "use")
+            assert "which strategy fsdp cannot hold" in outcomes[case]
+            assert "use --strategy zero1_torch" in outcomes[case].replace("Use", "use")

@@ -1,4 +1,6 @@
-"""Replicas agree as a few lines of torch do: averages, and DiLoCo's outer step, late or not."""
+"""Replicas synchronize as a few lines of torch would: averages, and DiLoCo's outer step,
+with delay.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.continued import continued
+from support.continued import continue_run
 from support.nets import TinyLM, tokens
 from support.parity import adamw, largest_difference, train
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 from torch.nn import functional
@@ -37,8 +39,8 @@ def loader(samples, rank, size):
     )
 
 
-def trained(context, keys, steps):
-    """The weights before, the losses, and this replica's weights after."""
+def train_replica(context, keys, steps):
+    """The initial weights, the losses, and this replica's final weights."""
     job = job_from_keys("local_sgd", {"train.global_batch_size": 8, **keys})
     with Engine(TinyLM, CrossEntropy(), momentum_sgd, job, context) as engine:
         before = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
@@ -47,8 +49,10 @@ def trained(context, keys, steps):
         return before, losses, {n: p.detach() for n, p in engine.model.named_parameters()}
 
 
-def by_hand(before, steps, replicas, every, outer=False, fragments=1, delay=0, mixing=0.0):
-    """The same in one process, with torch's own optimizers, one outer one for each fragment."""
+def plain_local_sgd(before, steps, replicas, every, outer=False, fragments=1, delay=0, mixing=0.0):
+    """The same in one process, with torch's optimizers and one outer optimizer for each
+    fragment.
+    """
     models = [TinyLM().double() for _ in range(replicas)]
     for model in models:
         model.load_state_dict(before, strict=False)
@@ -69,20 +73,23 @@ def by_hand(before, steps, replicas, every, outer=False, fragments=1, delay=0, m
     losses, waiting = [], []
     for step in range(1, steps + 1):
         batches = [next(stream).micro_batches[0] for stream in streams]
-        total, found = sum(b.count for b in batches), 0.0
+        total, loss_sum = sum(b.count for b in batches), 0.0
         for model, optimizer, batch in zip(models, inner, batches, strict=True):
             out = model(batch.inputs).flatten(0, -2)
             loss = functional.cross_entropy(out, batch.targets.flatten(), reduction="sum")
             (loss * replicas / total).backward()
-            found += loss.item() / total
+            loss_sum += loss.item() / total
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(found)
+        losses.append(loss_sum)
         now = [dict(model.named_parameters()) for model in models]
         with torch.no_grad():
             for fragment in range(fragments):
                 if (step - fragment * (every // fragments)) % every == 0:
-                    means = {n: sum(one[n] for one in now) / replicas for n in parts[fragment]}
+                    means = {
+                        n: sum(parameter[n] for parameter in now) / replicas
+                        for n in parts[fragment]
+                    }
                     gradients = {n: anchors[n] - mean for n, mean in means.items()}
                     waiting.append((step + delay, fragment, gradients))
             while waiting and waiting[0][0] == step:
@@ -91,8 +98,8 @@ def by_hand(before, steps, replicas, every, outer=False, fragments=1, delay=0, m
                     anchors[name].grad = gradient
                 outers[fragment].step()
                 for name in parts[fragment]:
-                    for one in now:
-                        one[name].lerp_(anchors[name], 1 - mixing)
+                    for parameter in now:
+                        parameter[name].lerp_(anchors[name], 1 - mixing)
     return losses, [{n: p.detach() for n, p in m.named_parameters()} for m in models]
 
 
@@ -114,10 +121,10 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_replicas_agree_as_in_a_few_lines_of_torch(form):
     options = {"train.precision": "fp64", **{OPTION + k: v for k, v in FORMS[form].items()}}
-    found = run_ranks(trained, 2, options, 9)
+    results = run_ranks(train_replica, 2, options, 9)
     settings = {**FORMS[form], "outer": "outer" in FORMS[form]}
-    losses, weights = by_hand(found[0][0], 9, 2, **settings)
-    for rank, (_, own_losses, own_weights) in enumerate(found):
+    losses, weights = plain_local_sgd(results[0][0], 9, 2, **settings)
+    for rank, (_, own_losses, own_weights) in enumerate(results):
         assert own_losses == pytest.approx(losses, abs=1e-12)
         for name, value in own_weights.items():
             assert torch.allclose(value, weights[rank][name], rtol=0, atol=1e-12), name
@@ -125,12 +132,13 @@ def test_replicas_agree_as_in_a_few_lines_of_torch(form):
 
 @pytest.mark.parametrize("optimizer", [plain_sgd, momentum_sgd])
 def test_agreeing_after_every_step_of_sgd_is_ddp(optimizer):
-    """To average afterwards what was stepped by linear rules is to step by the average."""
+    """Averaging weights after a linear update equals an update with the averaged gradient."""
     keys = {"train.precision": "fp64"}
-    one = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys, 6, optimizer)[0]
+    ddp = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys, 6, optimizer)[0]
     for record in run_ranks(train, 2, TinyLM, tokens(22), "local_sgd_1", keys, 6, optimizer):
-        one.norms, one.gradients = record.norms, record.gradients  # of each replica's own share
-        assert largest_difference(one, record) < 1e-13
+        # These are of each replica's share of the batch
+        ddp.norms, ddp.gradients = record.norms, record.gradients
+        assert largest_difference(ddp, record) < 1e-13
 
 
 STREAMING = {"name": "local_sgd", "every": 3, "outer": "nesterov", "fragments": 2, "delay": 2}
@@ -142,13 +150,13 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicate):
     strategy.write_text(yaml.safe_dump({"strategy": {"replicate": replicate}}))
 
     def run(strategy, ranks, folder, load=None):
-        return run_ranks(continued, ranks, str(strategy), tmp_path / folder, adamw, load)
+        return run_ranks(continue_run, ranks, str(strategy), tmp_path / folder, adamw, load)
 
     (path, losses), *_ = run(strategy, 2, "first")
     (again, same), *_ = run(strategy, 2, "again", path)
     assert same == losses
     assert_same_tensors(path, again)
-    # Others read the first replica's, under the usual names.
+    # Other strategies load the first replica, under the usual names.
     (plain, _), *_ = run("ddp", 2, "ddp", path)
     mine, theirs = Checkpoint(Path(path)), Checkpoint(Path(plain))
     assert set(theirs.names) == {n for n in mine.names if not n.startswith("replicas.")}
@@ -165,7 +173,9 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicate):
     ],
 )
 def test_the_outer_state_is_in_the_forecast(keys):
-    for predicted, measured, note in run_ranks(peaks, 2, wide, text(), "local_sgd", keys, adamw):
+    for predicted, measured, note in run_ranks(
+        peaks, 2, wide_model, text(), "local_sgd", keys, adamw
+    ):
         assert note is None
         assert_same_parts(predicted, measured)
 

@@ -1,4 +1,4 @@
-"""A worker that is killed: the others go on, with the numbers that the log of pushes says."""
+"""A worker is killed: the others continue, with the numbers that follow from the log of pushes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ OPTION = "strategy.replicate."
 sgd = partial(torch.optim.SGD, lr=RATE)
 
 
-def die():
+def kill_this_rank():
+    """Kill this rank's process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in_a_push(after):
-    """Let this rank die when it has begun to send so many tensors of its next push."""
+def kill_in_a_push(after):
+    """Kill this rank after it has sent this many tensors of its next push."""
     begin_push, send = AsyncPulledUpdate.begin_push, Messages.send
     left = [after]
 
@@ -47,7 +48,7 @@ def die_in_a_push(after):
         left[0] -= 1
         if not left[0]:
             self.finish()
-            die()
+            kill_this_rank()
 
     def push(self, gradients):
         Messages.send = count
@@ -63,8 +64,8 @@ def loader(worker):
     return StepLoader(samples, order, count=CrossEntropy().count, **shares)
 
 
-def trained(context, folder, keys, victim, at, when):
-    """The weights before, the losses of this rank, and where it was saved; one worker dies."""
+def train_worker(context, folder, keys, victim, at, when):
+    """The initial weights, this rank's losses and the path of its save; one worker dies."""
     folder = Path(folder)
     context.recorder.folder = folder
     options = {"train.global_batch_size": 3 * WORKERS, "train.precision": "fp64", **keys}
@@ -75,8 +76,8 @@ def trained(context, folder, keys, victim, at, when):
         for number, batch in zip(range(STEPS), loader(worker), strict=False):
             if worker == victim and number == at:
                 if when == "computing":
-                    die()
-                die_in_a_push(after=3)
+                    kill_this_rank()
+                kill_in_a_push(after=3)
             losses.append(engine.step(batch).loss)
         return before, losses, engine.save(folder / "checkpoints"), context.lost_ranks.lost
 
@@ -85,8 +86,8 @@ def log_of(folder):
     return [json.loads(line) for line in (folder / "pushes.jsonl").read_text().splitlines()]
 
 
-def by_hand(before, log):
-    """What the pushes of a log come to, in one process."""
+def replay_log(before, log):
+    """The weights that result from the pushes of a log, computed in one process."""
     model = TinyLM().double()
     model.load_state_dict({n.removeprefix("model."): t for n, t in before.items()})
     streams = [iter(loader(worker)) for worker in range(WORKERS)]
@@ -106,56 +107,58 @@ def by_hand(before, log):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_others_make_all_their_steps(tmp_path, when, staleness, capfd):
     keys, victim, at = {OPTION + "staleness": staleness}, 1, 3
-    found = run_ranks(trained, 4, tmp_path, keys, victim, at, when, killed=[1 + victim])
-    assert found[1 + victim] is None
+    results = run_ranks(train_worker, 4, tmp_path, keys, victim, at, when, killed=[1 + victim])
+    assert results[1 + victim] is None
     lines = log_of(tmp_path)
     log, lost = [one for one in lines if "pulled" in one], [one for one in lines if "lost" in one]
     pushes = [sum(line["worker"] == worker for line in log) for worker in range(WORKERS)]
     assert pushes == [STEPS, at, STEPS]
     assert [line["lost"] for line in lost] == [victim]
-    before, losses, path, known = found[0]
+    before, losses, path, known = results[0]
     assert known == (1 + victim,)
     assert len(losses) == STEPS
     saved = Checkpoint(path)
     assert int(saved.meta["step"]) == STEPS
-    for name, value in by_hand(before, log).items():
+    for name, value in replay_log(before, log).items():
         assert torch.allclose(saved.read(f"model.{name}"), value, rtol=0, atol=1e-12), name
     assert [state is None for state in saved.meta["random"]] == [False, False, True, False]
-    said = capfd.readouterr().err
-    assert said.count("bigtrain: ") == 1
-    assert "bigtrain: worker 1 (rank 2) was lost in step " in said
-    assert "2 of 3 workers continue without its samples" in said
+    errors = capfd.readouterr().err
+    assert errors.count("bigtrain: ") == 1
+    assert "bigtrain: worker 1 (rank 2) was lost in step " in errors
+    assert "2 of 3 workers continue without its samples" in errors
     job = job_from_keys("parameter_server_async", {OPTION + "replay": str(tmp_path)})
     with pytest.raises(ConfigError, match="a run that lost a worker, which its log cannot repeat"):
         make_plan(job, 4, "cpu")
 
 
 def test_two_servers_lose_two_of_three_workers_and_the_run_goes_on(tmp_path):
-    """In different steps; the second one in the middle of a push, which one server has whole."""
+    """In different steps; the second in the middle of a push, which one server has received
+    completely.
+    """
     keys = {OPTION + "servers": 2}
-    found = run_ranks(lose_two, 5, tmp_path, keys, killed=[2, 4])
-    assert [one is None for one in found] == [False, False, True, False, True]
+    results = run_ranks(lose_two, 5, tmp_path, keys, killed=[2, 4])
+    assert [result is None for result in results] == [False, False, True, False, True]
     lines = log_of(tmp_path)
     for server in range(2):
-        own = [line for line in lines if line["server"] == server and "pulled" in line]
-        assert sum(line["worker"] == 1 for line in own) == STEPS
+        pushes = [line for line in lines if line["server"] == server and "pulled" in line]
+        assert sum(line["worker"] == 1 for line in pushes) == STEPS
         assert {line["lost"] for line in lines if line["server"] == server and "lost" in line} == {
             0,
             2,
         }
-    assert {name.partition(".")[0] for name in Checkpoint(found[0]).names} == {"model"}
+    assert {name.partition(".")[0] for name in Checkpoint(results[0]).names} == {"model"}
 
 
 def lose_two(context, folder, keys):
     victim = {2: 0, 4: 2}.get(context.rank)
     when = "computing" if context.rank == 2 else "pushing"
-    return trained(context, folder, keys, victim, context.rank - 1, when)[2]
+    return train_worker(context, folder, keys, victim, context.rank - 1, when)[2]
 
 
 def test_without_any_worker_the_run_ends(tmp_path):
     with pytest.raises(RankFailure, match="every worker was lost, and servers compute nothing"):
         run_ranks(
-            trained, 2, tmp_path, {"train.global_batch_size": 3}, 0, 2, "computing", killed=[1]
+            train_worker, 2, tmp_path, {"train.global_batch_size": 3}, 0, 2, "computing", killed=[1]
         )
 
 
@@ -174,12 +177,12 @@ def fail_in_a_step(context, folder, rank, fault):
             if context.rank == rank and number == 2:
                 if fault == "raise":
                     raise ValueError("odd")
-                die()
+                kill_this_rank()
             engine.step(batch)
 
 
-def saved_by_those_left(context, folder, beside):
-    """A save in which the worker dies that writes the buffers."""
+def save_without_a_worker(context, folder, beside):
+    """A save during which the worker that writes the buffers dies."""
     keys = {"train.global_batch_size": 6, "checkpoint.asynchronous": beside}
     job = job_from_keys("parameter_server_async", keys)
     with Engine(TinyConv, CrossEntropy(), adamw, job, context) as engine:
@@ -188,27 +191,27 @@ def saved_by_those_left(context, folder, beside):
             engine.step(rows)
         engine.saver.reserve(Path(folder) / "checkpoints")
         if context.rank == 1:
-            os.pwrite = lambda *_: die()
-        said = save_or_explain(engine, Path(folder), last=True)
-        return said, {k: t.values().clone() for k, t in engine.runner.state().items()}
+            os.pwrite = lambda *_: kill_this_rank()
+        message = save_or_explain(engine, Path(folder), last=True)
+        return message, {k: t.values().clone() for k, t in engine.runner.state().items()}
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_worker_that_dies_in_a_save_is_done_without(tmp_path, beside):
-    found = run_ranks(saved_by_those_left, 4, tmp_path, beside, killed=[1])
-    assert [one is None for one in found] == [False, True, False, False]
-    assert [one[0] for one in found if one] == [[], [], []]
+    results = run_ranks(save_without_a_worker, 4, tmp_path, beside, killed=[1])
+    assert [result is None for result in results] == [False, True, False, False]
+    assert [result[0] for result in results if result] == [[], [], []]
     saved = Checkpoint(tmp_path / "checkpoints" / "step-2")
-    # What the next worker has.
+    # The samples of the next worker.
     assert torch.equal(
-        saved.read("model.norm.running_mean"), found[2][1]["model.norm.running_mean"]
+        saved.read("model.norm.running_mean"), results[2][1]["model.norm.running_mean"]
     )
-    assert torch.equal(saved.read("model.conv.weight").view(-1), found[0][1]["model.conv.weight"])
+    assert torch.equal(saved.read("model.conv.weight").view(-1), results[0][1]["model.conv.weight"])
     assert "optimizer.conv.weight.exp_avg" in saved.names
 
 
-def shares(context):
-    """Validation samples of this rank, before a rank is lost and after."""
+def validation_shares(context):
+    """The validation samples of this rank, before a rank is lost and after."""
     words = ["model.name=lenet", "data.name=digits", "train.global_batch_size=6"]
     job = load_job(None, "parameter_server_async", words)
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
@@ -216,12 +219,12 @@ def shares(context):
     before = sum(batch.count for batch in parts.validation_batches(context))
     context.barrier()
     if context.rank == 2:
-        die()
+        kill_this_rank()
     context.lost_ranks.confirm(2)
     return before, sum(batch.count for batch in parts.validation_batches(context))
 
 
 def test_those_left_share_the_validation_samples():
-    found = run_ranks(shares, 4, killed=[2])
-    assert [one and one[0] for one in found] == [0, 120, None, 120]
-    assert [one and one[1] for one in found] == [0, 180, None, 180]
+    results = run_ranks(validation_shares, 4, killed=[2])
+    assert [result and result[0] for result in results] == [0, 120, None, 120]
+    assert [result and result[1] for result in results] == [0, 180, None, 180]

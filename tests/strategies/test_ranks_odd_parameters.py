@@ -1,4 +1,4 @@
-"""Odd parameters, hooks, states and groups of an optimizer: right under a strategy, or refused."""
+"""Unusual parameters, hooks, states and optimizer groups: right under a strategy, or refused."""
 
 from __future__ import annotations
 
@@ -68,28 +68,29 @@ RUNS = [
 @pytest.mark.parametrize(("strategy", "cases"), RUNS)
 def test_what_users_write_is_right_or_refused_by_name(strategy, cases):
     axes = {"pp": 2 if strategy == "1f1b" else 1, "tp": 2 if strategy == "tensor" else 1}
-    # A forward pass that writes does so for each micro-batch, as in one process: one is enough.
+    # A forward pass that writes does so for each micro-batch, as in one process, so use a single
+    # one.
     rows = 8 if strategy == "tensor" else 4
     for keys, chosen in (
         ({"train.micro_batch_size": rows}, [c for c in ONE_RUN[cases] if c[0] in WRITES]),
         ({"train.micro_batch_size": 2}, [c for c in ONE_RUN[cases] if c[0] not in WRITES]),
     ):
-        for found in run_ranks(train_odd, 2, strategy, chosen, keys, timeout_s=300, **axes)[0]:
-            check(strategy, found, cases)
+        for reports in run_ranks(train_odd, 2, strategy, chosen, keys, timeout_s=300, **axes)[0]:
+            check(strategy, reports, cases)
 
 
-def check(strategy: str, found: dict[str, Any], cases: str) -> None:
-    net, optimizer = found["case"].split()
+def check(strategy: str, reports: dict[str, Any], cases: str) -> None:
+    net, optimizer = reports["case"].split()
     expected = (optimizer if cases == "groups" else net) in REFUSED[strategy]
-    assert "error" not in found, (found["case"], found)
-    assert ("refused" in found) == expected, (found["case"], found)
+    assert "error" not in reports, (reports["case"], reports)
+    assert ("refused" in reports) == expected, (reports["case"], reports)
     if expected:
-        assert "--strategy" in found["refused"], found
+        assert "--strategy" in reports["refused"], reports
         return
-    assert found["losses"] < 1e-6, (found["case"], found["losses"])
-    assert found["weights"] < 1e-5, (found["case"], found["weights"])
-    assert not found["names"], found
-    assert not found["dtypes"], found
+    assert reports["losses"] < 1e-6, (reports["case"], reports["losses"])
+    assert reports["weights"] < 1e-5, (reports["case"], reports["weights"])
+    assert not reports["names"], reports
+    assert not reports["dtypes"], reports
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "1f1b"])

@@ -1,4 +1,4 @@
-"""Optimizer state on disk or on the host: the same numbers, less memory, on every rank."""
+"""Optimizer state on disk or on the host: the same numbers and less memory, on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from support.nets import TinyLM, tokens
 from support.offloaded import DISK, begin_and_continue
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import assert_same_parts, peaks, settled, text, wide
+from support.peaks import assert_same_parts, peaks, repeat_if_above, text, wide_model
 from support.ranks import run_ranks
 from torch import nn
 
@@ -21,7 +21,7 @@ from bigtrain.losses.loss import CrossEntropy
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
-    """With chunks so small that parameters are cut, and several share one."""
+    """Train with chunks so small that parameters are divided, and several share a chunk."""
     bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     return train(context, *args)
 
@@ -50,14 +50,14 @@ def test_one_process_has_the_same_bits(case, optimizer):
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_ranks_equal_one_process(world_size, strategy, precision):
     keys = {"train.precision": precision, "optim.clip_norm": 0.5, "train.micro_batch_size": 1}
-    one = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
+    single = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
     args = (TinyLM, tokens(22), strategy, {**keys, **DISK})
     for record in run_ranks(train_in_small_chunks, world_size, *args):
-        assert largest_difference(one, record) < (1e-10 if precision == "fp64" else 1e-5)
+        assert largest_difference(single, record) < (1e-10 if precision == "fp64" else 1e-5)
 
 
 class Narrow(nn.Module):
-    """Some of three ranks have nothing of its layers."""
+    """Two of three ranks have no elements of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class Narrow(nn.Module):
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_rank_without_elements_of_a_parameter_takes_part_in_its_checkpoint(precision):
     keys = {"train.precision": precision, "train.global_batch_size": 9}
-    one = run_ranks(train, 3, Narrow, tokens(22), "fsdp", keys, 4, adamw)[0]
+    plain = run_ranks(train, 3, Narrow, tokens(22), "fsdp", keys, 4, adamw)[0]
     for record in run_ranks(train, 3, Narrow, tokens(22), "fsdp", {**keys, **DISK}, 4, adamw):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(plain, record) < 1e-10
 
 
 def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
@@ -99,15 +99,15 @@ def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
 )
 def test_checkpoints_go_both_ways(tmp_path, precision, world_size, strategy):
     keys = {"train.precision": precision}
-    ways = {"plain": (strategy, {}), "disk": (strategy, DISK)}
+    variants = {"plain": (strategy, {}), "disk": (strategy, DISK)}
     losses = {
         (a, b): run_ranks(
-            begin_and_continue, world_size, tmp_path / f"{a}-{b}", ways[a], ways[b], keys
+            begin_and_continue, world_size, tmp_path / f"{a}-{b}", variants[a], variants[b], keys
         )
-        for a in ways
-        for b in ways
+        for a in variants
+        for b in variants
     }
-    assert len({str(found) for found in losses.values()}) == 1
+    assert len({str(last_losses) for last_losses in losses.values()}) == 1
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -127,8 +127,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_predicted_part_by_part(case):
     world_size, strategy, keys, optimizer = CASES[case]
-    args = (wide, text(), strategy, {**keys, **DISK}, optimizer)
-    rows = settled(
+    args = (wide_model, text(), strategy, {**keys, **DISK}, optimizer)
+    rows = repeat_if_above(
         lambda: run_ranks(peaks, world_size, *args), lambda row: row[1].bytes > 1.01 * row[0].bytes
     )
     for predicted, measured, note in rows:
@@ -137,7 +137,7 @@ def test_the_peak_is_predicted_part_by_part(case):
 
 
 def build_on_a_small_disk(context, free: int) -> str:
-    """Rank 1 alone sees little room; every rank must say the same."""
+    """Only rank 1 sees too little space; every rank must report the same error."""
     import bigtrain.optim.state_store
 
     bigtrain.optim.state_store.free_disk_bytes = lambda _: free if context.rank == 1 else 10**12

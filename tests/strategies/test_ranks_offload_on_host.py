@@ -1,4 +1,4 @@
-"""The host updates for the device: the order of copies, tried out with copies that are late."""
+"""The host updates for the device: the order of copies, tested with copies that are delayed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ HOST = {"strategy.offload.name": f"{__name__}:OnHost", "strategy.offload.optimiz
 
 
 class OnHost(Offload):
-    """As on a GPU, but the device is the CPU."""
+    """As on a GPU, but with the CPU as the device."""
 
     def apply(self, assembly: Assembly) -> None:
         assembly.state_store = HostStateStore(assembly.context, LateCopies())
 
 
 class OnDisk(Offload):
-    """As on a GPU, through buffers of which every tensor takes several."""
+    """As on a GPU, through buffers so small that every tensor needs several."""
 
     def apply(self, assembly: Assembly) -> None:
         bigtrain.tensors.transfer.BOUNCE_BYTES = 64
@@ -88,14 +88,21 @@ def test_late_copies_to_disk_change_nothing(case, world_size, strategy):
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "zero1_torch")])
 def test_checkpoints_go_both_ways(tmp_path, world_size, strategy):
-    ways = {"plain": (strategy, {}), "host": (strategy, HOST)}
+    variants = {"plain": (strategy, {}), "host": (strategy, HOST)}
     keys = {"train.precision": "bf16"}
     losses = {
         str(
-            run_ranks(begin_and_continue, world_size, tmp_path / f"{a}-{b}", ways[a], ways[b], keys)
+            run_ranks(
+                begin_and_continue,
+                world_size,
+                tmp_path / f"{a}-{b}",
+                variants[a],
+                variants[b],
+                keys,
+            )
         )
-        for a in ways
-        for b in ways
+        for a in variants
+        for b in variants
     }
     assert len(losses) == 1
 
@@ -122,8 +129,8 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
 
     update.optimizer.step = watched  # type: ignore[method-assign]
     update.step()
-    # Before each of four updates: two gradients asked for at first, then a value back and a
-    # gradient over each time; one of them, or value and gradient, still under way.
+    # Before each of four updates: at first two gradients are requested, then each time a value to
+    # the device and a gradient to the host; one of them, or both, still in progress.
     assert seen == [(2, 1), (4, 2), (6, 4), (7, 6)]
     assert copies.done == len(copies.asked) == 8
     values = parameter.detach()

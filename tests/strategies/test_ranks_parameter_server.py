@@ -1,4 +1,6 @@
-"""Servers and workers compute what one process does, hold what is foretold, and save it all."""
+"""Servers and workers compute the same as one process, need the predicted memory, and save
+everything.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import time
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.nets import TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 
@@ -39,9 +41,9 @@ def test_it_equals_one_process_in_float64(expected, ranks, servers):
 
 
 def test_the_losses_of_adamw_in_fp32_are_those_of_one_process():
-    one = run_ranks(train, 1, TinyLM, tokens(22), "single", {}, 6, adamw)[0]
+    single = run_ranks(train, 1, TinyLM, tokens(22), "single", {}, 6, adamw)[0]
     for record in run_ranks(train, 3, TinyLM, tokens(22), "parameter_server", {}, 6, adamw):
-        assert record.losses == pytest.approx(one.losses, abs=1e-6)
+        assert record.losses == pytest.approx(single.losses, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,8 @@ def test_the_losses_of_adamw_in_fp32_are_those_of_one_process():
 )
 def test_the_peak_of_workers_and_of_servers_is_foretold(servers, keys, optimizer):
     keys = {**keys, "strategy.replicate.servers": servers}
-    found = run_ranks(peaks, 4, wide, text(), "parameter_server", keys, optimizer)
-    for rank, (predicted, measured, note) in enumerate(found):
+    results = run_ranks(peaks, 4, wide_model, text(), "parameter_server", keys, optimizer)
+    for rank, (predicted, measured, note) in enumerate(results):
         assert note is None
         assert_same_parts(predicted, measured)
         serves = rank < servers
@@ -61,8 +63,8 @@ def test_the_peak_of_workers_and_of_servers_is_foretold(servers, keys, optimizer
 
 def test_checkpoints_go_to_ddp_and_back(tmp_path):
     def run(strategy, ranks, folder, load=None):
-        found = run_ranks(continued, ranks, strategy, tmp_path / folder, adamw, load)
-        return found[0]
+        results = run_ranks(continue_run, ranks, strategy, tmp_path / folder, adamw, load)
+        return results[0]
 
     path, losses = run("parameter_server", 3, "server")
     again, same = run("parameter_server", 3, "again", path)
@@ -104,8 +106,8 @@ def test_a_dry_run_says_what_each_role_needs():
         predict(setup.resolved, setup.workload, 0, dp_rank).own_peak.bytes for dp_rank in (2, 0)
     ]
     worker, server = map(format_bytes, peaks_of_roles)
-    said = f"a worker is predicted to need {worker}, the server {server}"
-    assert said in prediction.advice
+    text = f"a worker is predicted to need {worker}, the server {server}"
+    assert text in prediction.advice
     assert prediction.peak.bytes == max(peaks_of_roles)
 
 
@@ -117,7 +119,7 @@ def test_one_rank_is_not_enough():
 
 
 class Slow(TinyLM):
-    """Takes its time where it does not learn."""
+    """Sleeps in evaluation mode."""
 
     def forward(self, tokens):
         if not self.training and tokens.device.type != "meta":

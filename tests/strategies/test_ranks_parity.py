@@ -1,8 +1,8 @@
-"""Every strategy computes what one process computes on the same global batch.
+"""Every strategy computes the same as one process on the same global batch.
 
 In float64 differences are at rounding level, so a wrong factor, a lost micro-batch or a mean of
-means cannot hide. The data have 22 samples to a global batch of 8: every third batch is ragged,
-whole samples have no valid target, and with four ranks some ranks have none at all.
+means shows. There are 22 samples and a global batch of 8: every third batch is smaller, some
+samples have no valid target, and with four ranks some ranks have none at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bigtrain.job.presets import preset_names
 from bigtrain.job.strategy_words import whole_strategies
 
 ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
-"""Several devices of one process."""
+"""Strategies that use several devices in one process."""
 ON_FOUR = (
     "hybrid",
     "1f1b_ddp",
@@ -85,13 +85,13 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "sync_sgd, accumulating": ("sync_sgd", ONE_ROW),
     "ring": ("ring", TWELVE),
     "ring, accumulating": ("ring", ONE_ROW),
-    # 7 numbers: chunks of 4 and 3, of 3, 2 and 2, of 2, 2, 2 and 1; the last bucket has fewer.
+    # 7 numbers: chunks of 4 and 3; of 3, 2 and 2; of 2, 2, 2 and 1; the last bucket has fewer.
     "ring, uneven chunks": ("ring", {**ONE_ROW, "strategy.replicate.bucket_size": 56}),
 }
 
 
 def train_classic(context, model, base):
-    """Each of them in one set of ranks."""
+    """The records of both strategies, in one set of ranks."""
     return {
         case: train(context, model, tokens(22), strategy, {**base, **keys}, 4)
         for case, (strategy, keys) in CLASSIC.items()
@@ -100,7 +100,7 @@ def train_classic(context, model, base):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_sync_sgd_and_the_ring_equal_one_process(world_size):
-    """In float64; and their replicas one another bit for bit."""
+    """In float64; and their replicas are equal bit for bit."""
     one = run_ranks(train, 1, TinyLM, tokens(22), "single", {**FP64, **TWELVE}, 4)[0]
     found = run_ranks(train_classic, world_size, TinyLM, FP64)
     for rank, case in product(found, CLASSIC):
@@ -111,7 +111,7 @@ def test_sync_sgd_and_the_ring_equal_one_process(world_size):
 
 @pytest.mark.parametrize("strategy", ["sync_sgd", "ring"])
 def test_what_a_step_does_without_is_left_alone_in_it(strategy):
-    """A layer that takes part in every other step: no momentum, no weight decay in between."""
+    """A layer that is used in every other step gets no momentum and no weight decay in between."""
     keys = {**FP64, **TWELVE}
     one = run_ranks(train, 1, Sometimes, tokens(22), "single", keys, 4)[0]
     for record in run_ranks(train, 2, Sometimes, tokens(22), strategy, keys, 4):
@@ -126,7 +126,7 @@ def test_sync_sgd_and_the_ring_have_the_losses_of_one_process_in_float32():
 
 
 WHOLE = whole_strategies()
-# Words that add to a strategy: to that of one process, but where it takes more.
+# Words that extend a strategy: they extend `single`, unless they need more.
 BESIDE = {"offload_parameters_cpu": "fsdp"}
 LISTED = [
     name if name in WHOLE else f"{BESIDE.get(name, 'single')}+{name}"
@@ -141,28 +141,29 @@ def expected_with_unreached() -> Record:
 
 @pytest.mark.parametrize("strategy", LISTED)
 def test_every_listed_strategy_equals_one_process(expected_with_unreached, strategy):
-    """A new preset is tested the moment its file is there, in float64 where it may be.
+    """A new preset is tested as soon as its file exists, in float64 if it supports that.
 
-    Of parameters that the loss does not reach one process has no gradient: weight decay and
-    momentum leave them alone, and so must every engine.
+    Parameters that the loss does not reach have no gradient in one process: weight decay and
+    momentum do not change them there, and must not in any engine.
     """
     world_size = 1 if strategy.startswith("single") or strategy in ON_DEVICES else 2
     world_size = 4 if strategy in ON_FOUR else world_size
     keys = {**FP64, "train.micro_batch_size": 2}
     if strategy.endswith("+accumulation"):
-        del keys["train.micro_batch_size"]  # it says how many there are
+        del keys["train.micro_batch_size"]  # accumulation sets the number of micro-batches itself
     one, tolerance = expected_with_unreached, 1e-10
     if refusal(strategy, keys, world_size):
         one, tolerance = reference("fp32", Unreached), 1e-5
         keys["train.precision"] = "fp32"
         reason = refusal(strategy, keys, world_size)
-        if reason:  # it cannot run on a CPU at all: then it says what to use there
+        if reason:  # it cannot run on a CPU, and names an alternative
             assert "needs CUDA" in reason
             assert "Use --strategy" in reason
             return
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     plan = make_plan(job, world_size, "cpu")
-    if plan.replicate.inexact_reason is not None:  # and says so before the ranks connect
+    # Inexact strategies state a reason before the ranks connect
+    if plan.replicate.inexact_reason is not None:
         assert any(plan.replicate.inexact_reason in line for line in plan.warnings)
         return
     mesh = {"pp": plan.pp, "tp": plan.tp}
@@ -171,7 +172,7 @@ def test_every_listed_strategy_equals_one_process(expected_with_unreached, strat
 
 
 def refusal(strategy: str, keys: dict[str, Any], world_size: int) -> str | None:
-    """Why a plan is refused, or None."""
+    """The reason why a plan is refused, or None."""
     try:
         make_plan(
             job_from_keys(strategy, {"train.global_batch_size": 8, **keys}), world_size, "cpu"
@@ -219,7 +220,7 @@ def test_compressed_gradients_stay_close_and_are_not_the_same(hook):
     }
     one = run_ranks(train, 1, TinyLM, tokens(22), "single", {})[0]
     record = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys)[0]
-    # PowerSGD keeps one direction of each matrix: it learns, but on a path of its own.
+    # PowerSGD keeps one direction of each matrix: it learns, but along a different path.
     assert record.losses == pytest.approx(one.losses, abs=0.5 if hook == "powersgd" else 0.02)
     assert largest_difference(one, record) > 0
 
@@ -233,6 +234,6 @@ def test_bf16_equals_one_process_in_bf16_and_keeps_fp32_weights():
 
 
 def test_a_wrong_gradient_would_be_seen(expected):
-    """The yardstick itself: a run with another rate differs by far more than the tolerance."""
+    """The tolerance itself: a run with a different rate differs by far more."""
     other = run_ranks(train, 1, TinyLM, tokens(22, ignored=False), "single", FP64)[0]
     assert largest_difference(expected, other) > 1e-3

@@ -1,4 +1,4 @@
-"""The ring by itself: what it averages, in which precision, and to the byte what it sends."""
+"""The ring alone: its averages, their precision, and the exact number of bytes it sends."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ LENGTHS = (1, 2, 3, 7, 1000, 100_003)
 WAYS = ("send", "receive")
 
 
-def own(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+def rank_tensor(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def averaged(context, dtype):
-    """Of each length: the average, and the bytes that were sent and received for it."""
-    found: list[tuple[Any, ...]] = []
+def average_lengths(context, dtype):
+    """For each length: the average, and the bytes that were sent and received for it."""
+    averages: list[tuple[Any, ...]] = []
     reduce = RingReduce(context, max(LENGTHS), dtype)
     for length in LENGTHS:
-        flat = own(context.rank, length, dtype)
+        flat = rank_tensor(context.rank, length, dtype)
         context.recorder.traffic.begin()
         reduce(flat)
         counted: Any = context.recorder.traffic.end()
-        ways = [None if counted is None else counted[way, context.world_size] for way in WAYS]
-        found.append((flat, *ways))
-    return found
+        byte_counts = [
+            None if counted is None else counted[direction, context.world_size]
+            for direction in WAYS
+        ]
+        averages.append((flat, *byte_counts))
+    return averages
 
 
 @pytest.mark.parametrize(
@@ -41,12 +44,14 @@ def averaged(context, dtype):
     [(2, torch.float32), (3, torch.float32), (4, torch.float64), (4, torch.bfloat16)],
 )
 def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
-    found = run_ranks(averaged, ranks, dtype)
+    rank_results = run_ranks(average_lengths, ranks, dtype)
     for number, length in enumerate(LENGTHS):
-        mean = torch.stack([own(rank, length, dtype).double() for rank in range(ranks)]).mean(0)
-        results, sent, received = zip(*(rank[number] for rank in found), strict=True)
+        mean = torch.stack(
+            [rank_tensor(rank, length, dtype).double() for rank in range(ranks)]
+        ).mean(0)
+        results, sent, received = zip(*(rank[number] for rank in rank_results), strict=True)
         assert all(torch.equal(result, results[0]) for result in results)
-        if dtype == torch.bfloat16:  # one rounding, at the end
+        if dtype == torch.bfloat16:  # rounded only once, at the end
             near = mean.float().to(dtype)
             assert (results[0] != near).double().mean() < 0.01
             assert torch.allclose(results[0].double(), mean, rtol=2**-8, atol=1e-6)
@@ -55,7 +60,7 @@ def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
         if not COUNTS_EXCHANGES:
             assert {*sent, *received} == {None}
             continue
-        # 2 (n-1)/n of the bytes on each rank, with whole numbers in chunks; n of them together.
+        # 2 (n-1)/n of the bytes on each rank, with integer chunk lengths; n times that in total.
         size = 2 + 4 if dtype == torch.bfloat16 else 2 * dtype.itemsize
         assert sum(sent) == sum(received) == (ranks - 1) * length * size
         most = size * (length - min(chunk_lengths(length, ranks)))
@@ -69,15 +74,15 @@ def test_chunks_differ_by_one_at_most():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "said"),
+    ("ranks", "strategy", "message"),
     [
         (1, "ring", r"2 replicas or more, and mesh.dp=1. Use --strategy single, or start more"),
         (4, "1f1b+ring", r"a pipeline \(mesh.pp=2\) interleaves several. Use strategy.replicate="),
     ],
 )
-def test_what_a_ring_cannot_be(ranks, strategy, said):
+def test_what_a_ring_cannot_be(ranks, strategy, message):
     keys = {"train.global_batch_size": 8, **({"mesh.pp": 2} if ranks > 1 else {})}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(strategy, keys), ranks, "cpu")
 
 

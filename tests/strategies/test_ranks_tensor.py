@@ -1,7 +1,8 @@
-"""Sliced models, with replicas and with stages, compute what one process computes.
+"""Sliced models, with replicas and with stages, compute the same as one process.
 
-Losses, norms, every gradient and every weight, with accumulation, a ragged batch, rows without
-valid targets, tied and untied heads, and parts that the ranks cannot share out evenly.
+Compared are losses, norms, every gradient and every weight, with accumulation, a smaller last
+batch, rows without valid targets, tied and untied heads, and parts that the ranks cannot divide
+evenly.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WORDS, CLASSES, SIZES = 29, 5, {"num_layers": 2, "width": 24, "num_heads": 6, "v
 
 
 class Own(nn.Module):
-    """A user's module: grouped queries, a gate from one weight, other names."""
+    """A user's module: grouped queries, a fused gate, unusual names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Own(nn.Module):
         self.scores = nn.Parameter(torch.empty(WORDS, 32).uniform_(-0.2, 0.2))
 
     def reset_parameters(self) -> None:
-        """As in the constructor."""
+        """Initialize as in the constructor."""
         nn.init.uniform_(self.scores, -0.2, 0.2)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class Own(nn.Module):
 
 
 class Places(nn.Module):
-    """A table of places, which no gradient comes back to."""
+    """A table of positions that receives no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(1, places, width) of (rows, places, width)."""
@@ -80,7 +81,7 @@ def gpt(*, tied: bool) -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """The layers of a ViT-B/16, two of them, with heads that four ranks have unequally."""
+    """Two layers of a ViT-B/16, whose heads four ranks cannot divide evenly."""
     return VisionTransformer(16, 4, 2, num_heads=6, hidden_dim=24, mlp_dim=48, num_classes=CLASSES)
 
 
@@ -93,7 +94,7 @@ def resnet() -> nn.Module:
 
 
 def smooth_resnet() -> nn.Module:
-    """Without choices by a comparison: of numbers that are nearly equal rounding would choose."""
+    """Without comparisons, whose outcome rounding would decide for nearly equal numbers."""
     model = resnet()
     for module in model.modules():
         if isinstance(getattr(module, "relu", None), nn.ReLU):
@@ -127,7 +128,7 @@ SMOOTH = "resnet, smooth"
 
 
 def samples(name: str) -> Samples:
-    """14 of them, of which some have few valid targets or none."""
+    """14 samples, some with few valid targets or none."""
     numbers = torch.Generator().manual_seed(4)
     if name in TEXT:
         words = torch.randint(WORDS, (14, 7), generator=numbers)
@@ -141,10 +142,12 @@ def samples(name: str) -> Samples:
     return TensorSamples(inputs, targets)
 
 
-def trained(
+def train_models(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> dict[tuple[str, str], Record]:
-    """Two steps of each model under each strategy: of eight rows, and of the six that are left."""
+    """Two steps of each model under each strategy: with eight rows, and with the six
+    that remain.
+    """
     keys = {"train.micro_batch_size": 2, "optim.clip_norm": 0.5, **keys}
     return {
         (strategy, name): train(context, ALL_MODELS[name], samples(name), strategy, keys, 2)
@@ -158,14 +161,14 @@ def assert_equal_one_process(
     strategies: tuple[str, ...], names: tuple[str, ...], precision: str, ranks: int, **mesh: int
 ) -> None:
     keys: dict[str, Any] = {"train.precision": precision}
-    (one,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
+    (single,) = run_ranks(train_models, 1, ("single",), names, keys, timeout_s=200)
     keys |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    found = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
+    results = run_ranks(train_models, ranks, strategies, names, keys, timeout_s=400, **mesh)
     far = {
         (case, rank): distance
-        for rank, records in enumerate(found)
+        for rank, records in enumerate(results)
         for case, record in records.items()
-        if not (distance := largest_difference(one["single", case[1]], record))
+        if not (distance := largest_difference(single["single", case[1]], record))
         < {"fp64": 1e-10, "fp32": 1e-5}[precision]
     }
     assert not far
@@ -194,7 +197,7 @@ def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
 
 @pytest.mark.full
 def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
-    """Three axes: replicas whose optimizer, or all of whose state, is in shards."""
+    """Three axes: replicas that shard the optimizer state, or all states."""
     strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor", "1f1b+fsdp+tensor_sequence")
     assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 8, pp=2, tp=2)
 
@@ -207,10 +210,10 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_s
     ("slices", "names"),
     [
         pytest.param("tensor", ("gpt, tied", "own"), marks=pytest.mark.full),
-        # The patches of a picture and its class are 17 places.
+        # The patches of an image and its class token are 17 places.
         ("tensor_sequence", ("gpt, tied",)),
         pytest.param("tensor_sequence", ("placed", "vit"), marks=pytest.mark.full),
-        # Images are sharded along channels, or along rows.
+        # Images are sharded along channels or along rows.
         pytest.param("tensor_sequence", (SMOOTH, "convnext"), marks=pytest.mark.full),
     ],
 )
@@ -225,11 +228,11 @@ def test_stages_that_send_each_other_parts_equal_one_process(
 def ends_of_steps(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> list[dict[tuple[str, str], Record]]:
-    """With parts, and with every rank sending whole boundary tensors."""
-    found = [trained(context, strategies, names, keys)]
+    """The results with scattered boundary tensors, and with whole ones from every rank."""
+    results = [train_models(context, strategies, names, keys)]
     least, scatter_gather.MIN_SCATTERED_BYTES = scatter_gather.MIN_SCATTERED_BYTES, 2**60
     try:
-        return [*found, trained(context, strategies, names, keys)]
+        return [*results, train_models(context, strategies, names, keys)]
     finally:
         scatter_gather.MIN_SCATTERED_BYTES = least
 
@@ -238,14 +241,14 @@ def ends_of_steps(
     ("strategies", "more"),
     [
         pytest.param(("1f1b+tensor", "zero_bubble+tensor"), {}, marks=pytest.mark.full),
-        # A stage's part of its input is all that is kept of it, and gathered once more.
+        # A stage saves only its part of its input, and gathers it once more.
         (("gpipe+tensor",), {"strategy.cut.checkpoint": "always"}),
     ],
 )
 def test_parts_change_no_bit(strategies: tuple[str, ...], more: dict[str, Any]) -> None:
     keys = {"train.precision": "fp32", **{f"mesh.{axis}": n for axis, n in STAGES.items()}, **more}
-    given = (strategies, ("gpt", "own"), keys)
-    for parts, whole in run_ranks(ends_of_steps, 4, *given, timeout_s=300, **STAGES):
+    arguments = (strategies, ("gpt", "own"), keys)
+    for parts, whole in run_ranks(ends_of_steps, 4, *arguments, timeout_s=300, **STAGES):
         assert parts.keys() == whole.keys()
         for case, record in parts.items():
             assert largest_difference(record, whole[case]) == 0.0, case

@@ -1,8 +1,8 @@
-"""Stock models of transformers, with their own outputs and losses, beside a plain torch loop.
+"""Models of transformers with their outputs and losses, compared with a plain torch loop.
 
-They are skipped where transformers is not installed: bigtrain does not need it. What makes them
-awkward (a cache, a loss of their own, an output that is a mapping) is tested everywhere on nets of
-our own: `support.caching_nets`, `test_ranks_user_losses.py`.
+They are skipped if transformers is not installed, which bigtrain does not require. Their special
+features (a cache, a built-in loss, a mapping as output) are tested everywhere on nets of this
+repository: `support.caching_nets`, `test_ranks_user_losses.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS, LENGTH, WORDS, STEPS = 8, 6, 31, 3
 
 
 class ByKeyword(nn.Module):
-    """Hands a mapping on as keywords, labels included: the model's own loss is in its output."""
+    """Passes a mapping as keywords, labels included: the output contains the model's loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ def classes(step: int) -> tuple[Any, Any]:
 
 
 def labelled_classes(step: int) -> tuple[Any, Any]:
-    ids, own = classes(step)
-    return {"input_ids": ids, "labels": own}, own
+    ids, labels = classes(step)
+    return {"input_ids": ids, "labels": labels}, labels
 
 
 def of_logits(output: Any, targets: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def rows_of(batch: tuple[Any, Any], rows: slice) -> tuple[Any, Any]:
 
 
 def plain_loop(case: str) -> list[float]:
-    """The losses of a plain torch loop on whole batches, the cache on as it is by default."""
+    """The losses of a plain torch loop on whole batches, with the cache on, as by default."""
     make, batch, loss = CASES[case]
     torch.manual_seed(0)
     model, losses = make().train(), []
@@ -122,22 +122,22 @@ def plain_loop(case: str) -> list[float]:
 
 
 def train_all(context: Any, strategy: str) -> dict[str, tuple[list[float], list[float]]]:
-    """For each case the losses, and the stages' shares of the work."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    """For each case, the losses and the stages' shares of the work."""
+    results: dict[str, tuple[list[float], list[float]]] = {}
     for case, (make, batch, loss) in CASES.items():
         keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
         job = job_from_keys(strategy, {**keys, "memory.predict": False})
         plan = make_plan(job, context.world_size, "cpu")
         each = ROWS // context.dp_size
-        own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+        rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
         torch.manual_seed(0)
         model, made_loss = make(), as_loss(loss)
         example = example_batch(rows_of(batch(0), slice(0, 2)), made_loss, job, plan)
         with Engine(model, made_loss, sgd, job, context, example=example) as engine:
-            losses = [engine.step(rows_of(batch(step), own)).loss for step in range(STEPS)]
+            losses = [engine.step(rows_of(batch(step), rank_rows)).loss for step in range(STEPS)]
             seconds = engine.layout.chosen.partition.seconds if engine.layout is not None else ()
-            found[case] = losses, [one / sum(seconds) for one in seconds]
-    return found
+            results[case] = losses, [stage_seconds / sum(seconds) for stage_seconds in seconds]
+    return results
 
 
 @pytest.mark.parametrize(

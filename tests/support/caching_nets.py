@@ -1,4 +1,4 @@
-"""A small language model that keeps keys and values as the models of transformers do."""
+"""A small language model that returns a key-value cache, as the models of transformers do."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from torch import Tensor, nn
 
 
 class Settings:
-    """What such a model calls its configuration; a part may have one of its own in it."""
+    """A configuration object like that of transformers; one configuration may contain another."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.use_cache, self.architectures = True, None
-        vars(self).update(given)
+        vars(self).update(settings)
 
     def to_json_string(self) -> str:
-        """As it is written beside a checkpoint."""
+        """The JSON text that is written next to a checkpoint."""
         return json.dumps({"use_cache": self.use_cache})
 
 
 class Cache:
-    """Collects what every layer leaves, which goes round all cuts."""
+    """Collects the values of every layer, so that they bypass every cut."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
 
 class CachingBlock(nn.Module):
+    """A residual layer that appends its input to a cache if there is one."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.key, self.out = nn.Linear(width, width), nn.Linear(width, width)
@@ -41,7 +43,7 @@ class CachingBlock(nn.Module):
 
 
 class CachingLM(nn.Module):
-    """Returns logits, and the keys of all its blocks where `config.use_cache` says so."""
+    """Returns logits, and with `config.use_cache` also the keys of all its blocks."""
 
     def __init__(self, blocks: int = 4, width: int = 16, words: int = 13) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class CachingLM(nn.Module):
 
 
 class Around(nn.Module):
-    """A model of one's own around such a one, whose configuration holds another."""
+    """A user's wrapper around `CachingLM`, whose configuration contains the inner configuration."""
 
     def __init__(self) -> None:
         super().__init__()

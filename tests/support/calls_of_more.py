@@ -1,4 +1,6 @@
-"""Calls of functions of several tensors: their shapes, then the function."""
+"""Calls of functions of several tensors: for each name, the shapes of the tensors and the
+function.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,8 @@ THREE = torch.tensor([0, 5, 2])
 
 
 def set_to(index):
+    """A function that assigns `value` to the elements of x at an index."""
+
     def function(x, value):
         y = x * 1
         y[index] = value
@@ -21,12 +25,14 @@ def set_to(index):
 
 
 def into_plain(value):
+    """Assign a value into a plain tensor of zeros, which becomes sliced."""
     y = torch.zeros(4, 2, 8, dtype=value.dtype)
     y[:, 0] = value
     return y
 
 
 def changed(x, y):
+    """Change a result in place by adding, multiplying and so on."""
     z = x * 1
     z += y
     z *= 2
@@ -35,6 +41,8 @@ def changed(x, y):
 
 
 def batch_norm(training):
+    """A function of (x, mean, spread, weight, bias) that normalizes over the batch."""
+
     def function(x, mean, spread, weight, bias):
         mean, spread = mean.detach().clone(), spread.detach().abs() + 0.5
         return F.batch_norm(x, mean, spread, weight, bias, training), mean, spread
@@ -43,6 +51,7 @@ def batch_norm(training):
 
 
 def instance_norm(x, mean, spread, weight):
+    """Normalize each sample and channel, with running statistics."""
     mean, spread = mean.detach().clone(), spread.detach().abs() + 0.5
     return F.instance_norm(x, mean, spread, weight, None, True), mean, spread
 

@@ -1,4 +1,4 @@
-"""Calls of functions of one tensor of shape (4, 6, 8), or (4, 6, 8, 8) for images."""
+"""Calls of functions of one tensor, of shape (4, 6, 8), or (4, 6, 8, 8) for images."""
 
 import copy
 
@@ -13,6 +13,7 @@ GRID = torch.linspace(-0.9, 0.9, 4 * 5 * 5 * 2, dtype=torch.float64).view(4, 5, 
 
 
 def views_follow(x):
+    """Change the base through views; views see the changes."""
     y = x * 1
     y[1:3, 2:4, 1].fill_(2.0)
     y.diagonal(0, 0, 1).mul_(3.0)
@@ -26,6 +27,7 @@ def views_follow(x):
 
 
 def base_changes_views(x):
+    """Change the base in place; an older view must see the change."""
     y = x * 1
     view = y.diagonal(0, 1, 2)
     y.mul_(2)
@@ -33,18 +35,21 @@ def base_changes_views(x):
 
 
 def hooked(x):
+    """A gradient hook on an intermediate result."""
     y = x * 1
     y.register_hook(lambda gradient: gradient * 3)
     return y * 2
 
 
 def added_out(x):
+    """Add with `out=`."""
     out = torch.empty_like(x.detach())
     torch.add(x.detach(), 1, out=out)
     return out
 
 
 def drawn(x):
+    """Random numbers of several functions."""
     noise = torch.empty_like(x).bernoulli_(0.5)
     return x * noise * torch.rand_like(x) + torch.randn_like(x).normal_()
 

@@ -1,4 +1,4 @@
-"""A real Slurm of one node for a test session, in a folder of its own; and free ports."""
+"""A real Slurm cluster of one node in a temporary folder, for a test session; and free ports."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _READY_S = 30.0
 
 
 def find(program: str) -> str:
-    """Return the path of a program; without it CI fails and a laptop skips."""
-    # Programs of the virtual environment count, whether it is activated or not.
+    """Return the path of a program; if it is missing, fail in CI and skip the test elsewhere."""
+    # Programs of the virtual environment count even if it is not activated.
     beside = f"{Path(sys.executable).parent}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
     path = shutil.which(program) or shutil.which(program, path=beside)
     if path is None:
@@ -40,6 +40,7 @@ def find(program: str) -> str:
 
 
 def free_port() -> int:
+    """Return a TCP port of the local host that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

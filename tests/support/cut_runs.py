@@ -1,4 +1,6 @@
-"""A cut model's stages, run one after the other on one device, beside the whole model."""
+"""Run the stages of a cut model one after the other on one device and compare with the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ NEAR = 1e-12
 
 
 class Squares:
-    """A loss of every floating tensor in an output."""
+    """A loss of all floating-point tensors in an output: the sum of mean squares and means."""
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
-        found = [t for t in tree_tensors(output) if t.is_floating_point()]
-        return torch.stack([(t.double() ** 2).mean() + t.double().mean() for t in found]).sum()
+        tensors = [t for t in tree_tensors(output) if t.is_floating_point()]
+        return torch.stack([(t.double() ** 2).mean() + t.double().mean() for t in tensors]).sum()
 
     def count(self, target: Any) -> int:
         del target
@@ -35,15 +37,17 @@ class Squares:
 
 
 def batch(inputs: Any) -> MicroBatch:
+    """A micro-batch of one sample with these inputs and a dummy target."""
     return MicroBatch(inputs, torch.zeros(1), 1, 1)
 
 
-def own(micro_batch: MicroBatch) -> MicroBatch:
-    """As a rank of its own has it."""
+def copy_batch(micro_batch: MicroBatch) -> MicroBatch:
+    """A copy of a micro-batch, as each rank has a copy for itself."""
     return batch(map_tensors(micro_batch.inputs, torch.clone))
 
 
-def made(case: Case) -> nn.Module:
+def make_model(case: Case) -> nn.Module:
+    """The model of a case in float64, with noise added so that no parameter is zero."""
     torch.manual_seed(0)
     model = case.make().double()
     with torch.no_grad():
@@ -55,7 +59,7 @@ def made(case: Case) -> nn.Module:
 def common_points(
     traced_model: TracedModel, micro_batch: MicroBatch
 ) -> tuple[list[CutPoint], dict[str, str]]:
-    """Where a cut is legal in training and in evaluation."""
+    """The cut points that are legal in training and in evaluation, and why others are refused."""
     evaluated, refused = legal_points(traced_model.trace(micro_batch, training=False)[0])
     places = {(point.name, point.number) for point in evaluated}
     points, why = legal_points(traced_model.trace(micro_batch, training=True)[0])
@@ -63,7 +67,7 @@ def common_points(
 
 
 def stages_of(cut: Cut, model: nn.Module) -> list[Stage]:
-    """Every stage from a copy of its own, as on ranks of their own."""
+    """Every stage, each stripped from a separate copy of the model as on separate ranks."""
     stages = []
     for index in range(cut.stages):
         part = copy.deepcopy(model)
@@ -73,11 +77,13 @@ def stages_of(cut: Cut, model: nn.Module) -> list[Stage]:
 
 
 def train_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> float:
-    """Forward and backward, stage after stage, passing boundary tensors only."""
+    """Run forward and backward, stage after stage, passing only boundary tensors; return
+    the loss.
+    """
     sent: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     boundary: tuple[Tensor, ...] = ()
     for stage in stages:
-        mine = own(micro_batch)
+        mine = copy_batch(micro_batch)
         expected = stage.incoming(mine)
         assert [(t.shape, t.dtype) for t in boundary] == [(e.shape, e.dtype) for e in expected]
         incoming = tuple(
@@ -103,17 +109,21 @@ def train_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> f
 
 
 def evaluate_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> Any:
+    """Run the stages without gradients, passing only boundary tensors; return the last output."""
     boundary: Any = ()
     for stage in stages:
         with torch.no_grad(), around():
-            boundary = stage.eval()(*boundary, micro_batch=own(micro_batch))
+            boundary = stage.eval()(*boundary, micro_batch=copy_batch(micro_batch))
     return boundary
 
 
 def difference(a: Tensor | None, b: Tensor | None) -> float:
+    """The largest absolute difference; a missing tensor equals zeros and differs from all else by
+    inf.
+    """
     if a is None or b is None:
-        other = a if b is None else b
-        return 0.0 if other is None or not bool(other.any()) else float("inf")
+        present = a if b is None else b
+        return 0.0 if present is None or not bool(present.any()) else float("inf")
     assert a.shape == b.shape
     return (
         float((a.to(torch.complex128) - b.to(torch.complex128)).abs().max()) if a.numel() else 0.0
@@ -123,7 +133,7 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 def compare(
     model: nn.Module, cut: Cut, micro_batches: list[MicroBatch], near: float = NEAR
 ) -> None:
-    """Train and evaluate the whole and the stages, batch after batch."""
+    """Train and evaluate the whole model and the stages on each batch; assert that they agree."""
     around = cut.traced_model.autocast
     whole, stages = copy.deepcopy(model), stages_of(cut, model)
     for number, micro_batch in enumerate(micro_batches):
@@ -131,7 +141,7 @@ def compare(
             part.train().zero_grad()
         torch.manual_seed(number)
         with around():
-            loss = Squares()(whole(own(micro_batch).inputs), None)
+            loss = Squares()(whole(copy_batch(micro_batch).inputs), None)
         loss.backward()
         torch.manual_seed(number)
         got = train_stages(stages, micro_batch, around)
@@ -152,7 +162,7 @@ def compare(
                 assert difference(buffer, share) <= near, ("buffer", name, number)
         torch.manual_seed(number)
         with torch.no_grad(), around():
-            expected = whole.eval()(own(micro_batch).inputs)
+            expected = whole.eval()(copy_batch(micro_batch).inputs)
         torch.manual_seed(number)
         output = evaluate_stages(stages, micro_batch, around)
         assert type(output) is type(expected)
@@ -160,8 +170,9 @@ def compare(
         assert all(difference(a, b) <= near for a, b in pairs), ("output", number)
 
 
-def traced(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
-    model = made(case)
+def trace_case(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
+    """The model of a case, its trace, and its micro-batches; `numerics` are those of the trace."""
+    model = make_model(case)
     torch.manual_seed(1)
     batches = [batch(make()) for make in (case.inputs, *case.others, case.inputs)]
     return model, TracedModel(model, Squares(), CPU, Numerics(**numerics)), batches

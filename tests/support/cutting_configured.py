@@ -1,4 +1,4 @@
-"""Small modules that share a configuration, of which a forward pass changes a field."""
+"""Small modules that share a configuration object, with a field that the forward pass changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 
 class Settings:
-    """What transformers calls a configuration: read by every layer, with a field of the head's."""
+    """A configuration as in transformers: every layer reads it, and one field belongs to
+    the head.
+    """
 
     def __init__(self) -> None:
         self.scale = 2.0
@@ -21,18 +23,22 @@ class Settings:
 
 @dataclass(frozen=True)
 class FrozenSettings:
+    """A frozen dataclass as configuration."""
+
     scale: float = 2.0
     kind: str | None = None
 
 
 class CheckedSettings(BaseModel):
-    """One of pydantic's, whose class is made by a class of its own."""
+    """A pydantic configuration, whose class is made by a metaclass."""
 
     scale: float = 2.0
     kind: str | None = None
 
 
 class Scaled(nn.Module):
+    """A layer whose scale is read from the configuration."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, self.layer = config, linear()
@@ -42,7 +48,7 @@ class Scaled(nn.Module):
 
 
 class Configured(nn.Module):
-    """Three layers and a head, whose kind is settled by the last code of the first pass."""
+    """Three layers and a head; code at the end of the first pass chooses the head's kind."""
 
     def __init__(self, make: Any = Settings) -> None:
         super().__init__()
@@ -60,7 +66,7 @@ class Configured(nn.Module):
 
 
 class ConfiguredEarly(Configured):
-    """The field is written beside the second layer, and read by the code after the third."""
+    """Code after the first layer writes the field; code after the third layer reads it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -73,7 +79,7 @@ class ConfiguredEarly(Configured):
 
 
 class ConfiguredFrozen(ConfiguredEarly):
-    """It is written past the class's own methods, by which nobody sees it."""
+    """The field is written by `object.__setattr__`, which bypasses the class's methods."""
 
     def __init__(self) -> None:
         super().__init__(FrozenSettings)
@@ -83,21 +89,21 @@ class ConfiguredFrozen(ConfiguredEarly):
 
 
 class ConfiguredTaken(ConfiguredEarly):
-    """It is written and read through the object's dict."""
+    """The field is written and read through the object's `__dict__`."""
 
     def settle(self, x: Tensor) -> None:
         vars(self.config)["kind"] = "single" if x.shape[-1] > 1 else "regression"
 
 
 class ConfiguredNamespace(ConfiguredEarly):
-    """An object of a class that nothing can be put beneath."""
+    """The configuration's class cannot be subclassed by a tracer."""
 
     def __init__(self) -> None:
         super().__init__(lambda: SimpleNamespace(scale=2.0, kind=None))
 
 
 class ConfiguredMapping(nn.Module):
-    """A mapping that two modules hold: one writes into it, the other reads."""
+    """Two modules hold the same mapping: one writes into it, the other reads it."""
 
     class Layer(nn.Module):
         def __init__(self, seen: dict[str, float], *, writes: bool) -> None:

@@ -1,4 +1,4 @@
-"""Small modules that do what users' modules do, to be cut at every place."""
+"""Small modules with the features of users' models, to be cut at every legal place."""
 
 from __future__ import annotations
 
@@ -43,23 +43,27 @@ Pair = namedtuple("Pair", "main extra")
 
 
 def images(rows: int = 3, size: int = 8) -> Tensor:
+    """Random images (rows, 3, size, size)."""
     return torch.randn(rows, 3, size, size, dtype=torch.float64)
 
 
 def words(rows: int = 3, length: int = 6) -> Tensor:
+    """Random tokens (rows, length)."""
     return torch.randint(0, WORDS, (rows, length))
 
 
 def rows(number: int = 3) -> Tensor:
+    """Random vectors (number, WIDTH) in float64."""
     return torch.randn(number, WIDTH, dtype=torch.float64)
 
 
 def sequences(number: int = 3, length: int = 5) -> Tensor:
+    """Random sequences (number, length, WIDTH) in float64."""
     return torch.randn(number, length, WIDTH, dtype=torch.float64)
 
 
 class UNet(nn.Module):
-    """Skips from the way down to the way up, kept in a list."""
+    """Skip connections from the downward path to the upward path, collected in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,20 +75,20 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for block in self.down:
             x = F.relu(block(x))
-            kept.append(x)
-            x = F.max_pool2d(x, 2) if len(kept) < 3 else x
-        kept.pop()
+            skips.append(x)
+            x = F.max_pool2d(x, 2) if len(skips) < 3 else x
+        skips.pop()
         for block in self.up:
             x = F.interpolate(x, scale_factor=2.0)
-            x = F.relu(block(torch.cat([x, kept.pop()], 1)))
+            x = F.relu(block(torch.cat([x, skips.pop()], 1)))
         return self.head(x)
 
 
 class Dense(nn.Module):
-    """Every layer gets the list of all before it."""
+    """Every layer gets the list of the outputs of all layers before it."""
 
     class Layer(nn.Module):
         def __init__(self, before: int) -> None:
@@ -107,13 +111,15 @@ class Dense(nn.Module):
 
 @dataclass
 class Both:
+    """A dataclass of a tensor and an optional tensor."""
+
     hidden: Tensor
     gate: Tensor | None = None
 
 
 @dataclass
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """As transformers has it: a mapping, a dataclass and a tuple at once."""
+    """An output as in transformers: a mapping, a dataclass and a tuple at once."""
 
     logits: Tensor | None = None
     hidden: tuple[Tensor, ...] | None = None
@@ -132,7 +138,7 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
 
 
 class Returning(nn.Module):
-    """Blocks that return more than a tensor, in structures of several kinds."""
+    """Blocks that return several values, in structures of several kinds."""
 
     class Block(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -178,6 +184,8 @@ class Returning(nn.Module):
 
 
 class Attention(nn.Module):
+    """Attention with a mask and rotary positions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = linear(3 * WIDTH), linear()
@@ -194,6 +202,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer block, whose activation may be shared with other blocks."""
+
     def __init__(self, act: nn.Module | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -207,6 +217,8 @@ class Block(nn.Module):
 
 
 class Rotary(nn.Module):
+    """The cosines and sines of positions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("speed", 1.0 / 10 ** torch.arange(4.0), persistent=False)
@@ -217,7 +229,9 @@ class Rotary(nn.Module):
 
 
 class Language(nn.Module):
-    """Tied embedding and head, rotary positions, masks and position ids made in the forward."""
+    """Tied embedding and head; rotary positions, masks and position ids made in the
+    forward pass.
+    """
 
     def __init__(
         self, *, layers: int = 3, shared: bool = False, act: bool = False, dropout: float = 0.0
@@ -225,8 +239,8 @@ class Language(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
         self.rotary = Rotary()
-        one = nn.ReLU() if act else None
-        made = [Block(one, dropout) for _ in range(1 if shared else layers)]
+        activation = nn.ReLU() if act else None
+        made = [Block(activation, dropout) for _ in range(1 if shared else layers)]
         self.blocks = nn.ModuleList(made)
         self.repeat = layers if shared else 1
         self.norm = nn.LayerNorm(WIDTH)
@@ -248,7 +262,7 @@ class Language(nn.Module):
 
 
 class Vision(nn.Module):
-    """Parameters used by the outermost forward; transposed values cross."""
+    """The outermost forward uses parameters; transposed tensors cross the cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +281,7 @@ class Vision(nn.Module):
 
 
 class InPlace(nn.Module):
-    """In-place activations and sums, and writing into a tensor piece by piece."""
+    """In-place activations and sums, and a tensor that is written piece by piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +302,7 @@ class InPlace(nn.Module):
 
 
 class MaskFilledByAModule(nn.Module):
-    """A tensor that every stage could make itself, but that a module changes in place."""
+    """A tensor that every stage could make for itself, but that a module changes in place."""
 
     class Fill(nn.Module):
         def __init__(self) -> None:
@@ -316,7 +330,7 @@ class MaskFilledByAModule(nn.Module):
 
 
 class ChangesItsInputs(nn.Module):
-    """The batch itself is changed: the tensor, and the dict around it."""
+    """The forward pass changes the batch: the tensor, and the dict that contains it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +345,7 @@ class ChangesItsInputs(nn.Module):
 
 
 class Branching(nn.Module):
-    """Loops over a list with control flow on shapes; other heads in training."""
+    """Loops over a list, control flow that depends on shapes, and a different head in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +364,7 @@ class Branching(nn.Module):
 
 
 class Mapped(nn.Module):
-    """A function mapped over the batch, around calls and between them."""
+    """A function mapped over the batch, around module calls and between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +378,7 @@ class Mapped(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A module, and inputs of one or more shapes."""
+    """A module, and functions that make inputs of one or more shapes."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], Any]

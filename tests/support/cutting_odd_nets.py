@@ -1,4 +1,6 @@
-"""Small modules that are hard to cut: gradients stopped and asked for, hooks, state, constants."""
+"""Small modules that are hard to cut: stopped gradients, gradient queries, hooks, state,
+constants.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ WIDTH = 8
 
 
 def linear(out: int = WIDTH) -> nn.Linear:
+    """A linear layer from WIDTH to `out` features."""
     return nn.Linear(WIDTH, out)
 
 
 class Detached(nn.Module):
-    """Values that cross without a gradient, some by one way only."""
+    """Values cross without a gradient; some have a gradient on one path only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Detached(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A frozen trunk under a trained head, run without gradients."""
+    """A frozen trunk, run without gradients, below a trained head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +55,8 @@ class Frozen(nn.Module):
 
 
 class Cube(torch.autograd.Function):
+    """x^3 with a deliberately different gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -60,11 +65,11 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return 2 * x * x * grad  # on purpose not the derivative
+        return 2 * x * x * grad  # deliberately not the derivative, so that autograd's would differ
 
 
 class Special(nn.Module):
-    """A function with a backward of its own, einsum, and the outermost code in between."""
+    """An autograd function with a custom backward, einsum, and outermost code in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +83,7 @@ class Special(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks that are recomputed in the backward pass, a part of the model at a time."""
+    """Blocks that are recomputed in the backward pass; one recomputed part spans two blocks."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -99,6 +104,8 @@ class Checkpointed(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """An LSTM and a GRU, whose final states are used as well as their outputs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
@@ -112,6 +119,8 @@ class Recurrent(nn.Module):
 
 
 class Encoder(nn.Module):
+    """torch's transformer encoder and attention module."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout, batch_first=True)
@@ -126,7 +135,7 @@ class Encoder(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Hooks before and after calls, inside and around; one keeps a feature for later."""
+    """Hooks before and after calls, inside and outside; one stores a feature for later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +152,7 @@ class Hooked(nn.Module):
 
 
 class BackwardHooked(nn.Module):
-    """Changes the gradient of a block as a whole: no cut may go through the block."""
+    """A hook changes the gradient of a whole block, so no cut may go through the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,6 +169,8 @@ class BackwardHooked(nn.Module):
 
 
 class Parametrized(nn.Module):
+    """Weights with torch's parametrizations: weight, orthogonal and spectral norm."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a = parametrizations.weight_norm(linear())
@@ -172,6 +183,8 @@ class Parametrized(nn.Module):
 
 
 class Nested(nn.Module):
+    """Modules and parameters in nested lists and dicts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
@@ -194,7 +207,7 @@ class Nested(nn.Module):
 
 
 class Cached(nn.Module):
-    """One module leaves a value behind, a later one reads it: cuts between must not be offered."""
+    """One module stores a value that a later one reads, so no cut between them may be offered."""
 
     class Writer(nn.Module):
         def __init__(self) -> None:
@@ -231,7 +244,7 @@ class Cached(nn.Module):
 
 
 class Appending(nn.Module):
-    """Modules add to a list that they are given, and the outermost code reads it later."""
+    """Modules append to a list that they receive, and the outermost code reads it later."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -258,7 +271,7 @@ class Appending(nn.Module):
 
 
 class Counting(nn.Module):
-    """Numbers kept by modules from call to call, and read elsewhere."""
+    """Modules store numbers from call to call, and other modules read them."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -283,7 +296,7 @@ class Counting(nn.Module):
 
 
 class Remembering(nn.Module):
-    """The mean of all batches so far, kept by assigning to a buffer."""
+    """The mean of all batches so far, stored by assigning to a buffer."""
 
     class Mean(nn.Module):
         def __init__(self) -> None:
@@ -309,7 +322,7 @@ class Remembering(nn.Module):
 
 
 class Constants(nn.Module):
-    """Tensors that are neither parameters nor buffers, and random ones made in the forward."""
+    """Tensors that are neither parameters nor buffers, and random ones made in the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,6 +337,8 @@ class Constants(nn.Module):
 
 
 class ValueDependent(nn.Module):
+    """A gate whose path depends on a value."""
+
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
@@ -337,7 +352,7 @@ class ValueDependent(nn.Module):
 
 
 class LooksAtValues(nn.Module):
-    """A short cut for a mask of all ones, left out when compiled, as transformers has it."""
+    """A shortcut for a mask of all ones, skipped when compiled, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +367,7 @@ class LooksAtValues(nn.Module):
 
 
 class KeepsEval(nn.Module):
-    """Its statistics stay frozen whatever it is told, as detectors do."""
+    """Its statistics stay frozen even after `train()`, as in detectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +383,7 @@ class KeepsEval(nn.Module):
 
 
 class Gradients(nn.Module):
-    """A gradient in the forward pass, as a force of an energy: no cut between."""
+    """A gradient computed in the forward pass, as a force is of an energy: no cut inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,14 +393,14 @@ class Gradients(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             h = self.first(self.stem(x))
-            place = h if h.requires_grad else h.requires_grad_()
-            energy = self.energy(place.tanh()).sum()
-            (force,) = torch.autograd.grad(energy, place, create_graph=True)
+            trained_input = h if h.requires_grad else h.requires_grad_()
+            energy = self.energy(trained_input.tanh()).sum()
+            (force,) = torch.autograd.grad(energy, trained_input, create_graph=True)
         return self.last(h + force)
 
 
 class Complex(nn.Module):
-    """Spectra, conjugates and strange strides cross."""
+    """Spectra, conjugates and unusual strides cross the cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,6 +416,8 @@ class Complex(nn.Module):
 
 
 class ChannelsLast(nn.Module):
+    """Activations in channels-last memory format cross the cuts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
@@ -413,6 +430,8 @@ class ChannelsLast(nn.Module):
 
 
 class Convolutions(nn.Module):
+    """Convolutions with pooling and normalization."""
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -432,7 +451,7 @@ class Convolutions(nn.Module):
 
 
 class DirectUse(nn.Module):
-    """The outermost code uses weights of children, and calls `forward` past the hooks."""
+    """The outermost code uses weights of children, and calls `forward` directly, without hooks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""benchmarks/damages.py and benchmarks/hostile_inputs.py, as modules."""
+"""The scripts benchmarks/damages.py and benchmarks/hostile_inputs.py, loaded as modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration file with every value left to the job."""
+"""A DeepSpeed configuration file with every value "auto", to be filled in from the job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ AUTO: dict[str, Any] = {
 }
 
 
-def written(folder: Path, text: str | None = None, **changes: Any) -> str:
+def write_config(folder: Path, text: str | None = None, **changes: Any) -> str:
+    """Write a configuration file into `folder` and return its path.
+
+    Args:
+        folder: where it is written.
+        text: its text; the default is the configuration above.
+        changes: top-level keys that replace those of the default.
+    """
     path = folder / "ds.json"
     path.write_text(text if text is not None else json.dumps({**AUTO, **changes}))
     return str(path)

@@ -1,8 +1,9 @@
-"""Counts how often the host would wait for an accelerator, on a machine that has none.
+"""Count how often the host would wait for an accelerator, on a machine that has none.
 
-What an accelerator computes is known by its descent: parameters, buffers and the batch are its own,
-and so is what any operation makes of them. Where the host wants a value of it (a number, a list, a
-shape that depends on values, a copy), an accelerator's queue would have to run empty first.
+Parameters, buffers and the batch are marked as device tensors, and so is the result of every
+operation on a marked tensor. If the host reads a value of a marked tensor (as a number, a list, a
+shape that depends on values, or a copy), it would have to wait until the accelerator's queue is
+empty.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TO_HOST = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 
 
 class DeviceReads:
-    """Inside a `with` block: `places` has the line of each read, the innermost of the product."""
+    """Within a `with` block, `places` collects the innermost line of bigtrain of each read."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.places: list[str] = []
@@ -43,19 +44,19 @@ class DeviceReads:
             self.mark(tensor)
 
     def mark(self, tensor: Tensor) -> None:
-        """Say that it is on the device, with all that is made of it."""
+        """Mark a tensor as a device tensor; results computed from it are marked too."""
         storage = _storage(tensor)
-        # While there is a weak one, no other storage comes to the same address.
+        # The weak reference keeps the address from being reused by another storage.
         self._known[storage._cdata] = StorageWeakRef(storage)
 
     def knows(self, tensors: Iterable[Any]) -> bool:
         return any(isinstance(t, Tensor) and _storage(t)._cdata in self._known for t in tensors)
 
-    def note(self, what: str) -> None:
+    def note(self, kind: str) -> None:
         frames = [f for f in traceback.extract_stack() if "/tests/" not in f.filename]
         inner = [f for f in frames if "/torch/" not in f.filename] or frames
         file = "/".join(inner[-1].filename.split("/")[-3:])
-        self.places.append(f"{what} at {file}:{inner[-1].lineno} {inner[-1].name}")
+        self.places.append(f"{kind} at {file}:{inner[-1].lineno} {inner[-1].name}")
 
     def __enter__(self) -> DeviceReads:
         for mode in self._modes:
@@ -90,7 +91,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _chooses(func: Any, args: Any) -> bool:
-    """Whether a mask says which elements are taken: how many these are is a value."""
+    """Whether a mask selects elements: their number depends on values, so the host must wait."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
     return name in ("index", "index_put") and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]

@@ -1,7 +1,8 @@
-"""A data source and a model for runs that go wrong in one rank: `data.name=support.faults:points`.
+"""A data source and a model for runs in which one rank fails: `data.name=support.faults:points`.
 
-What goes wrong is an argument of the source: `data.args.fault=sleep|raise|stop|kill|nan`, in which
-rank (`data.args.rank`), and at which sample that this rank reads (`data.args.at`).
+Arguments of the source: `data.args.fault=sleep|raise|stop|kill|nan` is the failure,
+`data.args.rank` the rank that fails, and `data.args.at` the number of the sample that this rank
+reads as it fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bigtrain.losses.tasks import ClassificationTask
 
 
 class Points(Dataset[Any]):
-    """Points of 8 numbers; the read with number `at` of this process goes wrong."""
+    """Points of 8 numbers; read number `at` of this process fails."""
 
     def __init__(self, fault: str, at: int) -> None:
         self.fault, self.at, self.reads = fault, at, 0
@@ -38,6 +39,7 @@ class Points(Dataset[Any]):
 
 
 def go_wrong(fault: str) -> None:
+    """Sleep, raise, stop or kill this process, as `fault` says."""
     if fault == "sleep":
         time.sleep(60)
     if fault == "raise":
@@ -47,13 +49,13 @@ def go_wrong(fault: str) -> None:
 
 
 def points(fault: str = "none", rank: int = 1, at: int = 20) -> Data:
-    """The source."""
-    own = fault if os.environ.get("RANK", "0") == str(rank) else "none"
-    return Data(Points(own, at), None, ClassificationTask(4))
+    """The data source: in rank `rank`, read number `at` fails with `fault`."""
+    fault_here = fault if os.environ.get("RANK", "0") == str(rank) else "none"
+    return Data(Points(fault_here, at), None, ClassificationTask(4))
 
 
 class Block(nn.Module):
-    """A linear layer and its activation, which may go wrong in one rank."""
+    """A linear layer and its activation, which may fail in one rank."""
 
     def __init__(self, width: int, fault: str = "none", at: int = 3) -> None:
         super().__init__()
@@ -69,13 +71,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four blocks between two layers."""
+    """Four blocks between two layers, one of which may fail in one rank."""
 
     def __init__(self, fault: str = "none", rank: int = 1, block: int = 2, width: int = 32) -> None:
         super().__init__()
-        own = fault if os.environ.get("RANK", "0") == str(rank) else "none"
+        fault_here = fault if os.environ.get("RANK", "0") == str(rank) else "none"
         self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(Block(width, own if n == block else "none") for n in range(4))
+        self.blocks = nn.ModuleList(
+            Block(width, fault_here if n == block else "none") for n in range(4)
+        )
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:

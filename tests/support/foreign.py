@@ -1,4 +1,4 @@
-"""Checkpoints as other libraries write them, each made by the library itself."""
+"""Checkpoints of other libraries, each written by the library itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LR, CLIP = 1e-2, 0.5
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
-    """All of a step's eight samples."""
+    """The eight samples of a step: (inputs, targets)."""
     samples = tokens(64, ignored=False)
     part = slice(8 * step, 8 * step + 8)
     return samples.inputs[part], samples.targets[part]
 
 
 def _own(context: Any, step: int) -> tuple[Tensor, Tensor]:
-    """This rank's samples of a step."""
+    """This rank's samples of a step: (inputs, targets)."""
     inputs, targets = _batch(step)
     size = 8 // context.world_size
     part = slice(context.rank * size, (context.rank + 1) * size)
@@ -32,17 +32,19 @@ def _own(context: Any, step: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean squared error of a batch."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def _mean(context: Any, losses: list[float]) -> list[float]:
+    """The mean over ranks of each loss."""
     rows = context.all_gather_rows(losses)
     return [sum(column) / context.world_size for column in zip(*rows, strict=True)]
 
 
 def deepspeed_run(context: Any, stage: int, folder: str) -> list[float]:
-    """Three steps, DeepSpeed's own checkpoint, and the losses of three more."""
+    """Train three steps, write DeepSpeed's checkpoint, and return the losses of three more."""
     from bigtrain.strategies.deepspeed_adapter import connect_deepspeed
 
     torch.manual_seed(3)
@@ -73,7 +75,9 @@ def deepspeed_run(context: Any, stage: int, folder: str) -> list[float]:
 
 
 def deepspeed_bf16(context: Any, stage: int, folder: str) -> dict[str, Tensor]:
-    """A checkpoint in bf16 with two groups and a frozen parameter; DeepSpeed's own fp32 values."""
+    """Write a bf16 checkpoint with two groups and a frozen parameter; return DeepSpeed's fp32
+    values.
+    """
     from bigtrain.strategies.deepspeed_adapter import connect_deepspeed
 
     torch.manual_seed(3)
@@ -106,7 +110,9 @@ def deepspeed_bf16(context: Any, stage: int, folder: str) -> dict[str, Tensor]:
 
 
 def dcp_run(context: Any, folder: str) -> list[float]:
-    """Three steps under fully_shard, torch's own checkpoint, and the losses of three more."""
+    """Train three steps under fully_shard, write torch's checkpoint, and return three
+    more losses.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -130,7 +136,9 @@ def dcp_run(context: Any, folder: str) -> list[float]:
 
 
 def fsdp1_run(context: Any, file: str) -> list[float]:
-    """Three steps under FullyShardedDataParallel, the trainer's file, and three losses more."""
+    """Train three steps under FullyShardedDataParallel, write a trainer's file, return three
+    losses.
+    """
     from torch.distributed.fsdp import FullStateDictConfig, StateDictType
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 
@@ -158,7 +166,9 @@ def fsdp1_run(context: Any, file: str) -> list[float]:
 def trainer_run(
     wrap: Callable[[dict[str, Tensor], dict[str, Any]], Any], file: Path
 ) -> list[float]:
-    """Three steps in one process, a trainer's file, and the losses of three steps more."""
+    """Train three steps in one process, write a trainer's file, and return the losses of three
+    more.
+    """
     torch.manual_seed(3)
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
@@ -176,7 +186,7 @@ def trainer_run(
 
 
 def continued_from(context: Any, strategy: str, path: str) -> list[float]:
-    """The losses of three more steps from a converted checkpoint, by bigtrain."""
+    """The losses of three more steps by bigtrain, from a converted checkpoint."""
     from bigtrain.engine.engine import Engine
     from bigtrain.job.load import job_from_keys
     from bigtrain.losses.loss import CrossEntropy

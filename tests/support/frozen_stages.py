@@ -1,4 +1,4 @@
-"""Chains of layers of which some train nothing: the first, the middle or the last."""
+"""Chains of layers with frozen parts: the first layers, the middle ones or the last."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ WIDTH, ROWS, LAYERS = 16, 16, 8
 
 
 class Layer(nn.Module):
+    """A residual MLP."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -31,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen layer with two thin matrices beside it that are trained (LoRA)."""
+    """A frozen layer with two trained low-rank matrices next to it (LoRA)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class Adapter(nn.Module):
 
 
 class Chain(nn.Module):
-    """Eight layers and a head, with what is frozen by a word."""
+    """Eight layers and a head; the word `frozen` chooses the frozen ones."""
 
     def __init__(self, frozen: str) -> None:
         super().__init__()
@@ -71,12 +73,13 @@ FROZEN = tuple(_FROZEN)
 
 
 def rows_of(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: (inputs, targets)."""
     draw = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randint(0, 5, (ROWS,), generator=draw)
 
 
 def chain_plain(frozen: str, steps: int, make: MakeOptimizer = sgd) -> list[float]:
-    """The losses of a plain loop with torch alone."""
+    """The losses of a loop in plain torch."""
     torch.manual_seed(0)
     net, losses = Chain(frozen), []
     optimizer = make([p for p in net.parameters() if p.requires_grad])
@@ -97,11 +100,15 @@ def chain_losses(
     steps: int,
     make: MakeOptimizer = sgd,
 ) -> tuple[list[float], str | None, int]:
-    """The losses of a strategy, its refusal, and how many tensors of state it holds."""
+    """The losses of a strategy, its refusal or None, and the number of its state tensors."""
     torch.manual_seed(0)
     net, losses = Chain(frozen), []
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "optim.clip_norm": 1e9}
-    job = job_from_keys(strategy, given | keys)
+    job_keys = {
+        "train.global_batch_size": ROWS,
+        "train.micro_batch_size": 2,
+        "optim.clip_norm": 1e9,
+    }
+    job = job_from_keys(strategy, job_keys | keys)
     loss = functional.cross_entropy
     try:
         plan = make_plan(job, context.world_size, context.device.type)
@@ -113,18 +120,20 @@ def chain_losses(
                 first = context.dp_rank * rows
                 batch = tuple(t[first : first + rows] for t in rows_of(step))
                 losses.append(engine.step(batch).loss)
-            held = engine.runner.state()
+            state = engine.runner.state()
     except BigtrainError as error:
         return losses, str(error), 0
-    return losses, None, len(held)
+    return losses, None, len(state)
 
 
 def chain_resumed(context: RunContext, frozen: str, folder: Path) -> list[float]:
-    """Two steps, saved; or, where there is a checkpoint, the two after it."""
+    """Train two steps and save; if there is a checkpoint, load it and train the next two
+    instead.
+    """
     torch.manual_seed(0)
     strategy = "1f1b" if context.pp_size > 1 else "ddp"
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
-    job = job_from_keys(strategy, given)
+    job_keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
+    job = job_from_keys(strategy, job_keys)
     loss, folder, losses = functional.cross_entropy, folder / frozen, list[float]()
     plan = make_plan(job, context.world_size, context.device.type)
     example = example_batch(tuple(t[:2] for t in rows_of(0)), as_loss(loss), job, plan)

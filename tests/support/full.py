@@ -1,7 +1,7 @@
-"""Which tests run: the mark `full`, and the unmarked tests that take too long.
+"""The mark `full`, and the list of unmarked tests that take too long.
 
-A test marked `full` proves what another test proves, in more cases or at greater length. A plain
-`pytest` leaves it out, `--full` runs it, and so does its name on the command line (`file::test`).
+A test marked `full` proves the same as another test, in more cases or at greater length. A plain
+`pytest` skips it; `--full` runs it, and so does its name on the command line (`file::test`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 LONG_S = 10.0
-"""A test without the mark `full` that takes longer is named at the end."""
+"""Tests without the mark `full` that take longer are listed at the end of a session."""
 
 
 def in_turn(*axes: Iterable[Any]) -> list[Any]:
-    """The product of some axes as parameters: each value with half of the others', the rest full.
+    """The product of some axes as parameters; half of the combinations are marked full.
+
+    Each value is combined with half of the values of each other axis in every run.
 
     Args:
         axes: values, or tuples of values that go together.
@@ -31,24 +33,24 @@ def in_turn(*axes: Iterable[Any]) -> list[Any]:
 
 
 def fewer(cases: Iterable[Any], count: int) -> list[Any]:
-    """Some cases as parameters: `count`, spread evenly, run every time; the others are full.
+    """Mark all but `count` cases, spread evenly, as full.
 
     Args:
-        cases: values, tuples of values that go together, or parameters that pytest has made.
-        count: those that are not full; the first and the last are among them.
+        cases: values, tuples of values that go together, or `pytest.param` objects.
+        count: number of cases that are not full; the first and the last are among them.
     """
     listed = list(cases)
     gaps = max(count - 1, 1)
     daily = {round(n * (len(listed) - 1) / gaps) for n in range(count)}
-    given = []
+    parameters = []
     for number, case in enumerate(listed):
         marks = [] if number in daily else [pytest.mark.full]
         if isinstance(case, type(pytest.param())):
-            given.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
+            parameters.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
         else:
             values = case if type(case) is tuple else (case,)
-            given.append(pytest.param(*values, marks=marks))
-    return given
+            parameters.append(pytest.param(*values, marks=marks))
+    return parameters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,10 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 EVERY_FULL = pytest.StashKey[list[str]]()
-"""The names of all tests marked full, where all tests were collected."""
+"""The names of all tests marked full, if all tests were collected."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before those are dropped that a mark leaves out
+@pytest.hookimpl(tryfirst=True)  # before pytest drops tests by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = [(config.invocation_params.dir / word).resolve() for word in config.args]
     if places == [config.rootpath / "tests"]:
@@ -77,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Let a report say whether its test may be long: where it is shown there is no item."""
+    """Note in the report whether its test may be long: the summary has reports, but no items."""
     report = yield
     report.may_be_long = item.get_closest_marker("full") is not None
     return report

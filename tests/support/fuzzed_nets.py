@@ -1,4 +1,4 @@
-"""Small models of many kinds, in float64, and a forward pass of each with a loss."""
+"""Small models of many kinds in float64, each with a forward pass that returns a loss."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CLASSES, WORDS, WIDTH = 10, 37, 24
 Made = tuple[nn.Module, Run]
 
 
-def prepared(model: nn.Module) -> nn.Module:
-    """In float64, with no weight at nought and without dropout."""
+def prepare_model(model: nn.Module) -> nn.Module:
+    """The model in float64, without dropout and without weights that are zero."""
     model = model.double().train()
     for module in model.modules():
         for name in ("p", "dropout", "dropout_prob"):
@@ -29,46 +29,48 @@ def prepared(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> Made:
-    """A classifier, or whatever gives a tensor or several by name."""
+def image_model(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> Made:
+    """A classifier of images, or a model that returns several tensors by name."""
     torch.manual_seed(0)
-    model = prepared(make())
+    model = prepare_model(make())
     images = torch.randn(rows, 3, side, side, dtype=torch.float64)
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
         output = model(images)
-        found = output if isinstance(output, tuple | list) else (output,)
+        outputs = output if isinstance(output, tuple | list) else (output,)
         if isinstance(output, dict):
-            found = tuple(output.values())
+            outputs = tuple(output.values())
         losses = [
             F.cross_entropy(logits, torch.arange(logits[:, 0].numel()).view_as(logits[:, 0]) % 4)
-            for logits in found
+            for logits in outputs
         ]
         return output, torch.stack(losses).sum()
 
     return model, run
 
 
-def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options: Any) -> Made:
-    """A model of sequences of vectors (batch, sequence, width)."""
+def vector_model(make: Callable[[], nn.Module], *more: tuple[int, ...], **options: Any) -> Made:
+    """A model of sequences of vectors (batch, sequence, width); `more` are shapes of
+    other inputs.
+    """
     torch.manual_seed(0)
-    model = prepared(make())
+    model = prepare_model(make())
     inputs = [torch.randn(s, dtype=torch.float64) for s in ((3, 5, WIDTH), *more)]
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
         output = model(*inputs, **options)
-        found = output if isinstance(output, tuple) else (output,)
-        total = sum(t.pow(2).mean() + t.sum() / 7 for t in found if isinstance(t, Tensor))
+        outputs = output if isinstance(output, tuple) else (output,)
+        total = sum(t.pow(2).mean() + t.sum() / 7 for t in outputs if isinstance(t, Tensor))
         return output, total
 
     return model, run
 
 
-def of_words(**options: Any) -> Made:
-    """A GPT."""
+def token_model(**options: Any) -> Made:
+    """A GPT on random tokens."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "width": WIDTH, "num_heads": 6, "vocab_size": WORDS}
-    model = prepared(GPT(GPTConfig(**sizes, sequence_length=8, **options)))
+    model = prepare_model(GPT(GPTConfig(**sizes, sequence_length=8, **options)))
     words = torch.randint(WORDS, (3, 8))
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
@@ -79,26 +81,26 @@ def of_words(**options: Any) -> Made:
 
 
 class Attended(nn.Module):
-    """Torch's own attention in all of its forms."""
+    """All variants of torch's attention module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 6, batch_first=True, **options)
         self.needs_weights = not options
 
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        """(batch, sequence, width), and another sequence."""
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        """(batch, sequence, width), and another sequence, to (batch, sequence, width)."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         padding = torch.zeros(x.shape[:2], dtype=torch.bool)
         padding[0, -2:] = True
         y, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=mask)
-        z, _ = self.attention(x, other, other, need_weights=False)
-        one, _ = self.attention(x[0], other[0], other[0], average_attn_weights=False)
-        return y * weights.sum(-1, keepdim=True) + z + one
+        z, _ = self.attention(x, context, context, need_weights=False)
+        from_numpy, _ = self.attention(x[0], context[0], context[0], average_attn_weights=False)
+        return y * weights.sum(-1, keepdim=True) + z + from_numpy
 
 
 class Encoded(nn.Module):
-    """An encoder and a decoder of torch's."""
+    """An encoder and a decoder of torch's transformer modules."""
 
     def __init__(self, *, norm_first: bool) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class Encoded(nn.Module):
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, **sizes), 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, width) to the same."""
+        """(batch, sequence, width) to the same shape."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         return self.decoder(x, self.encoder(x), tgt_mask=mask, tgt_is_causal=True)
 
@@ -127,13 +129,13 @@ class Recurrent(nn.Module):
         """(batch, sequence, width) to (batch, 6)."""
         x, _ = self.second(self.first(x)[0])
         state = x.new_zeros(x.shape[0], 6)
-        for place in range(x.shape[1]):
-            state = self.last(x[:, place], state)
+        for step in range(x.shape[1]):
+            state = self.last(x[:, step], state)
         return state
 
 
 class Upwards(nn.Module):
-    """Down and up again, with what was there before beside it."""
+    """A downsampling and an upsampling path with a skip connection (U-Net)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,11 +203,12 @@ def _maxvit() -> nn.Module:
     return MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.1, num_classes=CLASSES)
 
 
-def _listed(name: str, **options: Any) -> nn.Module:
+def _torchvision_model(name: str, **options: Any) -> nn.Module:
+    """A model of torchvision by name, with few layers and channels."""
     from torchvision import models
 
-    found: nn.Module = models.get_model(name, weights=None, **options)
-    return found
+    model: nn.Module = models.get_model(name, weights=None, **options)
+    return model
 
 
 SMALL: dict[str, Callable[[], nn.Module]] = {
@@ -217,35 +220,46 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 }
 """Torchvision's nets with few layers of few channels, for images of 32 x 32."""
 NETS: dict[str, Callable[[], Made]] = {
-    "gpt": lambda: of_words(tie_embeddings=False),
-    "gpt, tied": lambda: of_words(bias=False),
-    "attention": lambda: of_vectors(Attended, (3, 5, WIDTH)),
-    "attention, other widths": lambda: of_vectors(
+    "gpt": lambda: token_model(tie_embeddings=False),
+    "gpt, tied": lambda: token_model(bias=False),
+    "attention": lambda: vector_model(Attended, (3, 5, WIDTH)),
+    "attention, other widths": lambda: vector_model(
         lambda: Attended(add_bias_kv=True, add_zero_attn=True), (3, 5, WIDTH)
     ),
-    "encoder": lambda: of_vectors(lambda: Encoded(norm_first=False)),
-    "encoder, norm first": lambda: of_vectors(lambda: Encoded(norm_first=True)),
-    "recurrent": lambda: of_vectors(Recurrent),
-    "upwards": lambda: of_images(Upwards, 8),
-    "vit": lambda: of_images(_vit),
-    "swin": lambda: of_images(lambda: _swin(second=False)),
-    "swin, second": lambda: of_images(lambda: _swin(second=True)),
-    "convnext": lambda: of_images(_convnext),
-    "resnet": lambda: of_images(_resnet),
-    "resnext": lambda: of_images(lambda: _resnet(groups=4, width_per_group=8)),
-    "densenet": lambda: of_images(_densenet),
-    "regnet": lambda: of_images(_regnet),
-    "shufflenet": lambda: of_images(lambda: _listed("shufflenet_v2_x0_5", num_classes=CLASSES), 64),
-    "squeezenet": lambda: of_images(lambda: _listed("squeezenet1_1", num_classes=CLASSES)),
-    "mobilenet": lambda: of_images(lambda: _listed("mobilenet_v3_small", num_classes=CLASSES)),
+    "encoder": lambda: vector_model(lambda: Encoded(norm_first=False)),
+    "encoder, norm first": lambda: vector_model(lambda: Encoded(norm_first=True)),
+    "recurrent": lambda: vector_model(Recurrent),
+    "upwards": lambda: image_model(Upwards, 8),
+    "vit": lambda: image_model(_vit),
+    "swin": lambda: image_model(lambda: _swin(second=False)),
+    "swin, second": lambda: image_model(lambda: _swin(second=True)),
+    "convnext": lambda: image_model(_convnext),
+    "resnet": lambda: image_model(_resnet),
+    "resnext": lambda: image_model(lambda: _resnet(groups=4, width_per_group=8)),
+    "densenet": lambda: image_model(_densenet),
+    "regnet": lambda: image_model(_regnet),
+    "shufflenet": lambda: image_model(
+        lambda: _torchvision_model("shufflenet_v2_x0_5", num_classes=CLASSES), 64
+    ),
+    "squeezenet": lambda: image_model(
+        lambda: _torchvision_model("squeezenet1_1", num_classes=CLASSES)
+    ),
+    "mobilenet": lambda: image_model(
+        lambda: _torchvision_model("mobilenet_v3_small", num_classes=CLASSES)
+    ),
 }
 LARGE: dict[str, Callable[[], Made]] = {
-    "maxvit": lambda: of_images(_maxvit, 64),
-    "efficientnet": lambda: of_images(lambda: _listed("efficientnet_b0", num_classes=CLASSES), 64),
-    "googlenet": lambda: of_images(
-        lambda: _listed("googlenet", num_classes=CLASSES, init_weights=False), 96
+    "maxvit": lambda: image_model(_maxvit, 64),
+    "efficientnet": lambda: image_model(
+        lambda: _torchvision_model("efficientnet_b0", num_classes=CLASSES), 64
     ),
-    "deeplab": lambda: of_images(
-        lambda: _listed("deeplabv3_mobilenet_v3_large", num_classes=5, weights_backbone=None), 64
+    "googlenet": lambda: image_model(
+        lambda: _torchvision_model("googlenet", num_classes=CLASSES, init_weights=False), 96
+    ),
+    "deeplab": lambda: image_model(
+        lambda: _torchvision_model(
+            "deeplabv3_mobilenet_v3_large", num_classes=5, weights_backbone=None
+        ),
+        64,
     ),
 }

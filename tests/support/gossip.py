@@ -4,10 +4,10 @@ After each step the replicas of a ring form pairs: (0, 1), (2, 3), ... after eve
 ..., (n-1, 0) after odd ones. Each pair averages its two models. No rank waits for more than one
 other rank.
 
-Memory: as one process, and the neighbour's parameters once more.
-Communication: the parameters, sent to one neighbour and received from it, once a step.
-Constraints: the losses are not those of one process; an even number of replicas; whole models.
-Example: bigtrain train -n 2 --strategy gossip.yaml
+Memory: as one process, and the neighbour's parameters once more. Communication: the parameters,
+sent to one neighbour and received from it, once a step. Constraints: the losses are not those of
+one process; an even number of replicas; whole models. Example: bigtrain train -n 2 --strategy
+gossip.yaml
 """
 
 from collections.abc import Mapping
@@ -107,8 +107,8 @@ class Pairs:
         ]
         for work in dist.batch_isend_irecv(exchanges):
             work.wait()
-        for own, received in zip(self._own, self._received, strict=True):
-            own.add_(received).mul_(0.5)
+        for parameter, received in zip(self._own, self._received, strict=True):
+            parameter.add_(received).mul_(0.5)
 
 
 class GossipRunner(LoopRunner):

@@ -1,4 +1,4 @@
-"""A model cut by hand: a skip, an integer boundary tensor, and an embedding tied to the head."""
+"""A model that is cut by hand, with a skip, an integer boundary tensor, and tied embeddings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ LAYERS = 8
 
 
 class Layer(nn.Module):
+    """A residual MLP with a norm."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -27,7 +29,9 @@ class Layer(nn.Module):
 
 
 class HandCut(nn.Module):
-    """Layers, and the embedding added again before the head; positions cross cuts as integers."""
+    """Layers; the embedding is added again before the head, and positions cross cuts as
+    integers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,13 +53,14 @@ class HandCut(nn.Module):
 
 
 def bounds(count: int) -> list[int]:
+    """The layers at which stages begin, and the number of layers: `count` + 1 numbers."""
     return [LAYERS * number // count for number in range(count + 1)]
 
 
 class HandStage(nn.Module):
-    """Stage `index` of `count`: (x, skip, places, bias) cross cuts; bias joins at the second.
+    """Stage `index` of `count`: (x, skip, places, bias) cross cuts; bias is added by the second.
 
-    The bias depends on no other boundary tensor: a part of the graph that no input reaches.
+    The bias depends on no other boundary tensor: its part of the graph is reached by no input.
     """
 
     cut_through = frozenset({"layers"})
@@ -109,6 +114,7 @@ class HandStage(nn.Module):
         return (loss * 0.0 if micro_batch.count == 0 else loss) * scale
 
     def _wires(self, micro_batch: MicroBatch, *, bias: bool) -> tuple[Tensor, ...]:
+        """Empty boundary tensors on the meta device; `bias` says whether the bias is among them."""
         rows, length = micro_batch.inputs.shape
         kind = self.dtype
 

@@ -1,6 +1,6 @@
-"""The page of all keys, made from the types of a job and of the techniques.
+"""Build the page of all keys from the types of a job and of the techniques.
 
-A key's text is the docstring under its field, so the page says what the code says.
+The text of a key is the docstring under its field, so the page cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def _takes_size(annotation: Any, metadata: list[Any]) -> bool:
 
 
 BAR = "\\|"
-"""A bar inside of a cell, which else ends it."""
+"""A vertical bar inside a table cell, where a plain one would end the cell."""
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The docstring under each field of a class, its base classes' included."""
+    """The docstring under each field of a class, including its base classes."""
     texts: dict[str, str] = {}
-    for one in reversed(cls.__mro__):
-        if not (issubclass(one, BaseModel) and one.__module__.startswith("bigtrain")):
+    for base in reversed(cls.__mro__):
+        if not (issubclass(base, BaseModel) and base.__module__.startswith("bigtrain")):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
@@ -58,7 +58,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def values_of(annotation: Any, metadata: list[Any]) -> str:
-    """The values that a key takes, for a reader."""
+    """The values that a key accepts, as text for the page."""
     if annotation is RoleConfig:
         return "a word, or a mapping with `name`"
     if _takes_size(annotation, metadata):
@@ -81,7 +81,7 @@ def values_of(annotation: Any, metadata: list[Any]) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """The default as it would be written."""
+    """The default as a user would write it."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "needed"
@@ -97,7 +97,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def rows_of(cls: type[BaseModel], prefix: str) -> list[str]:
-    """A table of one section's keys."""
+    """The table of one section's keys, as lines."""
     texts = field_texts(cls)
     lines = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     for name, field in cls.model_fields.items():
@@ -108,7 +108,7 @@ def rows_of(cls: type[BaseModel], prefix: str) -> list[str]:
 
 
 def technique_sections() -> list[str]:
-    """One table for each technique that has keys of its own."""
+    """A table for each technique that has keys."""
     lines: list[str] = []
     for role in ROLES:
         for name, where in TECHNIQUES[role].items():
@@ -120,13 +120,13 @@ def technique_sections() -> list[str]:
 
 
 def contents(lines: list[str]) -> list[str]:
-    """A list of links to the sections of a page."""
+    """A list of links to the sections of a page, as lines."""
     headings = [line[3:] for line in lines if line.startswith("## ")]
     return ["## Contents", "", *(f"* [{head}](#{head.strip('`')})" for head in headings)]
 
 
 def key_reference() -> str:
-    """The whole page."""
+    """The complete text of the page."""
     lines: list[str] = []
     for section, field in Job.model_fields.items():
         cls = field.annotation

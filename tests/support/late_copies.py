@@ -1,4 +1,4 @@
-"""Copies between a device and the host that are as late as they may be."""
+"""Copies between a device and the host that are done as late as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigtrain.tensors.transfer import HostCopies, WaitFn
 
 
 class LateCopies(HostCopies):
-    """Does each copy as late as it may: when somebody waits for it, in the order asked for."""
+    """Delays each copy until it is waited for, then does all copies up to it in order."""
 
     is_asynchronous = True
 

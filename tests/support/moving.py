@@ -1,4 +1,4 @@
-"""What the tests of moved activations share: nets of blocks, a loop, a carrier that is late."""
+"""Shared by the tests of moved activations: nets of blocks, a training loop, a delayed carrier."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from bigtrain.tensors.transfer import WaitFn
 
 CPU = torch.device("cpu")
 BLOCK = 720896
-"""Bytes of one `Mixed` block that move: its input, twice 4 widths, LayerNorm's output, a mask."""
+"""Bytes that one `Mixed` block moves: its input, two tensors of 4 widths, LayerNorm's output, a
+mask.
+"""
 
 
 class Residual(nn.Module):
-    """A block of a vision model: BatchNorm, ReLU and the sum in place."""
+    """A block of a vision model: BatchNorm, in-place ReLU and in-place addition."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Mixed(nn.Module):
 
 
 class Gates(nn.Module):
-    """An LSTM, whose gates are parts of one storage, changed in place one after the other."""
+    """An LSTM: its gates are parts of one storage and are changed in place one after another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +63,12 @@ class Gates(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks one after the other; `around` runs each of them."""
+    """Blocks in sequence; `around` runs each of them."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.around: Callable[[nn.Module, Callable[[], Any]], Any] = plainly
+        self.around: Callable[[nn.Module, Callable[[], Any]], Any] = run_block
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -74,29 +76,34 @@ class Net(nn.Module):
         return x
 
 
-def plainly(_: nn.Module, compute: Callable[[], Any]) -> Any:
+def run_block(_: nn.Module, compute: Callable[[], Any]) -> Any:
+    """Run a block without moving anything."""
     return compute()
 
 
 def mixed(count: int = 6) -> tuple[Net, Tensor]:
+    """A net of `Mixed` blocks and its input (8, 32, 64)."""
     return Net([Mixed() for _ in range(count)]), torch.randn(8, 32, 64)
 
 
 def residual(count: int = 4) -> tuple[Net, Tensor]:
+    """A net of `Residual` blocks and its input (4, 8, 16, 16)."""
     return Net([Residual() for _ in range(count)]), torch.randn(4, 8, 16, 16)
 
 
 def gates(count: int = 3) -> tuple[Net, Tensor]:
+    """A net of `Gates` blocks and its input (8, 16, 64)."""
     return Net([Gates() for _ in range(count)]), torch.randn(8, 16, 64)
 
 
 def gpt() -> tuple[nn.Module, Tensor]:
+    """A GPT of four blocks with dropout, and tokens (4, 32)."""
     config = GPTConfig(sequence_length=32, num_layers=4, width=64, dropout=0.1)
     return GPT(config), torch.randint(256, (4, 32))
 
 
 def wrap(model: nn.Module, around: Callable[..., Any]) -> None:
-    """Run all blocks of a net, or of a GPT, by `around`."""
+    """Run all blocks of a `Net` or of a GPT by `around`."""
     if isinstance(model, Net):
         model.around = around
         return
@@ -108,7 +115,7 @@ def wrap(model: nn.Module, around: Callable[..., Any]) -> None:
 def train(
     make: Callable[[], Any], mover: ActivationOffloader | None, *, bf16: bool = False
 ) -> list[Tensor]:
-    """Losses, gradients and weights of three steps of two micro-batches."""
+    """The losses, gradients and weights of three steps of two micro-batches."""
     torch.manual_seed(0)
     model, batch = make()
     if mover is not None:
@@ -127,12 +134,13 @@ def train(
     return seen + [t.clone() for t in model.state_dict().values()]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Whether two lists hold equal tensors, bit for bit."""
+    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 class LateCarrier:
-    """Copies as late as it may, in memory, and tells what was asked of it."""
+    """Copies in memory, as late as possible, and records its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -175,7 +183,9 @@ class LateCarrier:
 
 
 class Saving(torch.autograd.Function):
-    """Saves what it is told to, and shows what comes back."""
+    """Saves the tensors it receives, and appends the unpacked ones to `seen` in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, seen: list, *tensors: Tensor) -> Tensor:
@@ -192,7 +202,7 @@ class Saving(torch.autograd.Function):
 def save_and_leave(
     mover: ActivationOffloader, module: nn.Module, *tensors: Tensor
 ) -> tuple[Tensor, list]:
-    """A block that saves these tensors, and another one after it: so they have left."""
+    """Run a block that saves these tensors and a block after it, so that the tensors have moved."""
     seen: list[Tensor] = []
     x = torch.ones(1, requires_grad=True)
     y = mover.offload(module, lambda: Saving.apply(x, seen, *tensors))

@@ -1,4 +1,4 @@
-"""Small models and data for the tests: real layers, few numbers."""
+"""Small models and data for the tests: real layers with few parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TinyLM(nn.Module):
 
 
 class TinyConv(nn.Module):
-    """Convolution, BatchNorm, a linear head: buffers and integer counters."""
+    """Convolution, BatchNorm and a linear head; has buffers and an integer counter."""
 
     def __init__(self, num_classes: int = 3) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TinyConv(nn.Module):
 
 
 class ReadsItsWeights(nn.Module):
-    """Cannot be described on the meta device: the constructor looks at a value."""
+    """Cannot be built on the meta device, because its constructor reads a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ReadsItsWeights(nn.Module):
 
 
 class Sometimes(TinyLM):
-    """A layer that every other forward pass in training does without."""
+    """A layer that every other training forward pass skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,9 @@ class Sometimes(TinyLM):
 
 
 class Unreached(TinyLM):
-    """With parameters that get no gradient: of a layer nobody asks, and of none at all."""
+    """Parameters without gradients: those of a layer that is never called, and one outside of
+    layers.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__(width)
@@ -86,7 +88,7 @@ class Unreached(TinyLM):
 
 
 class Gained(TinyLM):
-    """With a parameter that is one number without dimensions."""
+    """A parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Gained(TinyLM):
 
 
 def tokens(samples: int, *, ignored: bool = True) -> TensorSamples:
-    """Sequences with very uneven numbers of valid targets: whole samples have none."""
+    """Sequences with very uneven numbers of valid targets; some samples have none."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
     targets = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
@@ -134,7 +136,7 @@ class BlockLM(nn.Module):
 
 
 class BlockConv(nn.Module):
-    """Two residual blocks with BatchNorm and activations in place, as vision models have them."""
+    """Two residual blocks with BatchNorm and in-place activations, as in vision models."""
 
     def __init__(self, *, inplace: bool = True) -> None:
         super().__init__()
@@ -159,7 +161,7 @@ class BlockConv(nn.Module):
 
 
 def small_vit(num_classes: int = 10, depth: int = 6) -> nn.Module:
-    """Torchvision's, whose blocks hand on what lies otherwise in memory than its shape."""
+    """Torchvision's ViT: the strides of its blocks' outputs are not those of contiguous tensors."""
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(

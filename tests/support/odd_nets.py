@@ -1,4 +1,4 @@
-"""Nets with parameters, hooks and states that are out of the ordinary."""
+"""Nets with unusual parameters, hooks and states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 16
 
 
 class Base(nn.Module):
-    """Three layers."""
+    """Three layers; the nets below change or add something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Base(nn.Module):
 
 
 class Hook(Base):
-    """A gradient hook that freezes a weight."""
+    """A gradient hook that zeroes the gradient of a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Hook(Base):
 
 
 class MaskHook(Base):
-    """A mask of the weight's own shape."""
+    """A gradient hook that multiplies by a mask of the weight's shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class NormHook(Base):
 
 
 class PostHook(Base):
-    """A hook after the gradient has been added up."""
+    """A hook after the gradient is accumulated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PostHook(Base):
 
 
 class PostNorm(Base):
-    """A hook after adding up that looks at the whole gradient."""
+    """A hook after accumulation that reads the whole gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PostNorm(Base):
 
 
 class PostDecay(Base):
-    """Hooks after adding up, one behind the other, that read the values, too."""
+    """Two hooks after accumulation, one of which reads the parameter's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class PostDecay(Base):
 
 
 class PostShrink(Base):
-    """A hook after adding up that changes the values."""
+    """A hook after accumulation that changes the parameter's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,9 @@ class PostShrink(Base):
 
 
 class PostDrop(Base):
-    """A hook after adding up that lets a gradient go: the optimizer leaves the weight alone."""
+    """A hook after accumulation that sets the gradient to None, so the optimizer skips
+    the weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class PostDrop(Base):
 
 
 class Teacher(Base):
-    """An average of weights that forward updates in place."""
+    """A moving average of weights that the forward pass updates in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Teacher(Base):
 
 
 class LerpTeacher(Teacher):
-    """The same by copy_ of data."""
+    """The same average, written by `copy_` into `data`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -143,7 +145,7 @@ class LerpTeacher(Teacher):
 
 
 class Clamp(Base):
-    """A trained parameter that forward clamps in place."""
+    """A trained parameter that the forward pass clamps in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -152,7 +154,7 @@ class Clamp(Base):
 
 
 class Codes(Base):
-    """Frozen numbers that fp32 does not hold."""
+    """Frozen numbers that fp32 cannot represent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class Codes(Base):
 
 
 class Bytes(Base):
-    """Frozen uint8 codes, in a layer."""
+    """Frozen uint8 codes in a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class Mask(Base):
 
 
 class Extra(Base):
-    """State that is no tensor."""
+    """Extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +209,8 @@ class Extra(Base):
 
 
 class Counter(nn.Module):
+    """A layer whose extra state is a number."""
+
     def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(WIDTH, WIDTH)
@@ -223,7 +227,7 @@ class Counter(nn.Module):
 
 
 class InnerExtra(Base):
-    """The same in a layer."""
+    """Extra state in an inner layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +238,7 @@ class InnerExtra(Base):
 
 
 class TensorExtra(Base):
-    """Extra state that is no JSON."""
+    """Extra state that JSON cannot represent."""
 
     def get_extra_state(self) -> Any:
         return torch.ones(2)
@@ -255,7 +259,7 @@ class Empty(Base):
 
 
 class EmptyRank(Base):
-    """A LoRA of rank 0."""
+    """A LoRA of rank 0: empty parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,6 +271,8 @@ class EmptyRank(Base):
 
 
 class FrozenEmpty(Base):
+    """A frozen parameter without elements."""
+
     def __init__(self) -> None:
         super().__init__()
         self.e = nn.Parameter(torch.empty(0, 3), requires_grad=False)
@@ -276,6 +282,8 @@ class FrozenEmpty(Base):
 
 
 class Complex(Base):
+    """A trained complex parameter."""
+
     def __init__(self) -> None:
         super().__init__()
         self.f = nn.Parameter(torch.ones(WIDTH // 2 + 1, dtype=torch.cfloat))
@@ -298,7 +306,7 @@ class Rotation(Base):
 
 
 class Scalar(Base):
-    """A parameter of no dims."""
+    """A parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,6 +317,8 @@ class Scalar(Base):
 
 
 class Scaled(nn.Module):
+    """A layer with a parameter without dimensions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(WIDTH, WIDTH)
@@ -319,7 +329,7 @@ class Scaled(nn.Module):
 
 
 class ScalarBlocks(nn.Module):
-    """One in each block."""
+    """A parameter without dimensions in each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,6 +343,8 @@ class ScalarBlocks(nn.Module):
 
 
 class FrozenScalar(Base):
+    """A frozen parameter without dimensions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.k = nn.Parameter(torch.tensor(2.0), requires_grad=False)
@@ -342,7 +354,7 @@ class FrozenScalar(Base):
 
 
 class Mixed(Base):
-    """fp32 and fp64 together."""
+    """fp32 and fp64 parameters together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,6 +365,8 @@ class Mixed(Base):
 
 
 class MixedLayer(Base):
+    """An fp64 layer among fp32 layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.d = nn.Linear(WIDTH, WIDTH).double()
@@ -362,7 +376,7 @@ class MixedLayer(Base):
 
 
 class FrozenHalf(Base):
-    """A frozen half-precision layer beside fp32."""
+    """A frozen half-precision layer next to fp32 layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +387,7 @@ class FrozenHalf(Base):
 
 
 class Strided(Base):
-    """A weight that is stored transposed."""
+    """A weight whose memory is transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,6 +395,8 @@ class Strided(Base):
 
 
 class StridedRect(Base):
+    """Rectangular weights whose memory is transposed."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
@@ -389,7 +405,7 @@ class StridedRect(Base):
 
 
 class Gaps(Base):
-    """A parameter with gaps in memory."""
+    """A parameter whose memory has gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +413,7 @@ class Gaps(Base):
 
 
 class Sparse(Base):
-    """Sparse gradients of an embedding."""
+    """Sparse gradients of an embedding module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,6 +424,8 @@ class Sparse(Base):
 
 
 class SparseBag(Base):
+    """Sparse gradients of an embedding bag."""
+
     def __init__(self) -> None:
         super().__init__()
         self.e = nn.EmbeddingBag(10, WIDTH, sparse=True, mode="sum")
@@ -417,7 +435,7 @@ class SparseBag(Base):
 
 
 class SparseF(Base):
-    """By the function, where no module says so."""
+    """Sparse gradients by the functional call, which no module's attribute shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +447,7 @@ class SparseF(Base):
 
 
 class SparseShared(Base):
-    """Two embeddings of one weight: with a cut between them, two stages have its gradient."""
+    """Two embeddings share one weight: a cut between them gives its gradient to two stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +460,7 @@ class SparseShared(Base):
 
 
 class SparseHead(Base):
-    """The head takes the weight of an embedding, whose own gradient is sparse."""
+    """The head uses the weight of an embedding whose gradient is sparse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +472,7 @@ class SparseHead(Base):
 
 
 class Buffer(Base):
-    """A buffer that is not persistent and assigned anew."""
+    """A buffer that is not persistent and that is assigned anew."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +485,7 @@ class Buffer(Base):
 
 
 class Cached(nn.Module):
-    """A cache made in forward, in a layer."""
+    """A layer with a cache that the forward pass makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,6 +498,8 @@ class Cached(nn.Module):
 
 
 class InnerBuffer(Base):
+    """A cache made in the forward pass of an inner layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.c = Cached()
@@ -489,7 +509,7 @@ class InnerBuffer(Base):
 
 
 class Namespace(nn.Module):
-    """A plain Module that only holds others and is never called."""
+    """A plain Module that only contains others and is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +522,9 @@ class Namespace(nn.Module):
 
 
 class DeepNamespace(nn.Module):
-    """Namespaces in namespaces, with a parameter of their own, and a sequence taken apart."""
+    """Namespaces in namespaces, one with a parameter, and a sequence whose layers are called one by
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -520,7 +542,7 @@ class DeepNamespace(nn.Module):
 
 
 class Methods(nn.Module):
-    """A module whose methods are called, and never its forward pass."""
+    """A module of which only methods are called, never the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,7 +554,9 @@ class Methods(nn.Module):
 
 
 class InnerMethods(nn.Module):
-    """Blocks of which methods are called, one of them frozen, inside of a module that is called."""
+    """Blocks of which only methods are called, one of them frozen, inside a module that
+    is called.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -562,7 +586,7 @@ class InnerMethods(nn.Module):
 
 
 class TakenWeights(Base):
-    """The weights of a layer that is never called are taken out of it."""
+    """The outer forward uses the weights of a layer that is never called."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(nn.functional.linear(self.a(x), self.b.weight, self.b.bias))

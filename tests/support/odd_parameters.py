@@ -1,8 +1,8 @@
-"""Nets with parameters, hooks and states out of the ordinary, trained beside a plain torch loop.
+"""Train nets with unusual parameters, hooks and states, and compare with a plain torch loop.
 
-`train_odd` runs several of them under one strategy in one set of ranks, and says of each by how
-much losses, weights and what was saved differ from a plain loop on the whole batch, or how it
-was refused.
+`train_odd` runs several of them under one strategy in one set of ranks. For each it reports the
+largest differences of losses, weights and saved tensors from a plain loop on the whole batch, or
+the refusal.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
     return torch.optim.SGD(list(parameters), lr=0.1, momentum=0.9)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with weight decay."""
     return torch.optim.AdamW(list(parameters), lr=1e-2, weight_decay=0.1)
 
 
 def plain_loop(net: nn.Module, make: Make, steps: Iterable[int]) -> list[float]:
-    """Losses of a plain torch loop on the whole batch."""
+    """The losses of a plain torch loop on the whole batch."""
     optimizer = make([p for p in net.parameters() if p.requires_grad])
     losses = []
     for step in steps:
@@ -54,50 +56,54 @@ def plain_loop(net: nn.Module, make: Make, steps: Iterable[int]) -> list[float]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: (inputs, targets)."""
     draw = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, 4, generator=draw)
 
 
 def make_net(name: str) -> nn.Module:
+    """A net by name, with the same weights each time."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that no elements need no values
+        warnings.simplefilter("ignore")  # torch warns that empty tensors need no initial values
         return NETS[name]()
 
 
 def by_dim(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    given = list(parameters)
+    """Two groups: only parameters of two or more dimensions decay."""
+    listed = list(parameters)
     groups = [
-        {"params": [p for p in given if p.dim() >= 2], "weight_decay": 0.5},
-        {"params": [p for p in given if p.dim() < 2]},
+        {"params": [p for p in listed if p.dim() >= 2], "weight_decay": 0.5},
+        {"params": [p for p in listed if p.dim() < 2]},
     ]
     return torch.optim.SGD(groups, lr=0.1)
 
 
 def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Three groups with other rates and betas; the middle one by the number of elements."""
-    given = iter(parameters)
-    square, small, others = [], [], []
-    for p in given:
-        kind = square if tuple(p.shape) == (WIDTH, WIDTH) else small if p.numel() <= 4 else others
+    """Three groups by shape, with different rates, betas and decay."""
+    ordered = iter(parameters)
+    square, small, rest = [], [], []
+    for p in ordered:
+        is_square = tuple(p.shape) == (WIDTH, WIDTH)
+        kind = square if is_square else small if p.numel() <= 4 else rest
         kind.append(p)
     groups = [
         {"params": square, "lr": 0.02, "betas": (0.8, 0.99)},
         {"params": small, "lr": 0.03, "weight_decay": 0.0},
-        {"params": others, "weight_decay": 0.3},
+        {"params": rest, "weight_decay": 0.3},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, weight_decay=0.1)
 
 
 def by_identity(net: nn.Module) -> Make:
-    """The head has a rate of its own; the factory knows the net."""
+    """The head has a different rate; the factory recognizes its parameters by identity."""
     head = {id(p) for p in list(net.parameters())[-2:]}
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        given = list(parameters)
+        listed = list(parameters)
         groups = [
-            {"params": [p for p in given if id(p) in head], "lr": 0.3},
-            {"params": [p for p in given if id(p) not in head], "momentum": 0.9},
+            {"params": [p for p in listed if id(p) in head], "lr": 0.3},
+            {"params": [p for p in listed if id(p) not in head], "momentum": 0.9},
         ]
         return torch.optim.SGD(groups, lr=0.05)
 
@@ -105,7 +111,7 @@ def by_identity(net: nn.Module) -> Make:
 
 
 def by_name(net: nn.Module) -> Make:
-    """Names beside the parameters that come; biases do not decay."""
+    """The factory finds each parameter's name in the net; biases do not decay."""
     names = [n for n, p in net.named_parameters() if p.requires_grad]
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -120,17 +126,17 @@ def by_name(net: nn.Module) -> Make:
 
 
 def some(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """One-dimensional parameters are left out."""
+    """The optimizer omits one-dimensional parameters."""
     return torch.optim.SGD([p for p in parameters if p.ndim > 1], lr=0.1, momentum=0.9)
 
 
 def adagrad(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """State from the start."""
+    """Adagrad: its state exists from the start."""
     return torch.optim.Adagrad(list(parameters), lr=0.05, initial_accumulator_value=0.1)
 
 
 class SignDescent(torch.optim.Optimizer):
-    """A class of one's own, each element for itself, with a rate at the parameter."""
+    """A custom elementwise optimizer, whose rate is an attribute of the parameter."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": 0.5})
@@ -150,13 +156,14 @@ class SignDescent(torch.optim.Optimizer):
 
 
 def noted(net: nn.Module) -> Make:
+    """SignDescent with a different `rate` on each parameter."""
     for number, p in enumerate(net.parameters()):
         p.rate = 0.5 + number  # type: ignore[attr-defined]
     return lambda parameters: SignDescent(parameters, lr=0.01)
 
 
 class Lars(torch.optim.Optimizer):
-    """Each parameter by its own norm."""
+    """Scales each matrix's update to its norm (layer-wise adaptive rates)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -171,21 +178,21 @@ class Lars(torch.optim.Optimizer):
 
 
 class Global(torch.optim.Optimizer):
-    """All parameters by the norm of all."""
+    """Divides all gradients by the norm of all."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(float(p.grad.square().sum()) for p in own) ** 0.5
-        for p in own:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.square().sum()) for p in trained) ** 0.5
+        for p in trained:
             p.sub_(p.grad, alpha=self.defaults["lr"] / norm)
 
 
 class Counting(torch.optim.Optimizer):
-    """Its group counts the steps, as schedule-free optimizers do."""
+    """Its group counts the steps, as in schedule-free optimizers."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "k": 0})
@@ -214,7 +221,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Make]] = {
     "counting": lambda _net: lambda parameters: Counting(parameters, lr=0.1),
     "muon": lambda _net: lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.05),
 }
-"""By name: what makes a factory for a net, which may know the net's own parameters."""
+"""Functions by name: each receives a net and returns an optimizer factory, which may use the net.
+"""
 
 
 def train_odd(
@@ -223,7 +231,9 @@ def train_odd(
     cases: Sequence[tuple[str, str]],
     keys: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Train each case: the name of a net, and of an optimizer."""
+    """Train each case, a pair of the names of a net and of an optimizer; return one report for
+    each.
+    """
     return [{"case": f"{n} {o}", **_train(context, strategy, n, o, keys)} for n, o in cases]
 
 
@@ -257,14 +267,14 @@ def _train(
         shown = f"{type(error).__name__}: {error}"
         return {"error": shown[:300], "trace": traceback.format_exc()[-1500:]}
     tensors = {n: t.detach() for n, t in plain.state_dict().items() if isinstance(t, Tensor)}
-    both = [n for n in tensors if n in weights]
+    common = [n for n in tensors if n in weights]
     return {
         "losses": max(abs(a - b) for a, b in zip(got, want, strict=True)),
         "names": sorted(tensors.keys() ^ weights.keys()),
-        "dtypes": [n for n in both if weights[n].dtype != tensors[n].dtype],
+        "dtypes": [n for n in common if weights[n].dtype != tensors[n].dtype],
         "weights": max(
             float((tensors[n].to(torch.cdouble) - weights[n].to(torch.cdouble)).abs().max())
-            for n in both
+            for n in common
             if tensors[n].numel()
         ),
         "meta": saved.meta,
@@ -272,12 +282,12 @@ def _train(
 
 
 def _steps(engine: Engine) -> list[float]:
-    """Train this rank's part of each global batch."""
+    """Train this rank's part of each global batch; return the losses."""
     rows = ROWS // engine.plan.batch.dp_size
     first = (engine.plan.data_rank(engine.context.dp_rank) or 0) * rows
-    own = slice(first, first + rows)
+    rank_rows = slice(first, first + rows)
     got = []
     for step in range(STEPS):
         inputs, targets = batch(step)
-        got.append(engine.step((inputs[own], targets[own])).loss)
+        got.append(engine.step((inputs[rank_rows], targets[rank_rows])).loss)
     return got

@@ -1,4 +1,6 @@
-"""Strategies that do wrong, each in its own way: what comparing and verifying must survive."""
+"""Strategies that do wrong, each in a different manner, which comparing and verifying must
+survive.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from bigtrain.strategies.tensor import TensorSlices
 
 
 class Hangs(DDP):
-    """Never comes back."""
+    """Never returns from `apply`."""
 
     name: ClassVar[str] = "hangs"
     summary: ClassVar[str] = "hangs"
@@ -32,7 +34,7 @@ class Hangs(DDP):
 
 
 class Crashes(DDP):
-    """Takes the whole process down, without a word."""
+    """Ends the process without a message."""
 
     name: ClassVar[str] = "crashes"
     summary: ClassVar[str] = "crashes"
@@ -42,7 +44,7 @@ class Crashes(DDP):
 
 
 class Forgets(DDP):
-    """One rank's gradients of one parameter are a hundredth too large."""
+    """One rank makes the averaged gradient of one parameter 1% too large."""
 
     name: ClassVar[str] = "forgets"
     summary: ClassVar[str] = "forgets"
@@ -55,7 +57,7 @@ class Forgets(DDP):
 
 
 class NormOff(DDP):
-    """The norm of the gradients is a ten-thousandth too large."""
+    """The gradient norm is 0.01% too large."""
 
     name: ClassVar[str] = "norm_off"
     summary: ClassVar[str] = "norm off"
@@ -71,7 +73,7 @@ class NormOff(DDP):
 
 
 class CountsRows(DDP):
-    """The loss is divided by rows, those included whose target is ignored."""
+    """Divides the loss by the number of rows, including rows whose target is ignored."""
 
     name: ClassVar[str] = "counts_rows"
     summary: ClassVar[str] = "counts rows"
@@ -88,7 +90,7 @@ class CountsRows(DDP):
 
 
 class ShiftsMask(DDP):
-    """On rank 1 a token of the second block sees the one after it, too."""
+    """On rank 1 a token of the second block also attends to the token after it."""
 
     name: ClassVar[str] = "shifts_mask"
     summary: ClassVar[str] = "shifts mask"
@@ -112,7 +114,7 @@ class ShiftsMask(DDP):
 
 
 class WrongRule(TensorSlices):
-    """On one rank every second activation of what is sliced is a hundredth too large."""
+    """On one rank every second sliced activation is 1% too large."""
 
     name: ClassVar[str] = "wrong_rule"
     summary: ClassVar[str] = "wrong rule"
@@ -122,7 +124,7 @@ class WrongRule(TensorSlices):
 
 
 def break_rule(function, *, second_on_rank):
-    """Let the second use of a rule, of each pair, be wrong on rank 1."""
+    """Make the second use of a rule, of each pair of uses, wrong on rank 1."""
     plain, calls = sliced_tensor._RULES[function], itertools.count(1)
 
     def wrong(*args, **kwargs):
@@ -134,7 +136,7 @@ def break_rule(function, *, second_on_rank):
 
 
 class DropsHooks(DDP):
-    """Hooks on the gradients of parameters are not run."""
+    """Does not run the hooks on parameter gradients."""
 
     name: ClassVar[str] = "drops_hooks"
     summary: ClassVar[str] = "drops hooks"
@@ -150,7 +152,7 @@ class DropsHooks(DDP):
 
 
 class ForgetsDecay(DDP):
-    """One group of the optimizer has lost its weight decay."""
+    """One group of the optimizer loses its weight decay."""
 
     name: ClassVar[str] = "forgets_decay"
     summary: ClassVar[str] = "forgets decay"
@@ -168,7 +170,7 @@ class ForgetsDecay(DDP):
 
 
 class SwapsExperts(DDP):
-    """On rank 1 the second block has the weights of the first and the other way round."""
+    """On rank 1 the first and the second block exchange their weights."""
 
     name: ClassVar[str] = "swaps_experts"
     summary: ClassVar[str] = "swaps experts"
@@ -176,14 +178,16 @@ class SwapsExperts(DDP):
     def apply(self, assembly: Assembly) -> None:
         super().apply(assembly)
         if assembly.context.rank == 1:
-            one, other = (assembly.model.get_submodule(f"blocks.{n}.mlp") for n in range(2))
-            kept = {name: value.clone() for name, value in one.state_dict().items()}
-            one.load_state_dict(other.state_dict())
-            other.load_state_dict(kept)
+            first_mlp, second_mlp = (
+                assembly.model.get_submodule(f"blocks.{n}.mlp") for n in range(2)
+            )
+            saved = {name: value.clone() for name, value in first_mlp.state_dict().items()}
+            first_mlp.load_state_dict(second_mlp.state_dict())
+            second_mlp.load_state_dict(saved)
 
 
 class NotesUpdates(DDP):
-    """Notes at the end of each step whether parameters have changed and gradients are cleared."""
+    """Records at the end of each step whether parameters have changed and gradients are cleared."""
 
     name: ClassVar[str] = "notes_updates"
     summary: ClassVar[str] = "notes updates"
@@ -205,7 +209,7 @@ class NotesUpdates(DDP):
 
 
 class Surrounds(DDP):
-    """Would average around each micro-batch, where a pipeline has its own order."""
+    """Averages around each micro-batch, which a pipeline's order does not allow."""
 
     name: ClassVar[str] = "surrounds"
     summary: ClassVar[str] = "surrounds"
@@ -215,9 +219,9 @@ class Surrounds(DDP):
 
 
 class Net(nn.Module):
-    """A user's own model; by hand it drops with a mask whose rows are no samples.
+    """A user's model; its hand-written dropout uses a mask whose rows are not samples.
 
-    `verify` can turn `dropout` off and cannot see `chance`.
+    `verify` can switch off `dropout`, but cannot see `chance`.
     """
 
     def __init__(self, num_classes: int = 10, chance: float = 0.0, dropout: float = 0.0) -> None:
@@ -234,7 +238,7 @@ class Net(nn.Module):
 
 
 class Hooked(Net):
-    """The gradient of its head is doubled by a hook."""
+    """A hook doubles the gradient of its head."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)
@@ -243,7 +247,7 @@ class Hooked(Net):
 
 
 class Greedy(nn.Module):
-    """Rank 1 wants more memory than there is, once, in its third forward pass."""
+    """Rank 1 once requests more memory than exists, in its third forward pass."""
 
     def __init__(self, num_classes: int = 10, wanted: int = 2**50) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run that is cut in two by a checkpoint, with its optimizer's state anywhere."""
+"""A run that is split in two by a checkpoint, with the optimizer's state in different places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ DISK = {"strategy.offload.optimizer": "disk"}
 
 
 def begin_and_continue(context, folder, first, second, keys) -> list[float]:
-    """Three steps, saved by one way and continued by the other; the losses of the last three."""
+    """Train and save three steps by `first`, continue by `second`; return the last three losses.
+
+    Args:
+        context: of this rank.
+        folder: of the checkpoint.
+        first: the strategy of the first part and its keys.
+        second: the strategy of the second part and its keys.
+        keys: of both parts.
+    """
     bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     samples = tokens(8)
     mine = slice(context.rank, None, context.world_size)
@@ -26,10 +34,10 @@ def begin_and_continue(context, folder, first, second, keys) -> list[float]:
         job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys, **extra})
         return Engine(TinyLM, CrossEntropy(), adamw, job, context)
 
-    with engine(*first) as one:
+    with engine(*first) as saver:
         for _ in range(3):
-            one.step(batch)
-        path = context.broadcast_object(one.save(folder))
-    with engine(*second) as other:
-        other.load(path)
-        return [other.step(batch).loss for _ in range(3)]
+            saver.step(batch)
+        path = context.broadcast_object(saver.save(folder))
+    with engine(*second) as loader:
+        loader.load(path)
+        return [loader.step(batch).loss for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A model whose code looks at its own sizes, and at its parameters all together, in many ways."""
+"""A model whose code uses sizes of its tensors, and all its parameters together, in many ways."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ WORDS, WIDTH, INNER = 29, 32, 64
 
 
 class OwnSizes(nn.Module):
-    """A block of a transformer that divides its tensors by numbers of its own.
+    """A transformer block whose code computes with the sizes of its weights.
 
     Args:
-        way: one of WAYS.
-        heads: of the attention.
+        use: one of WAYS.
+        heads: number of attention heads.
     """
 
-    def __init__(self, way: str, heads: int = 4) -> None:
+    def __init__(self, use: str, heads: int = 4) -> None:
         super().__init__()
-        self.way, self.heads = way, heads
+        self.use, self.heads = use, heads
         self.words = nn.Embedding(WORDS, WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def attention(self, x: Tensor) -> Tensor:
-        """(rows, places, WIDTH) to the same."""
+        """(rows, places, WIDTH) to the same shape."""
         rows, places, width = x.shape
         parts = self.qkv(x).view(rows, places, 3, self.heads, width // self.heads)
         mixed = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4))
@@ -41,10 +41,10 @@ class OwnSizes(nn.Module):
         x = self.words(words)
         x = x + self.attention(x)
         x = x + self.down(self.middle(F.gelu(self.up(x))))
-        return WAYS[self.way](self, x, self.head(x))
+        return WAYS[self.use](self, x, self.head(x))
 
     def middle(self, hidden: Tensor) -> Tensor:
-        """By the sizes of weights and of what is computed: (rows, places, INNER) to the same."""
+        """Scale by sizes of weights and of `hidden`: (rows, places, INNER) to the same shape."""
         weight, options = self.up.weight, {"dtype": hidden.dtype}
         hidden = hidden.reshape(*hidden.shape[:2], weight.size(0) // 4, 4).flatten(2)
         hidden = hidden * (weight.numel() + len(weight) + self.down.weight.shape[1]) / 3000
@@ -53,8 +53,8 @@ class OwnSizes(nn.Module):
 
 
 def _called(model: OwnSizes, x: Tensor, y: Tensor) -> Tensor:
-    own = dict(model.up.named_parameters())
-    return y * torch.func.functional_call(model.up, own, (x,)).mean()
+    parameters = dict(model.up.named_parameters())
+    return y * torch.func.functional_call(model.up, parameters, (x,)).mean()
 
 
 WAYS: dict[str, Callable[[OwnSizes, Tensor, Tensor], Tensor]] = {
@@ -72,4 +72,4 @@ WAYS: dict[str, Callable[[OwnSizes, Tensor, Tensor], Tensor]] = {
     "penalty": lambda own, _, y: y + sum(p.pow(2).mean() for p in own.parameters()),
 }
 ALL_LISTED = ("all numbers", "penalty")
-"""Of which nothing is left to slice."""
+"""The ways that use every parameter, so that none can be sliced."""

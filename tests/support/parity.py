@@ -1,4 +1,4 @@
-"""One run under a strategy, with everything that must equal the run of one process."""
+"""One run under a strategy, with all numbers that must equal those of a one-process run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from bigtrain.losses.loss import CrossEntropy, Loss
 from bigtrain.ranks.context import RunContext
 
 UNSEEN = {"memory.predict": False, "memory.track_steps": 0}
-"""No forecast and no tracking, for runs whose memory nobody looks at: they change no number."""
+"""Switches off forecast and memory tracking, for tests that do not read them; no number changes."""
 
 
 @dataclass
 class Record:
+    """The numbers of a run: one entry per step, and the final weights by name."""
+
     losses: list[float]
     norms: list[float]
     gradients: list[dict[str, Tensor]]
@@ -33,10 +35,12 @@ class Record:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with momentum and weight decay."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Fused AdamW."""
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
@@ -50,12 +54,12 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     loss: Loss | None = None,
 ) -> Record:
-    """Train and keep losses, norms, gradients before each step, and the final weights."""
+    """Train; return the losses, norms, gradients before each step, and the final weights."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     loss = loss or CrossEntropy()
     example = None
-    # A model is cut by the shapes of a micro-batch, a budget is met by a forecast of one, and by
-    # one it is known what the loss does not reach: one process shows what that comes to.
+    # An example lets a strategy cut the model, forecast a budget and find parameters that the loss
+    # does not reach. A single process needs none, and so tests the run without one.
     if strategy != "single":
         plan = make_plan(job, context.world_size, context.device.type)
         order = GlobalOrder(len(samples), plan.batch.micro_size, shuffle=False)
@@ -67,8 +71,8 @@ def train(
         update = engine.runner.update
 
         def keep(loss: StepLoss) -> float:
-            found = engine.runner.gradients()
-            record.gradients.append(whole_tensors(found))
+            gradients = engine.runner.gradients()
+            record.gradients.append(whole_tensors(gradients))
             return update(loss)
 
         engine.runner.update = keep
@@ -91,13 +95,13 @@ def train_beside_plain_loop(
     steps: int = 6,
     *more: Any,
 ) -> Record:
-    """As `train`; all losses and norms are those of a plain torch loop, or it fails."""
+    """Call `train` with a check of all losses and norms against a plain torch loop."""
     checked = {"train.check_first_steps": steps, **keys}
     return train(context, model, samples, strategy, checked, steps, *more)
 
 
 def shuffled_steps(engine: Engine, samples: Samples, loss: Loss, steps: int) -> Iterator[Step]:
-    """This rank's part of some global batches, in an order that is the same on every mesh."""
+    """This rank's part of the global batches, in an order that is the same on every mesh."""
     batch = engine.plan.batch
     loader = StepLoader(
         samples,
@@ -110,13 +114,13 @@ def shuffled_steps(engine: Engine, samples: Samples, loss: Loss, steps: int) -> 
     return itertools.islice(iter(loader), steps)
 
 
-def largest_difference(one: Record, other: Record) -> float:
+def largest_difference(first: Record, second: Record) -> float:
     """The largest absolute difference in losses, norms, gradients and weights."""
-    pairs = [(torch.tensor(one.losses), torch.tensor(other.losses))]
-    pairs.append((torch.tensor(one.norms), torch.tensor(other.norms)))
-    for mine, theirs in zip(one.gradients, other.gradients, strict=True):
+    pairs = [(torch.tensor(first.losses), torch.tensor(second.losses))]
+    pairs.append((torch.tensor(first.norms), torch.tensor(second.norms)))
+    for mine, theirs in zip(first.gradients, second.gradients, strict=True):
         assert mine.keys() == theirs.keys()
         pairs += [(mine[name], theirs[name]) for name in mine]
-    assert one.weights.keys() == other.weights.keys()
-    pairs += [(one.weights[name], other.weights[name]) for name in one.weights]
+    assert first.weights.keys() == second.weights.keys()
+    pairs += [(first.weights[name], second.weights[name]) for name in first.weights]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())

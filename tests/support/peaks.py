@@ -1,4 +1,4 @@
-"""A few steps on one batch, for the peak that was predicted and the one that was reached."""
+"""Train a few steps on one batch, for the predicted peak and the measured one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from bigtrain.memory.timeline import MEMORY_KINDS, Peak
 
 
 def peaks(context, model, batch, strategy, keys, optimizer):
-    """Train four steps on one batch; return (predicted, measured, why not)."""
-    # Any number of ranks that share a batch divides this one: only afterwards is it known who does.
+    """Train four steps on one batch; return (predicted, measured, note on the prediction)."""
+    # The number of ranks that share a batch is known only from the plan, so the first plan gets a
+    # batch size that any such number divides.
     shares = math.lcm(*range(1, context.world_size + 1))
     any_batch = {"train.global_batch_size": len(batch[0]) * shares, **keys}
     plan = make_plan(job_from_keys(strategy, any_batch), context.world_size, context.device.type)
@@ -42,13 +43,17 @@ def peaks(context, model, batch, strategy, keys, optimizer):
 MOST_RUNS = 6
 
 
-def settled(run: Callable[[], list[Any]], is_above: Callable[[Any], bool]) -> list[Any]:
-    """What a run returns of its ranks; of those that measured too much, what a further one does.
+def repeat_if_above(run: Callable[[], list[Any]], is_above: Callable[[Any], bool]) -> list[Any]:
+    """Run again as long as a rank measures too much; return each rank's first or last row.
 
-    A thread of gloo lets go of a collective's tensors when it gets the processor, which on a busy
-    machine may be after the next ones are there: with these threads at the lowest priority beside
-    other programs, 5 of 56 ranks were seen to measure a shard, or what was sent, once more. A
-    forecast that is too low is so in each run.
+    A gloo thread releases a collective's tensors when it gets a processor, which on a busy machine
+    may be after the next tensors are allocated: with these threads at the lowest priority and other
+    programs running, 5 of 56 ranks measured a shard or a sent tensor twice. A forecast that is too
+    low fails in every run.
+
+    Args:
+        run: returns one row for each rank.
+        is_above: whether the measurement of a row is too large.
     """
     rows = run()
     for _ in range(MOST_RUNS - 1):
@@ -59,7 +64,7 @@ def settled(run: Callable[[], list[Any]], is_above: Callable[[Any], bool]) -> li
 
 
 def assert_same_parts(predicted: Peak, measured: Peak) -> None:
-    """In the same phase, the same to a percent, and so is each kind."""
+    """Assert that the phase is equal, and the sum and each kind of memory to 1%."""
     assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01)
     assert predicted.phase == measured.phase
     for kind in MEMORY_KINDS:
@@ -67,15 +72,17 @@ def assert_same_parts(predicted: Peak, measured: Peak) -> None:
         assert expected == pytest.approx(seen, abs=0.01 * measured.bytes), kind
 
 
-def wide() -> nn.Module:
-    """What the loss does not reach is neither held as gradients nor as state."""
+def wide_model() -> nn.Module:
+    """A model with parameters that the loss does not reach: they need no gradients and no state."""
     return Unreached(width=64)
 
 
 def text() -> tuple[Tensor, Tensor]:
+    """Tokens and targets (32, length)."""
     samples = tokens(32, ignored=False)
     return samples.inputs, samples.targets
 
 
 def images() -> tuple[Tensor, Tensor]:
+    """Images (8, 1, 24, 24) and targets."""
     return torch.randn(8, 1, 24, 24), torch.arange(8) % 3

@@ -16,9 +16,9 @@ GPT = [
     "data.name=synthetic",
     "data.args={kind: language}",
     "train.global_batch_size=8",
-    "checkpoint.at_end=false",  # of a model so small a save would be the peak
+    "checkpoint.at_end=false",  # with a model this small, a save would be the peak
 ]
-"""The words of a job that is planned."""
+"""The words of a job to plan."""
 
 
 def candidate_of(
@@ -32,7 +32,7 @@ def candidate_of(
     offload: str | None = None,
     shard_ranks: int | None = None,
 ) -> Candidate:
-    """As the techniques offer it."""
+    """The candidate with these words, as the techniques offer it."""
     options = {"engine": "deepspeed", **preset_options("replicate", preset)}
     if options["name"] != "zero":
         options = {"name": options["name"]}
@@ -46,14 +46,16 @@ def candidate_of(
         words = {"zbv_zero_bubble": "zbv", "interleaved_zero_bubble": "zero_bubble"}
         label = words.get(schedule, schedule) + (f"_{stages_per_rank}" * (stages_per_rank > 2))
         cut = Variant(label, {"name": "pipeline", "schedule": schedule, **more})
-    place = None
+    offload_variant = None
     if offload is not None:
-        place = Variant(f"offload_{offload}", {"optimizer": offload})
-    return Candidate(pp, dp, replicate, rows, micro_batches, cut, place)
+        offload_variant = Variant(f"offload_{offload}", {"optimizer": offload})
+    return Candidate(pp, dp, replicate, rows, micro_batches, cut, offload_variant)
 
 
 def every_plan(search: PlanSearch, limit: int) -> Iterator[EvaluatedPlan]:
-    """Every candidate evaluated, one by one: those that fit, and none of its bounds is above it."""
+    """Evaluate every candidate and yield those that fit; assert that no bound exceeds its
+    figures.
+    """
     evaluator, bounds = search.evaluator, search.bounds
     for candidate in search.space.candidates():
         try:
@@ -61,13 +63,13 @@ def every_plan(search: PlanSearch, limit: int) -> Iterator[EvaluatedPlan]:
             least = bounds.least_seconds(candidate)
         except ConfigError:  # a technique refuses it
             continue
-        one = evaluator.evaluate(candidate, plan, limit)
-        if isinstance(one, EvaluatedPlan):
-            most = one.seconds.total * (1 + 1e-9)
+        evaluated = evaluator.evaluate(candidate, plan, limit)
+        if isinstance(evaluated, EvaluatedPlan):
+            most = evaluated.seconds.total * (1 + 1e-9)
             assert least <= most
             assert bounds.even_seconds(candidate, plan) <= most
             assert bounds.kept_seconds(candidate, plan) <= most
-            assert bounds.least_bytes(candidate, plan) <= one.peak.bytes
-            assert bounds.floor_bytes(candidate, plan) <= one.peak.bytes
-            assert one.peak.bytes <= limit
-            yield one
+            assert bounds.least_bytes(candidate, plan) <= evaluated.peak.bytes
+            assert bounds.floor_bytes(candidate, plan) <= evaluated.peak.bytes
+            assert evaluated.peak.bytes <= limit
+            yield evaluated

@@ -1,9 +1,9 @@
-"""The state of a process that a test could change, to tell whether it may run another test.
+"""The global state of a process, compared to decide whether it may run another test.
 
 Take `state()` before and after a call; `changes(before, after)` names the differences. Compared are
 the globals of bigtrain, of the tests and of torch.distributed, the attributes of their classes and
-of the classes of torch that tests patch, and torch's switches. New modules and new names are no
-change: the first import brings them.
+of those torch classes that tests patch, and torch's switches. New modules and new names do not
+count as changes, because a first import adds them.
 """
 
 from __future__ import annotations
@@ -60,27 +60,27 @@ def watched() -> list[str]:
 
 
 def state() -> State:
-    """Return all that is compared, by owner and name.
+    """Return all compared values, by owner and name.
 
-    The values are kept themselves: an `id` may be given to another object later.
+    The values themselves are stored, because an `id` may be reused for another object.
     """
-    found: State = {}
+    compared: State = {}
     for name in watched():
-        found[name] = attributes = dict(vars(sys.modules[name]))
+        compared[name] = attributes = dict(vars(sys.modules[name]))
         # Caches of bigtrain grow in use; its tables, in capitals, do not.
         is_cached = name.startswith("bigtrain")
-        lengths = found[f"lengths in {name}"] = {}
+        lengths = compared[f"lengths in {name}"] = {}
         for key, value in attributes.items():
             if type(value) in _CONTAINERS:
                 if not key.startswith("__") and (key.isupper() or not is_cached):
                     lengths[key] = len(value)
             elif isinstance(value, type) and value.__module__ == name:
-                found[f"{name}.{value.__qualname__}"] = _attributes(value)
+                compared[f"{name}.{value.__qualname__}"] = _attributes(value)
     for name in _PATCHED:
-        found[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
+        compared[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
     for path in _CLASSES:
-        found[path] = _attributes(_at(path))
-    return found | {"": _switches()}
+        compared[path] = _attributes(_at(path))
+    return compared | {"": _switches()}
 
 
 def _attributes(cls: type) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _switches() -> dict[str, Any]:
 
 
 def _threads() -> list[str]:
-    """Names of the threads that go on; one that is about to end is waited for."""
+    """Names of the running threads, after a short wait for threads that are about to end."""
     until = time.monotonic() + _PATIENCE_S
     while threading.active_count() > 1 and time.monotonic() < until:
         time.sleep(0.002)
@@ -152,13 +152,15 @@ def _threads() -> list[str]:
 
 
 def _foreign_modules() -> list[str]:
-    """Modules that a test wrote into a folder of its own: the next one may write another."""
+    """Modules that a test wrote into a temporary folder: the next test may write a
+    different one.
+    """
     places = {str(_ROOT), sys.prefix, sys.base_prefix}
     return [
         name
         for name, module in list(sys.modules.items())
         if (file := getattr(module, "__file__", None))
         and str(file).startswith("/")
-        and not any(str(file).startswith(place) for place in places)
+        and not any(str(file).startswith(prefix) for prefix in places)
         and "/site-packages/" not in str(file)
     ]

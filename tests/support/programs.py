@@ -1,4 +1,4 @@
-"""Run a real launcher from a test and see what came out of it and what it left running."""
+"""Run a real launcher from a test; check its output and that no process is left running."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = str(Path(__file__).parent / "scripts" / "hello.py")
-# What one launcher sets must not reach the next one.
+# Variables that one launcher sets must not reach the next one.
 _CLEARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Finished:
+    """A command that has ended: its exit status and output."""
+
     status: int
     output: str
-    """Standard output and standard error, in the order in which they came."""
+    """Standard output and standard error, interleaved as they were written."""
     ended: float
-    """When, by the clock that all processes of a machine share."""
+    """The time at the end, in seconds of the machine's monotonic clock."""
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
-        """What every rank said of itself."""
+        """The report that each rank has printed."""
         lines = [line for line in self.output.splitlines() if line.startswith('[{"rank"')]
         assert len(lines) == 1, self.output
-        # Another rank's traceback may come between this line and its end.
-        found, _ = json.JSONDecoder().raw_decode(lines[0])
-        assert isinstance(found, list)
-        return found
+        # Another rank's traceback may follow on the same line.
+        reports, _ = json.JSONDecoder().raw_decode(lines[0])
+        assert isinstance(reports, list)
+        return reports
 
     @property
     def seconds_together(self) -> float:
-        """From the moment when the ranks had met to the end of the last of them."""
+        """Seconds from the time when all ranks had met to the end of the last rank."""
         return self.ended - max(rank["met"] for rank in self.ranks)
 
     def assert_all_gone(self) -> None:
-        """Every rank's process has ended (a launcher may need a moment to reap it)."""
+        """Assert that every rank's process has ended; a launcher may need a moment to reap it."""
         end = time.monotonic() + 5
         alive = [rank["pid"] for rank in self.ranks]
         while alive and time.monotonic() < end:
@@ -63,12 +65,14 @@ def _runs(pid: int) -> bool:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _CLEARED}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
+    """This process's variables without a launcher's, with the checkout on the path, and `extra`."""
+    variables = {name: value for name, value in os.environ.items() if name not in _CLEARED}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
+    return {**variables, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
 
 
 def start(command: list[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a command in a new session, with its output in a pipe."""
     return subprocess.Popen(
         command,
         env=environment(extra),
@@ -82,16 +86,16 @@ def start(command: list[str], extra: Mapping[str, str] | None = None) -> subproc
 def run(
     command: list[str], extra: Mapping[str, str] | None = None, timeout_s: float = 90.0
 ) -> Finished:
-    """Run a command to its end; past the timeout its own session is killed."""
+    """Run a command to its end; after `timeout_s` seconds kill its session and fail the test."""
     return finish(start(command, extra), timeout_s)
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> Finished:
-    """Wait for a command that was started; past the timeout its own session is killed."""
+    """Wait for a started command; after `timeout_s` seconds kill its session and fail the test."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # A session of its own: the group holds this command and what it started, nothing else.
+        # The command has a session to itself, so the group holds only it and its children.
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"{process.args!r} ran past {timeout_s:.0f} s:\n{output}")

@@ -1,7 +1,8 @@
-"""What DeepSpeed files of public repositories say, written anew from their keys, and what they are.
+"""DeepSpeed files of public repositories, rewritten from their keys, and their expected outcomes.
 
 Each is named by its repository and path. `as_published` is a part of the line that refuses the
-file, or None where it runs; `in_bf16` the same where fp16, which most of them have, is bf16.
+file, or None if the file runs; `in_bf16` is the same for the file with bf16 in place of fp16, which
+most of them have.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _PINNED = {"device": "cpu", "pin_memory": True}
 
 
 def fp16(enabled: Any = True, power: int | None = 16, **more: Any) -> Section:
-    """The section of dynamic loss scaling that files have, on or off."""
+    """The section of dynamic loss scaling as most files have it, on or off."""
     section: Section = {"enabled": enabled, "loss_scale": 0, "loss_scale_window": 1000}
     section |= {"hysteresis": 2, "min_loss_scale": 1}
     return {**section, **({} if power is None else {"initial_scale_power": power}), **more}
 
 
 def auto(*names: str) -> Section:
-    """Keys that are left to the job."""
+    """Keys with the value "auto", to be filled in from the job."""
     return dict.fromkeys(names, "auto")
 
 
@@ -40,7 +41,7 @@ QUIET = {"wall_clock_breakdown": False}
 
 
 def stage_2(size: float | None = 2e8, *, overlap: bool = True, **more: Any) -> Section:
-    """ZeRO 2 as files have it."""
+    """The usual section of ZeRO 2."""
     zero: Section = {"stage": 2, "allgather_partitions": True, "reduce_scatter": True}
     zero |= {"overlap_comm": overlap, "contiguous_gradients": True}
     if size is not None:
@@ -49,7 +50,7 @@ def stage_2(size: float | None = 2e8, *, overlap: bool = True, **more: Any) -> S
 
 
 def stage_3(**more: Any) -> Section:
-    """ZeRO 3 as files have it."""
+    """The usual section of ZeRO 3."""
     buckets = auto(
         *("reduce_bucket_size", "stage3_prefetch_bucket_size"),
         "stage3_param_persistence_threshold",
@@ -61,13 +62,13 @@ def stage_3(**more: Any) -> Section:
 
 
 def adam(**params: Any) -> Section:
-    """The example that DeepSpeed's own pages have."""
+    """The optimizer of the example in DeepSpeed's documentation."""
     return {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, **params}}
 
 
 @dataclass(frozen=True)
 class PublicFile:
-    """One file, and what is to become of it."""
+    """One file and its expected outcome."""
 
     source: str
     """Repository and path on GitHub."""
@@ -75,11 +76,11 @@ class PublicFile:
     as_published: str | None = None
     in_bf16: str | None = None
     words: tuple[str, ...] = ()
-    """What else the job needs for it."""
+    """Additional words of the job that the file needs."""
 
     @property
     def with_bf16(self) -> Section:
-        """The same where fp16 is bf16."""
+        """The same file with bf16 in place of fp16."""
         config = copy.deepcopy(self.config)
         config.pop("fp16", None)
         return {**config, **BF16}

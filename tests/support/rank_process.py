@@ -1,6 +1,6 @@
-"""The process of a rank: it answers one call after the other, and connects anew for each.
+"""The process of a rank: it answers one call after another, and connects anew for each.
 
-After each call it names what the call has changed in the process; if that is anything, the caller
+After each call it lists the changes that the call made to the process. If there are any, the caller
 ends the process.
 """
 
@@ -29,19 +29,19 @@ from bigtrain.ranks.launcher_env import RankInfo
 
 @dataclass(frozen=True)
 class Call:
-    """A function to be called on a rank.
+    """A function call on a rank.
 
     Args:
         rank: of this process.
-        world_size: ranks that are called together.
-        meeting: a folder for these ranks and this call alone.
-        cwd: the current folder.
-        path: `sys.path`, by which functions are found.
-        environ: all variables.
+        world_size: number of ranks in the call.
+        meeting: a folder for the rendezvous of these ranks in this call.
+        cwd: the current folder during the call.
+        path: `sys.path`, by which the function's module is imported.
+        environ: all environment variables.
         options: further arguments of `bigtrain.ranks.connect`.
-        seed: of torch, and in the context.
+        seed: for torch, and in the context.
         function: pickled, with its arguments.
-        is_last: whether the process ends with it.
+        is_last: whether the process ends after the call.
     """
 
     rank: int
@@ -57,19 +57,20 @@ class Call:
 
 
 def serve_calls(number: int) -> None:
-    """Answer calls until the other end is closed, or a call fails.
+    """Answer calls until the other end is closed or a call fails.
 
-    A call comes as one byte with the standard output and error of the caller, then a pickled
-    `Call`. It is answered with ("result", value, None), or ("error", traceback, exception); after
-    a result with the list of what the call has changed in this process.
+    A call arrives as one byte with the caller's standard output and error, then a pickled `Call`.
+    The answer is ("result", value, None) or ("error", traceback, exception); a result is followed
+    by the list of changes that the call made to this process.
 
     Args:
         number: the file descriptor of a Unix socket.
     """
     line = socket.socket(fileno=number)
     pipe = Connection(os.dup(number))
-    # It does not take the processor from a thread of gloo that has woken it: see `support.peaks`.
-    with contextlib.suppress(OSError):  # a sandbox may not let it
+    # At low priority this thread does not delay a gloo thread that has woken it: see
+    # `support.peaks`.
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     known: State = {}
     while True:
@@ -82,7 +83,7 @@ def serve_calls(number: int) -> None:
         call: Call = pickle.loads(pipe.recv_bytes())
         before = _answer(call, pipe, known)
         if call.is_last:
-            # Nothing of a rank outlives it, so the interpreter's slow farewell is left out.
+            # No work remains after a rank's last call, so we skip the interpreter's slow shutdown.
             os._exit(0)
         _let_go_of_streams()
         known = state()
@@ -90,7 +91,7 @@ def serve_calls(number: int) -> None:
 
 
 def _let_go_of_streams() -> None:
-    """Hold no file of the caller's until the next call brings its own."""
+    """Close the caller's streams until the next call brings new ones."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):
         os.dup2(nothing, standard)
@@ -98,15 +99,15 @@ def _let_go_of_streams() -> None:
 
 
 def _answer(call: Call, pipe: Connection, known: State) -> State:
-    """Call the function and answer; the process ends here if that fails.
+    """Call the function and answer; if it fails, the process ends here.
 
     Args:
-        call: what is asked for.
+        call: the function and its surroundings.
         pipe: for the answer.
         known: the state after the last call; empty before the first.
 
     Returns:
-        the state before the call, with that of the modules which it was the first to import.
+        the state before the call, with the state of modules that the call was the first to import.
     """
     import torch
 
@@ -135,7 +136,7 @@ def _answer(call: Call, pipe: Connection, known: State) -> State:
             pipe.send_bytes(_as_answer(error, traceback.format_exc()))
             status = 1
         faulthandler.unregister(signal.SIGUSR1)
-    sys.excepthook = sys.__excepthook__  # torch sets its own with a process group, for good
+    sys.excepthook = sys.__excepthook__  # torch replaces it when it makes a process group
     gc.collect()
     if status is not None:
         pipe.close()
@@ -146,12 +147,12 @@ def _answer(call: Call, pipe: Connection, known: State) -> State:
 
 
 def _with_new_modules(known: State) -> State:
-    """Add the state of modules that have been imported since the last call."""
+    """Add the state of modules that were imported after the last call."""
     return known if known.keys() >= set(watched()) else {**state(), **known}
 
 
 def _connect_and_call(call: Call, function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """Connect, call the function, and return its result as an answer."""
+    """Connect, call the function, and return the pickled answer with its result."""
     from bigtrain.ranks.connect import connect
 
     placement = RankInfo(

@@ -1,12 +1,13 @@
 """Run a function on several real ranks from a test: `run_ranks(fn, 2, *args)`.
 
-The ranks are forked from a zygote that has torch and bigtrain loaded (DeepSpeed, too, where a
-strategy runs on it). They meet by a file in a folder of their own: no fixed port, no retry.
+The ranks are forked from a zygote that has imported torch and bigtrain (and DeepSpeed, if a
+strategy runs on it). They rendezvous by a file in a temporary folder, without a fixed port and
+without retries.
 
-A process that has answered a call also answers the next one, if the call has changed nothing in it
-(`support.process_state`). It then connects anew and takes over the caller's folder, variables and
+A process that has answered a call also answers the next one, unless the call has changed its global
+state (`support.process_state`). It then connects anew and adopts the caller's folder, variables and
 streams. This saves a quarter of the CPU time of a small training. A call that fails ends all of its
-ranks. Processes with DeepSpeed answer one call only.
+ranks. Processes with DeepSpeed answer only one call.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from support.zygote import Child, Flavour, zygote
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_names
 
-# A rank that is told to end by the failing one does so within this time.
+# Seconds in which a rank that the failing rank tells to end does so.
 _END_S = 10.0
 _KEPT = 4
-"""Ranks of one flavour and one set of variables that wait for the next call."""
+"""Idle ranks, by flavour and environment variables."""
 _CALLS = 100
-"""A process ends after so many, with whatever memory it has gathered."""
+"""A process ends after this number of calls, to release the memory it has accumulated."""
 _NOT_OURS = "PYTEST_CURRENT_TEST"
 
 
 class RankFailure(AssertionError):
-    """A rank raised; the message holds its rank and its traceback, `cause` the error itself."""
+    """A rank raised; the message holds its rank and its traceback, and `cause` is the exception."""
 
     def __init__(self, rank: int, text: str, cause: BaseException | None) -> None:
         super().__init__(f"rank {rank} failed:\n{text}")
@@ -68,29 +69,30 @@ def run_ranks(
 
     Args:
         fn: a function at the top level of a module.
-        world_size: ranks, each a process with one thread.
+        world_size: number of ranks, each a process with one thread.
         args: further arguments; they are pickled, and so are the results.
-        timeout_s: seconds until the ranks are ended and their stacks shown.
-        pp: ranks on the pipeline axis.
-        dp: ranks on the data axis.
-        tp: ranks on the tensor axis.
+        timeout_s: seconds after which the ranks are ended and their stacks shown.
+        pp: size of the pipeline axis.
+        dp: size of the data axis.
+        tp: size of the tensor axis.
         timeout: seconds a collective may take.
         seed: the seed in the context.
-        force_group: one rank has a process group, too.
-        flavour: what the ranks have imported when they begin; where left out, DeepSpeed where an
-            argument names a strategy that runs on it.
-        killed: ranks that are killed: their results are None.
-        fresh: in processes that have answered no other call, and answer none after it.
+        force_group: make a process group even for one rank.
+        flavour: libraries that the ranks have imported at the start; the default is DeepSpeed if an
+            argument names a strategy that runs on it, and otherwise plain.
+        killed: ranks that the function kills; their results are None.
+        fresh: use new processes, which answer only this call.
 
     Raises:
-        RankFailure: a rank raised or was killed; the first one counts.
+        RankFailure: a rank raised or was killed; the first failure is reported.
         TimeoutError: with the stack of every rank that was still running.
     """
     with tempfile.TemporaryDirectory(prefix="bigtrain-ranks-") as name:
         folder = Path(name)
         options = {"pp": pp, "dp": dp, "tp": tp, "timeout": timeout, "force_group": force_group}
         flavour = flavour or _flavour_for(args)
-        fresh = fresh or flavour == "deepspeed"  # it remembers meshes and timers of earlier engines
+        # DeepSpeed keeps global meshes and timers of earlier engines.
+        fresh = fresh or flavour == "deepspeed"
         environ = {name: value for name, value in os.environ.items() if name != _NOT_OURS}
         function = pickle.dumps((fn, args))
         ranks: list[_Rank] = []
@@ -112,11 +114,11 @@ def run_ranks(
 
 
 class _Rank:
-    """A process of `support.rank_process`.
+    """The caller's end of a process of `support.rank_process`.
 
     Args:
-        flavour: what it has imported.
-        environ: all of its variables.
+        flavour: libraries it has imported.
+        environ: all of its environment variables.
     """
 
     def __init__(self, flavour: Flavour, environ: dict[str, str]) -> None:
@@ -130,26 +132,26 @@ class _Rank:
         self.pipe = Connection(os.dup(self._line.fileno()))
 
     def send(self, call: Call) -> None:
-        """Have it answer a call, with this process's output and errors as its own."""
+        """Let the process answer a call, with this process's standard output and error."""
         self._calls += 1
         socket.send_fds(self._line, [b"!"], [1, 2])
         self.pipe.send_bytes(pickle.dumps(call))
 
     def is_as_new(self) -> bool:
-        """Whether the last call, which it has answered, has changed nothing; waits for that."""
+        """Wait for the last, answered call; return whether it has left the process unchanged."""
         try:
             changed = pickle.loads(self.pipe.recv_bytes())
             return not changed and self._calls < _CALLS
-        except (EOFError, OSError):  # the zygote has ended, and its processes with it
+        except (EOFError, OSError):  # the zygote has ended, and so have its processes
             return False
 
     def end(self) -> None:
-        """End it: one that has answered only has to go, one that has not is not waited for."""
+        """End the process: close the pipe if it has answered, otherwise kill it."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError, RuntimeError):
             self.process.wait(0.5)
-        with contextlib.suppress(RuntimeError):  # the zygote has ended, and this with it
+        with contextlib.suppress(RuntimeError):  # the zygote has ended, and so has the process
             self.process.close()
         self.pipe.close()
         self._line.close()
@@ -159,7 +161,7 @@ _waiting: dict[tuple[str, frozenset[tuple[str, str]]], list[_Rank]] = {}
 
 
 def _take(flavour: Flavour, environ: dict[str, str], *, fresh: bool) -> _Rank:
-    """A rank that is as new, or a new one."""
+    """Return an idle unchanged rank, or a new one."""
     kind = (flavour, frozenset(environ.items()))
     for other in [other for other in _waiting if other[0] == flavour and other != kind]:
         for rank in _waiting.pop(other):  # a process reads some variables only once
@@ -214,7 +216,8 @@ def _collect(
     pipes = [rank.pipe for rank in ranks]
     while len(results) + len(silent) < len(pipes):
         waiting = {pipe: n for n, pipe in enumerate(pipes) if n not in results and n not in silent}
-        # Ranks that ended without a word are most often the echo of one that is about to speak.
+        # A rank that ended without a message has usually ended because of another, whose error
+        # follows.
         patience = _END_S if silent else deadline - time.monotonic()
         ready = wait(list(waiting), max(0.0, min(patience, deadline - time.monotonic())))
         if not ready:
@@ -237,7 +240,7 @@ def _collect(
                 raise RankFailure(rank, value, cause)
             results[rank] = value
     if silent:
-        # A signal is the cause; an exit status is what the others answered to it.
+        # A signal is a cause; an exit status may be a reaction to another rank's failure.
         rank = min(silent, key=lambda n: (silent[n] >= 0, n))
         raise RankFailure(rank, f"it ended with exit status {silent[rank]} and no message", None)
     return [results[rank] for rank in range(len(pipes))]

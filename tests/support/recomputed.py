@@ -1,4 +1,4 @@
-"""Ways to keep less of a block, and a run of a few steps with its state and its peaks."""
+"""Settings that save less of a block, and a short run with its state and its peaks."""
 
 from __future__ import annotations
 
@@ -32,18 +32,22 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def gpt(dropout: float = 0.2) -> nn.Module:
+    """A GPT of four layers with width 64, for 13 words and 16 tokens."""
     shape = {"vocab_size": 13, "sequence_length": 16, "num_layers": 4, "width": 64}
     return GPT(GPTConfig(**shape, num_heads=4, dropout=dropout))
 
 
 def text(rows: int = 8, length: int = 16) -> tuple[Any, Any]:
+    """Tokens and their targets, both (rows, length)."""
     generator = torch.Generator().manual_seed(5)
-    found = torch.randint(0, 13, (rows, length + 1), generator=generator)
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+    words = torch.randint(0, 13, (rows, length + 1), generator=generator)
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
 def run(context, model, batch, keys, strategy="single", steps=3):
-    """Losses, state, predicted and measured peak, lines, of a few steps on one batch."""
+    """Train a few steps on one batch; return losses, state, (predicted, measured) peaks
+    and advice.
+    """
     micro = keys.get("train.micro_batch_size", len(batch[0]))
     rows = len(batch[0]) * context.dp_size
     words = {"train.global_batch_size": rows, "memory.track_steps": steps, **keys}
@@ -58,4 +62,5 @@ def run(context, model, batch, keys, strategy="single", steps=3):
 
 
 def gpt_without() -> nn.Module:
+    """A GPT without dropout."""
     return gpt(0.0)

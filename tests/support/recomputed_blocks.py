@@ -1,4 +1,4 @@
-"""Blocks that take and do odd things, and what is settled for them."""
+"""Blocks with unusual inputs and effects, and the recomputation that is chosen for them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from bigtrain.losses.loss import CrossEntropy
 
 
 def plainly(block, x):
+    """Call a block with one positional argument."""
     return block(x)
 
 
 class Blocks(nn.Module):
-    """Blocks of one kind, called as `call` says."""
+    """Blocks of one kind; the function `call` calls each of them."""
 
     def __init__(self, kind, call=plainly, count=3) -> None:
         super().__init__()
@@ -39,6 +40,8 @@ class Blocks(nn.Module):
 
 
 class Inner(nn.Module):
+    """A block with dropout, which accepts further tensors and a list that it appends to."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.drop = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(0.3)
@@ -53,6 +56,8 @@ class Inner(nn.Module):
 
 
 class ChangesItsInput(nn.Module):
+    """A block that changes its input in place."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
@@ -62,10 +67,12 @@ class ChangesItsInput(nn.Module):
 
 
 def rows() -> tuple[Any, Any]:
+    """Inputs (12, 8) and targets (12,)."""
     return torch.randn(12, 8, generator=torch.Generator().manual_seed(7)), torch.arange(12) % 3
 
 
-def settled_for(model, budget):
+def resolved_plan_for(model, budget):
+    """The plan of one process with this recomputation budget, resolved for the model."""
     job = job_from_keys("single", {"train.global_batch_size": 12, f"{RECOMPUTE}.budget": budget})
     loss = CrossEntropy()
     inputs, targets = rows()

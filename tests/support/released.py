@@ -20,6 +20,8 @@ RELEASE = {"optim.release_gradients": True}
 
 
 class Block(nn.Module):
+    """A residual linear layer."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
@@ -29,7 +31,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Equal layers, so that no one gradient is much of all, and small activations."""
+    """Equal layers, so that each gradient is a small part of all, and small activations."""
 
     def __init__(self, layers: int = 20, width: int = 768) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Deep(nn.Module):
 
 
 def train(context, strategy, keys, model=TinyLM, steps=5):
-    """Losses, norms, weights, rates, and the memory of rank 0, measured and predicted."""
+    """Return step results, final weights, and the measured and the predicted peak of this rank."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
     samples, loss = tokens(40), CrossEntropy()
 
@@ -57,8 +59,8 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
     size = plan.batch.micro_size
     example = next(iter(loader(size, micro_batch_size=size))).micro_batches[0]
     made = optimizer_factory(job.optim)
-    given = {"example": example, "learning_rate": lambda step: 1e-2 / (step + 1)}
-    with Engine(model, loss, made, job, context, **given) as engine:
+    options = {"example": example, "learning_rate": lambda step: 1e-2 / (step + 1)}
+    with Engine(model, loss, made, job, context, **options) as engine:
         ranks = {"dp_rank": context.dp_rank, "dp_size": context.dp_size}
         batches = loader(micro_batch_size=size, **ranks)
         results = [engine.step(b) for _, b in zip(range(steps), batches, strict=False)]
@@ -67,12 +69,13 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
     return results, weights, measured, engine.prediction.peak
 
 
-def alone(keys, **more):
+def train_alone(keys, **more):
+    """`train` in this process alone."""
     return train(RunContext.alone(torch.device("cpu")), "single", keys, **more)
 
 
 class Broken(TinyLM):
-    """Its loss, or a gradient alone, is not finite."""
+    """Returns a loss that is not finite, or a finite loss with an infinite gradient."""
 
     def __init__(self, where="loss") -> None:
         super().__init__()
@@ -86,7 +89,10 @@ class Broken(TinyLM):
         return y
 
 
-def broken(context, where, strategy):
+def run_broken(context, where, strategy):
+    """Run a step of `Broken`; return the message of its error and whether all weights
+    are finite.
+    """
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **RELEASE})
     samples, loss = tokens(16), CrossEntropy()
     made = optimizer_factory(job.optim)

@@ -1,4 +1,4 @@
-"""Nets of which not every module, or not every parameter, takes part in every step."""
+"""Nets in which some modules or parameters do not take part in every step."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ ROWS = 16
 
 
 class Tower(nn.Module):
+    """A residual MLP."""
+
     def __init__(self, inner: int = 48) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
@@ -33,7 +35,7 @@ class Tower(nn.Module):
 
 
 class Routed(nn.Module):
-    """What all of them have: a layer before and a layer after."""
+    """The base class: a layer before and a layer after the routed part."""
 
     sizes: tuple[int, ...] = (48, 48)
 
@@ -49,11 +51,11 @@ class Routed(nn.Module):
         return self.head(torch.tanh(self.route(self.first(batch["x"]), batch["kind"])))
 
     def at_step(self, step: int) -> None:
-        """What the user's loop does before a step."""
+        """Called by the user's loop before each step."""
 
 
 class Towers(Routed):
-    """Rows go through the tower of their language; a tower without rows is not called."""
+    """Each row goes through the tower of its language; a tower without rows is not called."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -71,7 +73,7 @@ class Sizes(Towers):
 
 
 class Masked(Routed):
-    """As in many mixtures of experts: a mask, its rows, and an addition in place."""
+    """A mixture of experts with a mask, the selected rows, and an in-place addition."""
 
     sizes = (24, 24, 24)
 
@@ -86,15 +88,15 @@ class Masked(Routed):
 
 
 class Branch(Routed):
-    """The whole micro-batch goes one way or the other, by a number."""
+    """A number in the batch chooses one of two branches for the whole micro-batch."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
-        way = int(kind.max().item())
-        return self.towers[way % 2](x)
+        branch = int(kind.max().item())
+        return self.towers[branch % 2](x)
 
 
 class Inside(nn.Module):
-    """A mixture that is a module of its own, called in every step."""
+    """A mixture of experts as a module, which is called in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class Layers(Routed):
 
 
 class Dropped(Routed):
-    """A layer is left out by a number that Python draws; each process draws its own."""
+    """Each process draws a random number in Python that decides whether a layer is skipped."""
 
     sizes = (24, 24, 24, 24)
 
@@ -137,7 +139,7 @@ class Dropped(Routed):
 
 
 class Skip(Routed):
-    """A layer without a gradient in every other step, for all rows alike."""
+    """A layer without a gradient in every other step, for all rows."""
 
     steps = 0
 
@@ -149,7 +151,7 @@ class Skip(Routed):
 
 
 class SkipInside(Skip):
-    """The model itself counts its passes."""
+    """The same, but the model itself counts its passes."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
         self.steps += self.training
@@ -160,7 +162,7 @@ class SkipInside(Skip):
 
 
 class SkipOnce(Routed):
-    """A layer without a gradient in step 3 alone, which no rehearsal sees."""
+    """A layer without a gradient in step 3 only, which no rehearsal sees."""
 
     skips = False
 
@@ -173,7 +175,7 @@ class SkipOnce(Routed):
 
 
 class Hidden(Routed):
-    """From step 2 on each rank goes its own way, by what no tensor shows."""
+    """From step 2 each rank takes a different branch, by a value that no tensor shows."""
 
     way: int | None = None
 
@@ -188,7 +190,7 @@ class Hidden(Routed):
 
 
 class Late(Routed):
-    """A parameter that is used from step 2 on."""
+    """A parameter that is used from step 2."""
 
     use = False
 
@@ -206,7 +208,7 @@ class Late(Routed):
 
 
 class LateModule(Late):
-    """A whole module that is called from step 2 on."""
+    """A whole module that is called from step 2."""
 
     def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         return self.towers[1](self.towers[0](x)) if self.use else self.towers[0](x)
@@ -252,23 +254,26 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def rows_of(step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """A global batch: the first half of its rows are of one kind, the others of another."""
+    """A global batch: the first half of the rows has one kind, the second half the other."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, WIDTH, generator=draw)
     kind = torch.tensor([0] * (ROWS // 2) + [1] * (ROWS // 2))
     return {"x": x, "kind": kind}, torch.randint(0, 4, (ROWS,), generator=draw)
 
 
-def cut(batch: tuple[dict[str, Tensor], Tensor], rows: slice) -> tuple[dict[str, Tensor], Tensor]:
+def rows_of_batch(
+    batch: tuple[dict[str, Tensor], Tensor], rows: slice
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Some rows of a batch."""
     return {key: value[rows] for key, value in batch[0].items()}, batch[1][rows]
 
 
 def plain_losses(
     name: str, steps: int, make: MakeOptimizer = sgd, micro_rows: int = ROWS
 ) -> list[float]:
-    """Of a plain loop with torch alone, which gives its optimizer all parameters.
+    """The losses of a plain torch loop, whose optimizer receives all parameters.
 
-    Micro-batches are run one by one where a net looks at the whole of one.
+    Micro-batches are run one by one if a net's branch depends on a whole micro-batch.
     """
     torch.manual_seed(0)
     net, losses = ROUTED[name](), []
@@ -278,7 +283,7 @@ def plain_losses(
         optimizer.zero_grad()
         total = 0.0
         for start in range(0, ROWS, micro_rows):
-            inputs, targets = cut(rows_of(step), slice(start, start + micro_rows))
+            inputs, targets = rows_of_batch(rows_of(step), slice(start, start + micro_rows))
             loss = functional.cross_entropy(net(inputs), targets, reduction="sum") / ROWS
             loss.backward()
             total += float(loss.detach())
@@ -295,7 +300,7 @@ def routed_losses(
     steps: int,
     make: MakeOptimizer = sgd,
 ) -> tuple[list[float], str | None, list[str]]:
-    """The losses of a strategy until it refuses, the refusal, and what is said of the choices."""
+    """The losses of a strategy until it refuses, the refusal, and the lines about the choices."""
     torch.manual_seed(0)
     net, losses, notes = ROUTED[name](), [], []
     job = job_from_keys(
@@ -304,14 +309,14 @@ def routed_losses(
     loss = functional.cross_entropy
     try:
         plan = make_plan(job, context.world_size, context.device.type)
-        example = example_batch(cut(rows_of(0), slice(0, 4)), as_loss(loss), job, plan)
+        example = example_batch(rows_of_batch(rows_of(0), slice(0, 4)), as_loss(loss), job, plan)
         with Engine(net, loss, make, job, context, example=example) as engine:
             notes = list(engine.notes)
             rows = ROWS // context.dp_size
             for step in range(steps):
                 engine.model.at_step(step)
                 first = context.dp_rank * rows
-                batch = cut(rows_of(step), slice(first, first + rows))
+                batch = rows_of_batch(rows_of(step), slice(first, first + rows))
                 losses.append(engine.step(batch).loss)
     except BigtrainError as error:
         return losses, str(error), notes

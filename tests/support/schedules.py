@@ -1,4 +1,4 @@
-"""torch's schedulers by name, and the optimizer with two groups that they are tried on."""
+"""torch's learning rate schedulers by name, and an optimizer with two groups to run them on."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
-    """SGD, whose biases and norms have a rate of their own and no decay."""
-    given = list(parameters)
+    """SGD; biases and norms are a group with a different rate and without decay."""
+    listed = list(parameters)
     return torch.optim.SGD(
         [
-            {"params": [p for p in given if p.dim() > 1], "weight_decay": 1e-2},
-            {"params": [p for p in given if p.dim() <= 1], "lr": 0.05},
+            {"params": [p for p in listed if p.dim() > 1], "weight_decay": 1e-2},
+            {"params": [p for p in listed if p.dim() <= 1], "lr": 0.05},
         ],
         lr=0.1,
         momentum=0.9,

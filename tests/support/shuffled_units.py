@@ -1,8 +1,8 @@
-"""Whether slices are sound: what is sliced together may be shuffled together.
+"""Check that slices are sound: units that are sliced together may be permuted together.
 
-Ranks that hold their own units of an axis, and only ever add up over them, cannot tell which units
-they hold. So if the units of all tensors of a class are shuffled alike, the model computes what it
-did (or its logits shuffled, where the axis is that of the classes).
+Ranks that hold different units of an axis and only add over them cannot tell which units they hold.
+So if the units of all tensors of a class are permuted equally, the model must compute the same
+output (or permuted logits, if the axis is that of the classes).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bigtrain.slicing.slices import Slices
 
 
 def order_of(slices: Slices, seed: int = 0) -> Tensor:
-    """A new order of the places of a dim: whole units, within sections, alike for equal counts."""
+    """A permutation of the places of a dim: whole units within sections; equal for equal counts."""
     orders, begin = [], 0
     for length, unit in slices.sections:
         count = length // unit
@@ -28,18 +28,22 @@ def order_of(slices: Slices, seed: int = 0) -> Tensor:
 
 
 def shuffle(model: nn.Module, slices: Mapping[str, Slices], seed: int = 0) -> None:
-    """Put the units of a model's tensors in another order; of tied ones once."""
+    """Permute the units of a model's tensors in place; tied tensors once."""
     state = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     with torch.no_grad():
-        for tensor, own in {id(state[n]): (state[n], own) for n, own in slices.items()}.values():
-            tensor.copy_(tensor.index_select(own.dim, order_of(own, seed)))
+        for tensor, tensor_slices in {
+            id(state[n]): (state[n], tensor_slices) for n, tensor_slices in slices.items()
+        }.values():
+            tensor.copy_(tensor.index_select(tensor_slices.dim, order_of(tensor_slices, seed)))
 
 
 def randomize(model: nn.Module) -> None:
-    """Give what is made of ones and zeros values that differ, so that their order matters."""
+    """Change values that are all ones or zeros into different values, so that their order
+    matters.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -54,21 +58,25 @@ def randomize(model: nn.Module) -> None:
 def difference(
     model: nn.Module, run: Callable[[], Tensor], slices: Mapping[str, Slices], class_dim: int = -1
 ) -> float:
-    """How far the output is from the one before, relative to its size; the model is put back."""
+    """The relative difference of outputs before and after `shuffle`; the model is then restored."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {name: value.detach().clone() for name, value in state.items()}
+    original_values = {name: value.detach().clone() for name, value in state.items()}
     with torch.no_grad():
         before = run()
         shuffle(model, slices)
         after = run()
-        found = [_distance(before, after)]
+        distances = [_distance(before, after)]
         shape = before.shape[class_dim]
-        for own in {own for own in slices.values() if own.total == shape}:
-            found.append(_distance(before.index_select(class_dim, order_of(own)), after))
-        for name, value in kept.items():
+        for tensor_slices in {
+            tensor_slices for tensor_slices in slices.values() if tensor_slices.total == shape
+        }:
+            distances.append(
+                _distance(before.index_select(class_dim, order_of(tensor_slices)), after)
+            )
+        for name, value in original_values.items():
             state[name].copy_(value)
-    return min(found)
+    return min(distances)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))
+def _distance(before: Tensor, after: Tensor) -> float:
+    return float((before - after).abs().max() / before.abs().max().clamp_min(1e-30))

@@ -1,4 +1,6 @@
-"""A sliced model on real ranks compared with the whole model: differences and their places."""
+"""Compare a sliced model on real ranks with the whole model: differences, and the tensors with
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +23,35 @@ from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, whole_of
 from bigtrain.slicing.slices import Slices, SliceSection
 
 Run = Callable[[nn.Module], tuple[Any, Tensor]]
-"""One forward pass: the model's output, and a loss."""
+"""Runs one forward pass; returns the model's output and a loss."""
 
 
 @dataclass
 class Compared:
-    """The findings of a rank."""
+    """The comparison on one rank."""
 
     worst: float = 0.0
     """The largest difference, relative to the largest number of the same tensor."""
     where: str = ""
-    """The tensor with that difference."""
+    """The name of the tensor with that difference."""
     gathers: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    """A traceback, where the sliced model raised."""
+    """A traceback, if the sliced model raised."""
 
 
 def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGroup:
-    """This rank on the tp axis."""
-    own = context.group("tp")
-    return SliceGroup(context.tp_rank, context.tp_size, own, sequence_dim=sequence_dim)
+    """The slice group of this rank on the tp axis."""
+    tp_group = context.group("tp")
+    return SliceGroup(context.tp_rank, context.tp_size, tp_group, sequence_dim=sequence_dim)
 
 
-def in_slices(
+def sliced_copy(
     whole: nn.Module,
     slices: Mapping[str, Slices],
     group: SliceGroup,
     gathered: Collection[str] = (),
 ) -> nn.Module:
-    """A copy of a model that holds this rank's slices."""
+    """A copy of a model that holds only this rank's slices."""
     model = copy.deepcopy(whole)
     slice_tensors(model, slices, group)
     slice_modules(model, slices, group, gathered)
@@ -64,20 +66,20 @@ def compared(
     steps: int = 1,
     gathered: Collection[str] = (),
 ) -> Compared:
-    """Run a model whole and in slices: outputs, losses, gradients, and buffers afterwards.
+    """Run a model whole and in slices; compare outputs, losses, gradients and final buffers.
 
-    In the end both are evaluated once, in inference mode.
+    Finally both are evaluated once in inference mode.
 
     Args:
-        whole: in float64; it is run, too.
-        run: draws random numbers of the common stream alone.
-        slices: by name.
-        group: the ranks.
-        steps: how often both run, gradients being added up.
-        gathered: weights whose product is gathered at once.
+        whole: the model, in float64; its gradients and buffers change.
+        run: runs a forward pass; may draw only random numbers that all ranks draw equally.
+        slices: by the name of the parameter or buffer.
+        group: the ranks of the slices.
+        steps: number of passes whose gradients are accumulated.
+        gathered: names of weights whose product is gathered immediately.
     """
-    model, slices = in_slices(whole, slices, group, gathered), _under_all_names(whole, slices)
-    found = Compared()
+    model, slices = sliced_copy(whole, slices, group, gathered), _under_all_names(whole, slices)
+    result = Compared()
     try:
         for _ in range(steps):
             torch.manual_seed(1)
@@ -89,10 +91,10 @@ def compared(
             loss = loss.whole() if is_sliced(loss) else loss
             loss.backward()
     except Exception:  # noqa: BLE001 - a report of what failed is wanted
-        found.error = traceback.format_exc()
-        found.worst, found.where = float("inf"), "error"
-        return found
-    found.gathers = dict(group.gathers)
+        result.error = traceback.format_exc()
+        result.worst, result.where = float("inf"), "error"
+        return result
+    result.gathers = dict(group.gathers)
     for _ in range(steps):
         torch.manual_seed(1)
         wanted, wanted_loss = run(whole)
@@ -100,17 +102,18 @@ def compared(
     pairs = {"loss": (wanted_loss, loss)}
     leaves = [leaf for leaf in tree_leaves(wanted) if torch.is_tensor(leaf)]
     pairs |= {f"output {n}": pair for n, pair in enumerate(zip(leaves, output, strict=True))}
-    own = dict(model.named_buffers())
+    sliced_buffers = dict(model.named_buffers())
     for name, buffer in whole.named_buffers():
-        pairs[f"buffer {name}"] = (_own(name, buffer, slices, group), own[name])
-    for name, (one, other) in pairs.items():
-        _note(found, name, one, other, 0.0)
-    _gradients(whole, model, slices, group, found)
-    _evaluated(whole, model, run, found)
-    return found
+        pairs[f"buffer {name}"] = (_local_part(name, buffer, slices, group), sliced_buffers[name])
+    for name, (one, actual) in pairs.items():
+        _note_difference(result, name, one, actual, 0.0)
+    _compare_gradients(whole, model, slices, group, result)
+    _compare_evaluation(whole, model, run, result)
+    return result
 
 
-def _evaluated(whole: nn.Module, model: nn.Module, run: Run, found: Compared) -> None:
+def _compare_evaluation(whole: nn.Module, model: nn.Module, run: Run, result: Compared) -> None:
+    """Run whole and sliced model in evaluation, and note the differences of outputs."""
     outputs = []
     try:
         for each in (whole, model):
@@ -118,13 +121,13 @@ def _evaluated(whole: nn.Module, model: nn.Module, run: Run, found: Compared) ->
             with torch.inference_mode():
                 outputs.append(whole_of(run(each.eval())[0]))
     except Exception:  # noqa: BLE001 - as above
-        found.error = traceback.format_exc()
-        found.worst, found.where = float("inf"), "error in evaluation"
+        result.error = traceback.format_exc()
+        result.worst, result.where = float("inf"), "error in evaluation"
         return
     pairs = zip(*(leaves_of(output) for output in outputs), strict=True)
-    for number, (one, other) in enumerate(pairs):
-        if isinstance(one, Tensor):
-            _note(found, f"evaluated output {number}", one, other, 0.0)
+    for number, (wanted, actual) in enumerate(pairs):
+        if isinstance(wanted, Tensor):
+            _note_difference(result, f"evaluated output {number}", wanted, actual, 0.0)
 
 
 def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
@@ -137,62 +140,73 @@ def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str
     return {name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor}
 
 
-def _gradients(
+def _compare_gradients(
     whole: nn.Module,
     model: nn.Module,
     slices: Mapping[str, Slices],
     group: SliceGroup,
-    found: Compared,
+    result: Compared,
 ) -> None:
+    """Note the differences of all gradients."""
     parameters = dict(model.named_parameters())
     largest = max(
         (p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None), default=0.0
     )
     for name, parameter in whole.named_parameters():
-        wanted, own = parameter.grad, parameters[name].grad
-        if wanted is None or own is None:
-            if wanted is not None or own is not None:
-                found.worst, found.where = float("inf"), f"only one has a gradient: {name}"
+        wanted, actual = parameter.grad, parameters[name].grad
+        if wanted is None or actual is None:
+            if wanted is not None or actual is not None:
+                result.worst, result.where = float("inf"), f"only one has a gradient: {name}"
             continue
-        _note(found, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
-        if name not in slices and not same_on_all(own, group):
-            found.worst, found.where = float("inf"), f"not the same bits on all ranks: {name}"
+        _note_difference(
+            result, f"grad {name}", _local_part(name, wanted, slices, group), actual, 1e-4 * largest
+        )
+        if name not in slices and not is_equal_on_all(actual, group):
+            result.worst, result.where = float("inf"), f"not the same bits on all ranks: {name}"
 
 
-def _own(name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGroup) -> Tensor:
+def _local_part(
+    name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGroup
+) -> Tensor:
+    """This rank's slice of a tensor; a tensor without slices is whole."""
     if name not in slices:
         return tensor
     return slices[name].local(tensor, group.rank, group.size)
 
 
-def _note(found: Compared, name: str, wanted: Tensor, own: Tensor, at_least: float) -> None:
-    if wanted.shape != own.shape or wanted.dtype != own.dtype:
-        found.worst = float("inf")
-        found.where = f"{name}: {wanted.dtype}{list(wanted.shape)} {own.dtype}{list(own.shape)}"
+def _note_difference(
+    result: Compared, name: str, wanted: Tensor, actual: Tensor, at_least: float
+) -> None:
+    """Note the relative difference of two tensors, if it is the largest so far."""
+    if wanted.shape != actual.shape or wanted.dtype != actual.dtype:
+        result.worst = float("inf")
+        result.where = (
+            f"{name}: {wanted.dtype}{list(wanted.shape)} {actual.dtype}{list(actual.shape)}"
+        )
         return
     if not wanted.numel():
         return
-    one, other = wanted.detach(), own.detach()
-    finite = torch.isfinite(one) if one.is_floating_point() else torch.ones_like(one, dtype=bool)
-    if not torch.equal(one[~finite].nan_to_num(7.0), other[~finite].nan_to_num(7.0)):
-        found.worst, found.where = float("inf"), f"{name}: infinities"
+    left, right = wanted.detach(), actual.detach()
+    finite = torch.isfinite(left) if left.is_floating_point() else torch.ones_like(left, dtype=bool)
+    if not torch.equal(left[~finite].nan_to_num(7.0), right[~finite].nan_to_num(7.0)):
+        result.worst, result.where = float("inf"), f"{name}: infinities"
         return
-    one, other = (t.where(finite, torch.zeros_like(t)) for t in (one, other))
-    one, other = (t if t.is_complex() else t.double() for t in (one, other))
-    scale = max(one.abs().max().item(), at_least, 1e-30)
-    difference = (one - other).abs().max().item() / scale
-    if not difference <= found.worst:
-        found.worst, found.where = (
+    left, right = (t.where(finite, torch.zeros_like(t)) for t in (left, right))
+    left, right = (t if t.is_complex() else t.double() for t in (left, right))
+    scale = max(left.abs().max().item(), at_least, 1e-30)
+    difference = (left - right).abs().max().item() / scale
+    if not difference <= result.worst:
+        result.worst, result.where = (
             (difference, name) if difference == difference else (float("inf"), name)
         )
 
 
-def same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
+def is_equal_on_all(tensor: Tensor, group: SliceGroup) -> bool:
     """Whether all ranks have the same bits."""
     bits = tensor.detach().contiguous().view(torch.uint8)
     every = [torch.empty_like(bits) for _ in range(group.size)]
     dist.all_gather(every, bits, group=group.group)
-    return all(torch.equal(bits, other) for other in every)
+    return all(torch.equal(bits, rank_tensor) for rank_tensor in every)
 
 
 def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) -> dict[str, Slices]:
@@ -206,7 +220,7 @@ def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) ->
         *model.named_buffers(remove_duplicate=False),
     ]
     chosen: dict[int, Slices | None] = {}
-    found = {}
+    drawn = {}
     for name, tensor in named:
         if id(tensor) not in chosen:
             dims = [dim for dim, length in enumerate(tensor.shape) if length >= size]
@@ -218,8 +232,8 @@ def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) ->
             )
         slices = chosen[id(tensor)]
         if slices is not None:
-            found[name] = slices
-    return found
+            drawn[name] = slices
+    return drawn
 
 
 def drawn_slices(

@@ -1,4 +1,4 @@
-"""Calls of torch's functions, on slices and on whole tensors: results, gradients, gathers."""
+"""Call torch's functions on slices and on whole tensors; compare results, gradients and gathers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.sliced import drawn_slices, same_on_all
+from support.sliced import drawn_slices, is_equal_on_all
 from torch import Tensor
 
 from bigtrain.slicing.exchange import SliceGroup
@@ -26,22 +26,22 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Result:
-    """The result of one call with some of its tensors sliced."""
+    """The differences of one call with some of its tensors sliced."""
 
     call: str
     slices: dict[int, Slices]
-    """By the number of the tensor."""
+    """The slices by the number of the tensor."""
     wrong: list[str] = field(default_factory=list)
     gathers: dict[str, int] = field(default_factory=dict)
 
 
 def inputs_of(name: str, shapes: Shapes) -> list[Tensor]:
-    """The same tensors on all ranks, in float64."""
+    """The input tensors, in float64, the same on all ranks."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
 
 
-def singles(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
+def single_slices(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
     """Each tensor sliced on each of its dims, in one section."""
     return [
         {number: Slices.even(dim, length)}
@@ -51,8 +51,8 @@ def singles(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
     ]
 
 
-def mixed(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Slices]]:
-    """Several of the tensors sliced at once, in random sections and units."""
+def mixed_slices(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Slices]]:
+    """`count` cases with several tensors sliced at once, in random sections and units."""
     draw = random.Random(name)
     dims = [[None, *(d for d, n in enumerate(shape) if n >= size)] for shape in shapes]
     choices = [choice for choice in itertools.product(*dims) if any(d is not None for d in choice)]
@@ -67,71 +67,79 @@ def mixed(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Sl
     ]
 
 
-def called(
+def compare_call(
     name: str,
     function: Callable[..., Any],
     shapes: Shapes,
     slices: Mapping[int, Slices],
     group: SliceGroup,
 ) -> Result:
-    """Call a function on whole tensors, and with some of them sliced."""
+    """Call a function on whole tensors and with some of them sliced; return the differences."""
     result = Result(name, dict(slices))
-    wanted, gradients = _run(name, function, shapes, {}, group)
+    wanted, gradients = _run_call(name, function, shapes, {}, group)
     group.gathers.clear()
     try:
-        found, own_gradients = _run(name, function, shapes, slices, group)
+        results, own_gradients = _run_call(name, function, shapes, slices, group)
     except Exception:  # noqa: BLE001 - a report of what failed is wanted
         result.wrong.append(traceback.format_exc()[-1500:])
         return result
     result.gathers = dict(group.gathers)
-    if len(wanted) != len(found):
-        result.wrong.append(f"{len(found)} results and not {len(wanted)}")
-    for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
-        if not _alike(one, other):
+    if len(wanted) != len(results):
+        result.wrong.append(f"{len(results)} results and not {len(wanted)}")
+    for number, (expected, actual) in enumerate(zip(wanted, results, strict=False)):
+        if not _is_near(expected, actual):
             result.wrong.append(f"result {number}")
-    for number, (one, other) in enumerate(zip(gradients, own_gradients, strict=True)):
+    for number, (expected, actual) in enumerate(zip(gradients, own_gradients, strict=True)):
         if number in slices:
-            one = slices[number].local(one, group.rank, group.size)
-        elif not same_on_all(other, group):
+            expected = slices[number].local(expected, group.rank, group.size)
+        elif not is_equal_on_all(actual, group):
             result.wrong.append(f"gradient {number} differs between ranks")
-        if not _alike(one, other):
+        if not _is_near(expected, actual):
             result.wrong.append(f"gradient {number}")
     return result
 
 
-def _run(
+def _run_call(
     name: str,
     function: Callable[..., Any],
     shapes: Shapes,
     slices: Mapping[int, Slices],
     group: SliceGroup,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    leaves, given = [], []
+    """Run a call; return its results and gradients, gathered to whole tensors."""
+    leaves, call_tensors = [], []
     for number, whole in enumerate(inputs_of(name, shapes)):
-        own = slices.get(number)
-        leaf = whole if own is None else own.local(whole, group.rank, group.size).clone()
+        tensor_slices = slices.get(number)
+        leaf = (
+            whole
+            if tensor_slices is None
+            else tensor_slices.local(whole, group.rank, group.size).clone()
+        )
         leaves.append(leaf.requires_grad_())
-        given.append(leaf if own is None else SlicedTensor.of(leaf, own, group))
+        call_tensors.append(
+            leaf if tensor_slices is None else SlicedTensor.of(leaf, tensor_slices, group)
+        )
     torch.manual_seed(1)
-    output = function(*given)
+    output = function(*call_tensors)
     assert all(leaf.local.shape[leaf.slices.dim] for leaf in leaves_of(output) if is_sliced(leaf))
     results = [leaf for leaf in leaves_of(whole_of(output)) if isinstance(leaf, Tensor)]
     torch.manual_seed(2)
     loss = torch.zeros((), dtype=torch.float64)
-    for found in results:
-        values = found.abs() if found.is_complex() else found.double()
+    for result in results:
+        values = result.abs() if result.is_complex() else result.double()
         loss = loss + (values * torch.randn(values.shape, dtype=torch.float64)).sum()
     if loss.requires_grad:
         loss.backward()
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    return [found.detach() for found in results], grads
+    return [result.detach() for result in results], grads
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _is_near(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding."""
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if not one.dtype.is_floating_point and not one.is_complex():
-        return torch.equal(one, other)
-    if not one.numel():
+    if not left.dtype.is_floating_point and not left.is_complex():
+        return torch.equal(left, right)
+    if not left.numel():
         return True
-    return bool((one - other).abs().max() <= 1e-10 * (1 + one.abs().max()))
+    return bool((left - right).abs().max() <= 1e-10 * (1 + left.abs().max()))

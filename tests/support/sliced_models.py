@@ -1,4 +1,4 @@
-"""Models of the tests of slices, with the slices of their parameters, and one pass."""
+"""Models for the tests of slices, with the slices of their parameters, and one training pass."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ HEAD = WIDTH // HEADS
 
 
 def slice_group(context: Any, **options: Any) -> SliceGroup:
+    """The slice group of this rank on the tp axis."""
     return SliceGroup(context.tp_rank, context.tp_size, context.group("tp"), **options)
 
 
 def layer_slices(
     block: str, qkv: str, output: str, expand: str, contract: str, inner: int
 ) -> dict[str, Slices]:
-    """A transformer layer: `qkv` and `expand` in columns, `output` and `contract` in rows."""
-    found = {}
+    """Slices of a transformer layer: columns of `qkv` and `expand`, rows of the other two."""
+    slices = {}
     for kind in ("weight", "bias"):
-        found[f"{block}.{qkv}{kind}"] = Slices(0, (SliceSection(WIDTH, HEAD),) * 3)
-        found[f"{block}.{expand}.{kind}"] = Slices.even(0, inner)
-    found[f"{block}.{output}.weight"] = Slices.even(1, WIDTH, HEAD)
-    found[f"{block}.{contract}.weight"] = Slices.even(1, inner)
-    return found
+        slices[f"{block}.{qkv}{kind}"] = Slices(0, (SliceSection(WIDTH, HEAD),) * 3)
+        slices[f"{block}.{expand}.{kind}"] = Slices.even(0, inner)
+    slices[f"{block}.{output}.weight"] = Slices.even(1, WIDTH, HEAD)
+    slices[f"{block}.{contract}.weight"] = Slices.even(1, inner)
+    return slices
 
 
 class Case:
-    """A model with its input and its loss."""
+    """A model with its slices, and its loss on a fixed input."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Case:
 
 
 def gpt_case(*, tied: bool, length: int = 8, dropout: float = 0.0, layers: int = 2) -> Case:
+    """A GPT of WORDS words, with or without a head tied to its embedding."""
     sizes = {"num_layers": layers, "width": WIDTH, "num_heads": HEADS, "vocab_size": WORDS}
     config = GPTConfig(
         **sizes,
@@ -77,7 +79,7 @@ def gpt_case(*, tied: bool, length: int = 8, dropout: float = 0.0, layers: int =
 
 
 def vit_case() -> Case:
-    """Its class token is put before the sequence, and taken out again: 17 places."""
+    """A ViT: its class token is put before the sequence of 16 and removed again, 17 places."""
     slices = {}
     for n in range(2):
         names = ("self_attention.in_proj_", "self_attention.out_proj", "mlp.0", "mlp.3")
@@ -96,7 +98,7 @@ def vit_case() -> Case:
 
 
 class Encoder(nn.Module):
-    """Torch's own layers, with the batch first or the sequence."""
+    """Torch's encoder layers, with the batch or the sequence as first dim."""
 
     def __init__(self, *, batch_first: bool, norm_first: bool, dropout: float) -> None:
         super().__init__()
@@ -114,6 +116,7 @@ class Encoder(nn.Module):
 
 
 def encoder_case(*, batch_first: bool, norm_first: bool = False, dropout: float = 0.0) -> Case:
+    """Two of torch's encoder layers."""
     slices = {}
     for n in range(2):
         names = ("self_attn.in_proj_", "self_attn.out_proj", "linear1", "linear2")
@@ -130,7 +133,7 @@ def encoder_case(*, batch_first: bool, norm_first: bool = False, dropout: float 
 
 
 class _Recomputed:
-    """A block's forward under recomputation."""
+    """The forward pass of a block under recomputation."""
 
     def __init__(self, block: nn.Module, *, selective: bool) -> None:
         self._block, self._selective = block, selective
@@ -141,12 +144,13 @@ class _Recomputed:
 
 
 def recompute(blocks: list[nn.Module], mode: str) -> None:
+    """Recompute each block, in full or selectively."""
     for block in blocks if mode else ():
         block.__dict__["forward"] = _Recomputed(block, selective=mode == "selective")
 
 
-def built(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
-    """A model with the same values each time, sliced where there is a group."""
+def build_model(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
+    """A model with the same values each time; sliced if there is a group."""
     torch.manual_seed(0)
     model = case.make().double()
     for name, parameter in model.named_parameters():
@@ -159,8 +163,8 @@ def built(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
     return model
 
 
-def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
-    """The loss of one pass, forward and backward."""
+def run_pass(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
+    """The loss of one forward and backward pass."""
     torch.manual_seed(seed)
     loss = case.loss(model)
     loss.backward()
@@ -168,22 +172,22 @@ def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
 
 
 def differences(case: Case, group: SliceGroup, mode: str = "") -> dict[str, float]:
-    """How far the loss and each gradient of this rank are from those of one process."""
-    whole, model = built(case, None), built(case, group, mode)
-    found = {"loss": passed(whole, case) - passed(model, case)}
+    """Differences of this rank's loss and gradients from those of one process, by name."""
+    whole, model = build_model(case, None), build_model(case, group, mode)
+    differences_by_name = {"loss": run_pass(whole, case) - run_pass(model, case)}
     parameters = dict(model.named_parameters())
     for name, parameter in whole.named_parameters():
         wanted = parameter.grad
         if name in case.slices:
             wanted = case.slices[name].local(wanted, group.rank, group.size)
-        found[name] = wanted - parameters[name].grad
-    return {name: d.abs().max().item() for name, d in found.items()}
+        differences_by_name[name] = wanted - parameters[name].grad
+    return {name: d.abs().max().item() for name, d in differences_by_name.items()}
 
 
 def fingerprints(case: Case, group: SliceGroup, mode: str = "") -> dict[str, str]:
-    """Of the gradients that must be equal bit for bit on all ranks."""
-    model = built(case, group, mode)
-    passed(model, case)
+    """Hashes of the gradients that must be equal bit for bit on all ranks, by name."""
+    model = build_model(case, group, mode)
+    run_pass(model, case)
     return {
         name: hashlib.sha256(copy.copy(p.grad).numpy().tobytes()).hexdigest()
         for name, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Small modules of which it is known by hand how they are sliced."""
+"""Small modules whose slices are known by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from bigtrain.losses.loss import CrossEntropy
 
 
 def work_on(model: nn.Module, *shape: int, tokens: int = 0, loss: Any = None) -> Any:
-    """A workload of a model on one micro-batch of a shape; on tokens below a number if given."""
+    """A workload of a model on one micro-batch of a shape: random floats, or tokens below
+    `tokens`.
+    """
     inputs = torch.zeros(shape, dtype=torch.long) if tokens else torch.zeros(shape)
     batch = SimpleNamespace(inputs=inputs)
     return SimpleNamespace(model=model, micro_batch=batch, loss=loss or CrossEntropy())
@@ -27,13 +29,13 @@ class Block(nn.Module):
         self.norm, self.layer, self.last = nn.LayerNorm(width), layer, nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, places, width) to the same."""
+        """(rows, places, width) to the same shape."""
         out: Tensor = self.last(x + self.layer(self.norm(x)))
         return out
 
 
 class GatedMLP(nn.Module):
-    """Two projections of which one gates the other, from one weight or from two."""
+    """An MLP in which one projection gates the other, with one fused weight or two weights."""
 
     def __init__(self, width: int, inner: int, *, fused: bool) -> None:
         super().__init__()
@@ -45,21 +47,21 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """(..., width) to the same shape."""
         gate, up = self.both(x).chunk(2, -1) if self.fused else (self.gate(x), self.up(x))
         out: Tensor = self.down(F.silu(gate) * up)
         return out
 
 
 class Heads(nn.Module):
-    """Attention whose queries, keys and values are made in one of the ways that people write.
+    """Attention with one of the usual layouts of queries, keys and values.
 
     Args:
         layout: "chunk", "3HD", "H3D", "H3D chunk", "split", "groups" or "separate".
-        width: of a token.
-        heads: of the queries.
-        shared: of keys and values.
-        plain: with products and a softmax, and not torch's own attention.
+        width: features of a token.
+        heads: number of query heads.
+        shared: number of heads of keys and values.
+        plain: compute with matrix products and a softmax instead of torch's attention function.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Heads(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, places, width) to the same."""
+        """(rows, places, width) to the same shape."""
         q, k, v = self._parts(x)
         if self.shared < self.heads:
             k, v = (t.repeat_interleave(self.heads // self.shared, 1) for t in (k, v))

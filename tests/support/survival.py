@@ -1,4 +1,4 @@
-"""A small net on two ranks: it is told from outside when to raise, to be killed, to take time."""
+"""A small net on two ranks that raises, is killed or sleeps when environment variables say so."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.programs import ROOT
 from support.zygote import interpreter, surroundings
 
 Curve = list[tuple[int, float, float]]
-"""Step, loss and norm of each line."""
+"""(step, loss, norm) of each logged line."""
 LIMIT_S = 60.0
 
 
 def _faults() -> Any:
-    """benchmarks/faults.py, as a module."""
+    """The script benchmarks/faults.py, loaded as a module."""
     spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
     assert spec is not None
     assert spec.loader is not None
@@ -66,8 +66,8 @@ class Net(nn.Sequential):
 """
 
 
-class Place:
-    """A folder with a net, a text and a run, `r`."""
+class RunFolder:
+    """A folder with a net, a text and a run named `r`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,6 +76,7 @@ class Place:
         (folder / "corpus.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
 
     def words(self, strategy: str = "ddp", **keys: Any) -> list[str]:
+        """The words of a job under a strategy in this folder."""
         values = {
             "data.path": self.folder / "corpus.txt",
             "data.args.validation_samples": 8,
@@ -97,6 +98,7 @@ class Place:
     def start(
         self, command: Sequence[str], **environ: str
     ) -> AbstractContextManager[subprocess.Popen[str]]:
+        """Start a command with this folder on the path and `environ` added to the variables."""
         path = f"{self.folder}{os.pathsep}{surroundings()['PYTHONPATH']}"
         every = {**surroundings(), "PYTHONPATH": path, **environ}
         process: AbstractContextManager[subprocess.Popen[str]]
@@ -109,14 +111,16 @@ class Place:
         """Run `bigtrain train OPTIONS` to its end: status and output."""
         command = [interpreter(), "-m", "bigtrain", "train", *options, *self.words(**(keys or {}))]
         with self.start(command, **environ) as process:
-            said, _ = process.communicate(timeout=LIMIT_S)
-        return process.returncode, said
+            output, _ = process.communicate(timeout=LIMIT_S)
+        return process.returncode, output
 
     def curve(self) -> Curve:
-        found: Curve = faults.curve(self.run)
-        return found
+        """The logged (step, loss, norm) of the run."""
+        curve_points: Curve = faults.curve(self.run)
+        return curve_points
 
     def wait_for_step(self, step: int) -> None:
+        """Wait until the log of the run has a step."""
         metrics = self.run / "metrics.jsonl"
         end = time.monotonic() + LIMIT_S
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
@@ -124,9 +128,9 @@ class Place:
             time.sleep(0.01)
 
 
-def uninterrupted(folder: Path) -> Curve:
-    """The curve of a run that nothing happens to."""
-    place = Place(folder)
-    status, said = place.bigtrain(["-n", "2"])
-    assert status == 0, said
-    return place.curve()
+def uninterrupted_curve(folder: Path) -> Curve:
+    """The curve of a run that nothing interrupts."""
+    run_folder = RunFolder(folder)
+    status, output = run_folder.bigtrain(["-n", "2"])
+    assert status == 0, output
+    return run_folder.curve()

@@ -1,4 +1,4 @@
-"""A rank's process serves several calls, and none that an earlier one could have changed."""
+"""A rank's process answers several calls, but none after a call that has changed its state."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from support.ranks import RankFailure, run_ranks
 SEEN: list[int] = []
 
 
-def process(context, what=None):
-    """Change something, and say which process this is."""
-    if what == "a global of bigtrain":
+def process(context, change=None):
+    """Change the global state named by `change`; return the id of this process."""
+    if change == "a global of bigtrain":
         import bigtrain.errors
 
         bigtrain.errors.ConfigError = RuntimeError
-    elif what == "a table of bigtrain":
+    elif change == "a table of bigtrain":
         from bigtrain.job.arguments import READERS
 
         READERS["mine"] = next(iter(READERS.values()))
-    elif what == "a method":
+    elif change == "a method":
         torch.nn.Module.train = torch.nn.Module.eval
-    elif what == "a list of the tests":
+    elif change == "a list of the tests":
         SEEN.append(context.rank)
-    elif what == "a switch":
+    elif change == "a switch":
         torch.set_default_dtype(torch.float64)
-    elif what == "a thread":
+    elif change == "a thread":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    elif what == "a module of a folder":
+    elif change == "a module of a folder":
         Path("written.py").write_text("")
         sys.path.insert(0, os.getcwd())
         __import__("written")
-    elif what == "an error":
+    elif change == "an error":
         raise ValueError("no")
     return os.getpid()
 
 
 def surroundings(context):
+    """Print the rank; return process id, folder, a variable and a random number."""
     print("said by rank", context.rank)
     draw = torch.rand(()).item()
     return os.getpid(), os.getcwd(), os.environ.get("BESIDE"), draw, context.seed, sys.path[0]
@@ -64,7 +65,7 @@ def test_ranks_that_have_changed_nothing_answer_the_next_call():
 
 
 @pytest.mark.parametrize(
-    "what",
+    "change",
     [
         "a global of bigtrain",
         "a table of bigtrain",
@@ -75,9 +76,9 @@ def test_ranks_that_have_changed_nothing_answer_the_next_call():
         "a module of a folder",
     ],
 )
-def test_a_process_in_which_something_is_changed_answers_no_other_call(what):
+def test_a_process_in_which_something_is_changed_answers_no_other_call(change):
     first = run_ranks(process, 1)
-    assert run_ranks(process, 1, what) == first
+    assert run_ranks(process, 1, change) == first
     assert run_ranks(process, 1) != first
 
 
@@ -111,24 +112,24 @@ def test_a_call_that_fails_ends_its_ranks():
 
 
 def test_a_call_has_the_surroundings_of_its_caller(tmp_path, monkeypatch, capfd):
-    one = run_ranks(surroundings, 2, seed=1)
+    first = run_ranks(surroundings, 2, seed=1)
     assert sorted(capfd.readouterr().out.splitlines()) == ["said by rank 0", "said by rank 1"]
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     monkeypatch.syspath_prepend(str(tmp_path))
-    other = run_ranks(surroundings, 2, seed=2)
+    second = run_ranks(surroundings, 2, seed=2)
     assert sorted(capfd.readouterr().out.splitlines()) == ["said by rank 0", "said by rank 1"]
-    assert [row[0] for row in one] == [row[0] for row in other]
-    assert {row[1:3] for row in one} == {(str(tmp_path), None)}
-    assert {row[1:3] for row in other} == {(str(tmp_path / "below"), None)}
-    assert {row[4] for row in one} == {1}
-    assert {(row[4], row[5]) for row in other} == {(2, str(tmp_path))}
-    assert one[0][3] == one[1][3] != other[0][3] == other[1][3]
+    assert [row[0] for row in first] == [row[0] for row in second]
+    assert {row[1:3] for row in first} == {(str(tmp_path), None)}
+    assert {row[1:3] for row in second} == {(str(tmp_path / "below"), None)}
+    assert {row[4] for row in first} == {1}
+    assert {(row[4], row[5]) for row in second} == {(2, str(tmp_path))}
+    assert first[0][3] == first[1][3] != second[0][3] == second[1][3]
 
 
 def test_other_variables_are_other_processes(monkeypatch):
-    one = run_ranks(surroundings, 1)[0]
+    first = run_ranks(surroundings, 1)[0]
     monkeypatch.setenv("BESIDE", "there")
-    other = run_ranks(surroundings, 1)[0]
-    assert (one[2], other[2]) == (None, "there")
-    assert one[0] != other[0]
+    second = run_ranks(surroundings, 1)[0]
+    assert (first[2], second[2]) == (None, "there")
+    assert first[0] != second[0]

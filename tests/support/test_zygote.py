@@ -1,4 +1,6 @@
-"""A process of a zygote is, to all that a test can see of it, a new interpreter."""
+"""A process forked from a zygote behaves like a new interpreter in everything a test can
+observe.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.zygote import Zygote, forked_cli, forked_script, interpreter
 
-# What each program prints and how it ends must be the same under both interpreters.
+# The output and the exit status of each program must be the same under both interpreters.
 PROGRAMS = {
     "arguments": "import sys; print(sys.argv, sys.orig_argv[1:], sys.path[:2], __name__)",
     "files": "import os; print(os.getcwd(), sorted(os.listdir('/proc/self/fd')))",
@@ -54,24 +56,31 @@ PROGRAMS = {
 }
 
 
-def both(words: list[str], folder: Path, given: str = "") -> list[tuple[int, str, str]]:
-    """Status, output and errors of a real interpreter and of a zygote's process."""
+def run_both(
+    words: list[str], folder: Path, standard_input: str = ""
+) -> list[tuple[int, str, str]]:
+    """(status, output, errors) of a real interpreter and of a forked process."""
     env = {**os.environ, "A": "a", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONUNBUFFERED", None)
-    found: list[tuple[int, str, str]] = []
+    results: list[tuple[int, str, str]] = []
     for python in (sys.executable, interpreter()):
         done = subprocess.run(
-            [python, *words], cwd=folder, env=env, input=given, capture_output=True, text=True
+            [python, *words],
+            cwd=folder,
+            env=env,
+            input=standard_input,
+            capture_output=True,
+            text=True,
         )
         texts = [text.replace(python, "python") for text in (done.stdout, done.stderr)]
-        found.append((done.returncode, *texts))
-    return found
+        results.append((done.returncode, *texts))
+    return results
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_does_what_an_interpreter_does(program: str, tmp_path: Path) -> None:
     unbuffered = ["-u"] if program.startswith("-u") else []
-    real, forked = both([*unbuffered, "-c", PROGRAMS[program]], tmp_path, "given")
+    real, forked = run_both([*unbuffered, "-c", PROGRAMS[program]], tmp_path, "given")
     assert forked == real
 
 
@@ -89,8 +98,8 @@ def test_it_runs_what_an_interpreter_runs(form: str, tmp_path: Path) -> None:
         "package": ["-m", "pack", "b"],
         "not there": ["-m", "bigtrain.not_there"],
     }
-    real, forked = both(words[form], tmp_path)
-    # The loader's place in memory is nobody's business.
+    real, forked = run_both(words[form], tmp_path)
+    # The loader's memory address differs.
     assert [part.split(" at 0x")[0] for part in map(str, forked)] == [
         part.split(" at 0x")[0] for part in map(str, real)
     ]
@@ -140,8 +149,12 @@ def test_the_command_line_and_a_script(tmp_path: Path) -> None:
 def test_every_process_draws_its_own_random_numbers() -> None:
     code = "import numpy, random, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
     words = [interpreter(), "-c", code]
-    said = [subprocess.run(words, capture_output=True, text=True).stdout.split() for _ in range(2)]
-    assert all(one != other for one, other in zip(*said, strict=True))
+    outputs = [
+        subprocess.run(words, capture_output=True, text=True).stdout.split() for _ in range(2)
+    ]
+    assert all(
+        first_number != second_number for first_number, second_number in zip(*outputs, strict=True)
+    )
 
 
 def test_a_flavour_has_its_library() -> None:
@@ -155,14 +168,14 @@ def test_a_flavour_has_its_library() -> None:
 
 
 def test_nothing_of_it_is_left() -> None:
-    own = Zygote("plain", Path(tempfile.mkdtemp()))  # a socket's path is short
-    child = own.call(time.sleep, [60])
+    new_zygote = Zygote("plain", Path(tempfile.mkdtemp()))  # a socket's path is short
+    child = new_zygote.call(time.sleep, [60])
     assert child.poll() is None
     with pytest.raises(TimeoutError, match=f"process {child.pid} still runs after 0.1 s"):
         child.wait(0.1)
-    own.end()
+    new_zygote.end()
     assert not Path(f"/proc/{child.pid}").exists()
-    assert not own.folder.exists()
+    assert not new_zygote.folder.exists()
     assert child.wait() == -signal.SIGKILL
     child.close()
 

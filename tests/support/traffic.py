@@ -1,4 +1,4 @@
-"""Profiles, and what a strategy states of its traffic."""
+"""Profiles, and the traffic that a strategy states for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from bigtrain.costs.traffic import (
 from bigtrain.memory.timeline import BlockTicks
 
 
-def stated(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def traffic_of_plan(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    """The traffic that the techniques of a plan state for a profile."""
     return tuple(
         t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)
     )
@@ -22,11 +23,11 @@ PSI, REST = 4 * 1000 * 1000, 2000
 
 
 def profile(**more: Any) -> Profile:
-    """Four blocks of a matrix each, and little else; fp32 with AdamW."""
+    """Four blocks of one large matrix each, and 2000 other elements; fp32 with AdamW."""
     block = BlockTicks(((1000, 1000),), (True,), (0, 1), (2, 3))
-    rest = BlockTicks(((REST,),), (True,), (0, 4), (0, 4))
+    outside = BlockTicks(((REST,),), (True,), (0, 4), (0, 4))
     elements = PSI + REST
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "parameter_bytes": 4 * elements,
         "gradient_bytes": 4 * elements,
         "buffer_bytes": 0,
@@ -35,6 +36,6 @@ def profile(**more: Any) -> Profile:
         "trained_elements": elements,
         "state_slots": 2.0,
         "blocks": ((block, block),) * 4,
-        "outside_blocks": rest,
+        "outside_blocks": outside,
     }
-    return Profile(**{**given, **more})
+    return Profile(**{**fields, **more})

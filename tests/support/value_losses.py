@@ -1,4 +1,4 @@
-"""Losses that ask for values, and a model that changes what its modules have returned."""
+"""Losses that read values, and a model that changes the objects that its modules return."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, TIMES = 8, 12
 
 
 class Words(nn.Module):
-    """Log probabilities of five words at each time."""
+    """Log probabilities of five words at each time: (rows, times, width) to (rows, times, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +38,8 @@ class Words(nn.Module):
 
 @dataclass
 class Output:
+    """An object with tensors as attributes."""
+
     hidden: Tensor
     pooled: Tensor | None = None
 
@@ -51,7 +53,7 @@ class Part(Layer):
 
 
 class Changing(nn.Module):
-    """Changes an object that a module has returned: its fields, and which of them there are."""
+    """Changes the fields of an object that a module has returned, and adds or removes fields."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class Changing(nn.Module):
 
 
 def ctc(output: Tensor, targets: Tensor) -> Tensor:
-    """The sum over rows; its kernel reads how long each target is."""
+    """CTC loss; its kernel reads the length of each target."""
     times = torch.full((output.shape[0],), output.shape[1])
     lengths = (targets > 0).sum(1)
     by_time = output.transpose(0, 1)
@@ -78,12 +80,13 @@ def ctc(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def chosen(output: Tensor, targets: Tensor) -> Tensor:
-    """Of the first times, by a mask of all rows."""
+    """The negative log-likelihood of the first times, selected by a mask over all rows."""
     keep = targets > 0
     return functional.nll_loss(output[:, : targets.shape[1]][keep], targets[keep])
 
 
 def rows_of(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: (rows, times, width) and targets (rows, 4)."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, TIMES, WIDTH, generator=draw)
     return x, torch.randint(1, 5, (ROWS, 4), generator=draw)
@@ -98,7 +101,7 @@ CASES: dict[str, tuple[type[nn.Module], MeanOf]] = {
 
 
 class SumOverRows:
-    """A mean loss in which every row counts the same, as a sum."""
+    """A mean loss in which every row counts equally, converted to a sum."""
 
     def __init__(self, mean: MeanOf) -> None:
         self._mean = mean
@@ -111,7 +114,7 @@ class SumOverRows:
 
 
 def plain_losses(case: str, steps: int) -> list[float]:
-    """Of a plain loop with torch alone."""
+    """The losses of a loop in plain torch."""
     torch.manual_seed(0)
     net, loss = CASES[case][0](), CASES[case][1]
     optimizer, losses = sgd(net.parameters()), []
@@ -127,12 +130,12 @@ def plain_losses(case: str, steps: int) -> list[float]:
 def strategy_losses(
     context: RunContext, case: str, strategy: str, keys: dict[str, Any], steps: int
 ) -> tuple[list[float], str | None]:
-    """The losses of a strategy, and its refusal. Every row counts the same."""
+    """The losses of a strategy and its refusal, or None. Every row counts equally."""
     torch.manual_seed(0)
     net, losses = CASES[case][0](), []
     loss = SumOverRows(CASES[case][1])
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
-    job = job_from_keys(strategy, given | keys)
+    job_keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
+    job = job_from_keys(strategy, job_keys | keys)
     try:
         plan = make_plan(job, context.world_size, context.device.type)
         example = example_batch(tuple(t[:2] for t in rows_of(0)), loss, job, plan)

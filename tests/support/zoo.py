@@ -1,4 +1,4 @@
-"""torchvision's models by name: one of each family for every run of the tests, the rest `full`."""
+"""torchvision's models by name: one of each family runs in every session, the rest are `full`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torchvision import models
 CLASSIFICATION = models.list_models(module=models)
 SEGMENTATION = models.list_models(module=models.segmentation)
 NAMES = [*CLASSIFICATION, *SEGMENTATION]
-# The names of a family begin so; the longest beginning counts. The smallest of a family stands for
-# it, but of those whose smallest takes half a minute.
+# Prefixes of the names of a family; the longest matching prefix counts. The smallest model of a
+# family represents it, unless that takes half a minute.
 FAMILIES = {
     "alexnet": "alexnet",
     "convnext": "convnext_tiny",
@@ -56,11 +56,11 @@ QUICK = (
     "swin_t",
     "vit_b_16",
 )
-"""Models of families that differ most, for tests that run a model and not only describe it."""
+"""Models of very different families, for tests that run a model instead of only describing it."""
 
 
 def each_model(daily: Iterable[str] = tuple(FAMILIES.values())) -> list[Any]:
-    """All names as parameters of a test; those that are not `daily` are full."""
+    """All names as test parameters; those that are not in `daily` are marked full."""
     first = set(daily)
     return [n if n in first else pytest.param(n, marks=pytest.mark.full) for n in NAMES]
 

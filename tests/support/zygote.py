@@ -1,15 +1,14 @@
-"""Processes that begin with everything imported, for tests that start many.
+"""Processes that start with everything imported, for tests that start many processes.
 
-A fork server a flavour, started when it is first asked for, has imported what its processes need
-and is forked for each of them: a process costs 20 ms where an interpreter with torch costs
-seconds. It is a process of its own in every other respect: folder, variables, files, session,
-signals, exit status. What must be seen of a real interpreter's start (what is imported, how long
-it takes, how much memory it needs at its peak) is not tested with these.
+Each flavour has a fork server, started on first use, that has imported the libraries and is forked
+for each process: a process costs 20 ms, while an interpreter that imports torch costs seconds. In
+all other respects it is a separate process: folder, variables, files, session, signals, exit
+status. Tests of a real interpreter's start (its imports, time and peak memory) must not use it.
 
     forked_cli(["strategies"])                 # as subprocess.run([python, "-m", "bigtrain", ...])
     forked_script("train.py", ["--dry-run"])   # as subprocess.run([python, "train.py", ...])
     subprocess.Popen([interpreter(), "-m", "bigtrain", ...])  # with all that Popen can do
-    zygote().call(function, arguments, files)  # a function of a module in a process of its own
+    zygote().call(function, arguments, files)  # a function of a module in a new process
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ class Child:
     """A process that a zygote has started.
 
     Args:
-        connection: to the zygote, which says there how the process ends; where it is closed
-            before that, the process is killed.
+        connection: to the zygote, which sends the exit status through it; closing it earlier kills
+        the
+            process.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -57,10 +57,10 @@ class Child:
         self.pid = self._next(b"P", None)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit status, the negative number of a signal where one ended it.
+        """Return the exit status, or the negative number of the signal that ended the process.
 
         Raises:
-            TimeoutError: it has not ended within so many seconds.
+            TimeoutError: the process has not ended within `timeout_s` seconds.
         """
         if self._status is None:
             self._status = self._next(b"E", timeout_s)
@@ -74,13 +74,13 @@ class Child:
             return None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it has not ended."""
+        """Send a signal, unless the process has ended."""
         if self._status is None:
             with contextlib.suppress(OSError):
                 self._connection.sendall(bytes([number]))
 
     def close(self) -> None:
-        """Kill it if it runs, and wait for its end."""
+        """Kill the process if it runs, and wait for its end."""
         if self.poll() is None:
             self.send_signal(signal.SIGKILL)
             with contextlib.suppress(RuntimeError):
@@ -97,18 +97,18 @@ class Child:
             if not part:
                 raise RuntimeError("the zygote has ended")
             self._said += part
-        said, self._said = self._said, b""
-        if said[:1] != kind:
-            raise RuntimeError(f"the zygote says {said!r}")
-        return int.from_bytes(said[1:], "little", signed=True)
+        received, self._said = self._said, b""
+        if received[:1] != kind:
+            raise RuntimeError(f"the zygote says {received!r}")
+        return int.from_bytes(received[1:], "little", signed=True)
 
 
 class Zygote:
     """The client of one fork server.
 
     Args:
-        flavour: what the server has imported.
-        folder: for sockets and logs, removed at the end.
+        flavour: libraries that the server has imported.
+        folder: for sockets and logs; removed at the end.
     """
 
     def __init__(self, flavour: Flavour, folder: Path) -> None:
@@ -135,7 +135,7 @@ class Zygote:
         program.write_text(f"#!{sys.executable} -IS\n{(_HERE / 'zygote_python.py').read_text()}")
         program.chmod(0o755)
         self.python = str(program)
-        """An executable that takes the command lines of an interpreter."""
+        """The path of an executable that accepts the command line of an interpreter."""
 
     def _begin(self, life: int, log: int) -> subprocess.Popen[bytes]:
         inherited = (self._listener.fileno(), life)
@@ -147,15 +147,15 @@ class Zygote:
             stderr=log,
             env=_plain_surroundings(),
             pass_fds=inherited,
-            start_new_session=True,  # Ctrl-C is for the tests, which end it
+            start_new_session=True,  # Ctrl-C must reach only the tests, which then end the server
         )
 
     def start(self, request: Mapping[str, Any], files: Sequence[int]) -> Child:
         """Start a process.
 
         Args:
-            request: as `run` of the server reads it.
-            files: descriptors that it gets: standard input, output, error, then others.
+            request: a mapping with the fields that `run` in zygote_server.py reads.
+            files: descriptors for the process: standard input, output, error, then others.
         """
         whole = {"cwd": os.getcwd(), "ignored": [], "unbuffered": False, **request}
         body = marshal.dumps(whole)
@@ -168,8 +168,8 @@ class Zygote:
             return Child(connection)
         except (OSError, RuntimeError) as error:
             connection.close()
-            said = (self.folder / f"{self.flavour}.log").read_text(errors="replace")
-            raise RuntimeError(f"the zygote {self.flavour!r} has ended: {said}") from error
+            log_text = (self.folder / f"{self.flavour}.log").read_text(errors="replace")
+            raise RuntimeError(f"the zygote {self.flavour!r} has ended: {log_text}") from error
 
     def call(
         self,
@@ -178,13 +178,13 @@ class Zygote:
         files: Sequence[int] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Child:
-        """Call `function(*arguments, *file descriptors)` in a process of its own.
+        """Call `function(*arguments, *file descriptors)` in a new process.
 
         Args:
             function: at the top level of a module; the process ends with it.
             arguments: pickled.
-            files: descriptors that it inherits, as further arguments.
-            environ: all of its variables; this process's where left out.
+            files: descriptors that the process inherits, passed as further arguments.
+            environ: all of its environment variables; the default is this process's.
         """
         request = {
             "kind": "call",
@@ -195,9 +195,9 @@ class Zygote:
         return self.start(request, [0, 1, 2, *files])
 
     def end(self) -> None:
-        """End the server and all that it has started."""
+        """End the server and all processes that it has started."""
         os.close(self._life)
-        # One that still imports has started nothing, and listens to nobody.
+        # A server that is still importing has started no process and does not read requests.
         if self._server is not None:
             with contextlib.suppress(TimeoutError, RuntimeError):
                 self._server.wait(_PATIENCE_S)
@@ -212,7 +212,7 @@ class Zygote:
 
 
 def zygote(flavour: Flavour = "plain") -> Zygote:
-    """The zygote of a flavour, which is started where it has not been."""
+    """The zygote of a flavour, started on first use."""
     if flavour not in _running:
         if not _running:
             atexit.register(end_zygotes)
@@ -225,15 +225,16 @@ def zygote(flavour: Flavour = "plain") -> Zygote:
 
 
 def end_zygotes() -> None:
-    """End all zygotes of this process; the next one that is asked for is a new one."""
-    for flavour in reversed(list(_running)):  # the plain one came first
+    """End all zygotes of this process; a later call of `zygote` starts a new one."""
+    for flavour in reversed(list(_running)):  # the plain one was started first
         _running.pop(flavour).end()
 
 
 def interpreter(flavour: Flavour = "plain") -> str:
-    """What stands for `sys.executable` where a process is to begin with everything imported.
+    """A program to use instead of `sys.executable` for a process with everything imported.
 
-    What such a process starts by its own `sys.executable`, ranks and contenders, begins so, too.
+    Processes that such a process starts by its `sys.executable` (ranks, contenders) are forked,
+    too.
     """
     return zygote(flavour).python
 
@@ -251,14 +252,14 @@ def forked_cli(
     timeout: float | None = 120,
     flavour: Flavour = "plain",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bigtrain WORDS` to its end, with what it prints as text.
+    """Run `python -m bigtrain WORDS` to its end and capture its output as text.
 
     Args:
-        words: its command line.
-        cwd: its folder; this process's where left out.
-        env: all of its variables; `surroundings()` where left out.
+        words: the command line.
+        cwd: its current folder; the default is this process's.
+        env: all of its environment variables; the default is `surroundings()`.
         timeout: seconds after which it is killed and TimeoutExpired is raised.
-        flavour: what it has imported when it begins.
+        flavour: libraries it has imported when it starts.
     """
     return _run([interpreter(flavour), "-m", "bigtrain", *words], cwd, env, timeout)
 
@@ -292,10 +293,12 @@ def _environ(environ: Mapping[str, str]) -> dict[bytes, bytes]:
 
 
 def _plain_surroundings() -> dict[str, str]:
-    """The variables with which a server imports this checkout, whichever one is installed.
+    """The variables with which a server imports this checkout, even if another one is installed.
 
-    They are of no test, and with one thread on the CPU.
+    They contain nothing of a test, and limit the CPU threads to one.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**kept, **one, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(_ROOT)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    thread_limits = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    )
+    return {**variables, **thread_limits, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(_ROOT)}

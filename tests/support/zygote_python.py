@@ -1,9 +1,9 @@
-"""An interpreter that begins with everything imported.
+"""A stand-in for the interpreter that starts with everything imported.
 
-A copy of this file, with a first line that has it run, lies beside the socket of each zygote:
-SOCKET-python [-u] (-m MODULE | -c CODE | SCRIPT) WORDS... asks the zygote for the process, passes
-signals on to it, and ends as it ended. With a command line or variables that it does not know it
-becomes the real interpreter. Nothing but built-in modules is imported: this starts in 10 ms.
+A copy of this file, with a first line that makes it executable, is next to the socket of each
+zygote. SOCKET-python [-u] (-m MODULE | -c CODE | SCRIPT) WORDS... requests the process from the
+zygote, forwards signals to it, and exits with its status. If it does not know the command line or a
+variable, it executes the real interpreter. It imports only built-in modules, so it starts in 10 ms.
 """
 
 import _signal as signal
@@ -21,7 +21,7 @@ PASSED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-# Variables that the interpreter reads as it starts, and the process cannot be given any more.
+# Variables that the interpreter reads at its start, too late for a forked process.
 TOO_LATE = (
     b"PYTHONDEVMODE",
     b"PYTHONFAULTHANDLER",
@@ -35,6 +35,7 @@ TOO_LATE = (
 
 
 def main() -> int:
+    """Run the command line in a forked process; return its exit status."""
     program, *orig = sys.argv
     python = sys.executable
     words = list(orig)
@@ -72,13 +73,13 @@ def main() -> int:
     begin = 0
     while begin < len(body):
         begin += connection.send(body[begin:])
-    said = b""
-    while len(said) < 18:
-        part = connection.recv(18 - len(said))
+    received = b""
+    while len(received) < 18:
+        part = connection.recv(18 - len(received))
         if not part:
             return 1
-        said += part
-    return int.from_bytes(said[10:], "little", signed=True)
+        received += part
+    return int.from_bytes(received[10:], "little", signed=True)
 
 
 if __name__ == "__main__":

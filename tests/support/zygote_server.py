@@ -1,8 +1,8 @@
 """The server of a zygote: imports everything once, and forks a process for each request.
 
-Run by path: zygote_server.py FOLDER LISTENER LIFE, the latter two inherited file descriptors. It
-ends, with all that it started, when the pipe LIFE is closed; then FOLDER is removed. Only one
-thread may be alive when it forks.
+Run by path: zygote_server.py FOLDER LISTENER LIFE; the latter two are inherited file descriptors.
+When the pipe LIFE is closed, the server ends all processes that it has started, ends itself and
+removes FOLDER. It must have only one thread when it forks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READ = 1 << 16
 
 
 def flavours() -> dict[str, list[str]]:
-    """What each flavour has imported: `plain` first, and the others what they add to it."""
+    """The imports of each flavour: those of `plain`, and what the other flavours add to them."""
     return {
         "plain": [
             "torch",
@@ -59,14 +59,14 @@ def flavours() -> dict[str, list[str]]:
 
 
 def _modules(package: str) -> list[str]:
-    """Every module of a package that can be imported without being run."""
+    """Every module of a package that can be imported without running a program."""
     where = importlib.import_module(package).__path__
-    found = [module.name for module in pkgutil.walk_packages(where, f"{package}.")]
-    return [name for name in found if not name.endswith("__main__")]
+    names = [module.name for module in pkgutil.walk_packages(where, f"{package}.")]
+    return [name for name in names if not name.endswith("__main__")]
 
 
 class _Forked(BaseException):
-    """Raised in a new process, so that no frame of the server stands below what it runs."""
+    """Raised in a new process, to unwind the server's frames before the program runs."""
 
     def __init__(self, request: dict[str, Any], files: list[int]) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Server:
     """One fork server.
 
     Args:
-        flavour: what is imported.
-        listener: a socket that listens.
-        life: ends with this; a pipe that nobody writes to.
+        flavour: key of `flavours()`.
+        listener: descriptor of a listening socket.
+        life: descriptor of a pipe that nobody writes to; the server ends when it is closed.
 
     Raises:
-        RuntimeError: what is imported has started a thread, which no fork would have.
+        RuntimeError: an import has started a thread, which would not exist after a fork.
     """
 
     def __init__(self, flavour: str, listener: int, life: int) -> None:
@@ -103,7 +103,7 @@ class Server:
         if threads > 1:
             raise RuntimeError(f"{threads} threads are alive in the zygote {flavour!r}")
         gc.collect()
-        gc.freeze()  # what is shared stays shared
+        gc.freeze()  # the collector must not touch pages shared with the forked processes
 
     def serve(self) -> None:
         """Answer requests until `life` is closed."""
@@ -127,7 +127,7 @@ class Server:
         files: list[int] = []
         try:
             request = marshal.loads(_receive(connection, files))
-        except (OSError, EOFError):  # it has thought better of it
+        except (OSError, EOFError):  # the client has closed the connection
             connection.close()
             return
         pid = os.fork()
@@ -145,7 +145,7 @@ class Server:
         _say(connection, b"P", pid)
 
     def _leave(self, connection: socket.socket) -> None:
-        """In a new process: close what is the server's."""
+        """In a new process: close the server's descriptors."""
         signal.set_wakeup_fd(-1)
         for number in _TAKEN_BACK:
             signal.signal(number, signal.SIG_DFL)
@@ -153,14 +153,14 @@ class Server:
         self._selector.close()
         self._listener.close()
         connection.close()
-        for other in self._children.values():
-            other.close()
+        for child in self._children.values():
+            child.close()
         for file in (self._woken, self._wakes, self._life):
             os.close(file)
 
     def _signal(self, pid: int, connection: socket.socket) -> None:
-        """Pass signals on; a client that is gone takes its process with it."""
-        if pid not in self._children:  # it ended in the same turn of the loop
+        """Forward signals; if the client has gone, kill its process."""
+        if pid not in self._children:  # it ended in the same iteration of the loop
             return
         try:
             numbers = connection.recv(_READ) or bytes([signal.SIGKILL])
@@ -169,7 +169,7 @@ class Server:
         if signal.SIGKILL in numbers:
             self._selector.unregister(connection)
         for number in numbers:
-            os.kill(pid, number)  # it is there: a process that has ended is in no table any more
+            os.kill(pid, number)  # it exists: ended processes are removed from the table
 
     def _reap(self) -> None:
         while True:
@@ -193,8 +193,8 @@ class Server:
             connection.close()
 
     def _mirror(self, pid: int, *, stopped: bool) -> None:
-        """Stop what stands for a process that is stopped: who started that is to see it."""
-        if pid in self._stand_ins:  # it is there: it waits for the end of the process
+        """Stop the stand-in of a stopped process, so that the stand-in's parent notices."""
+        if pid in self._stand_ins:  # it exists: it waits until the process ends
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._stand_ins[pid], signal.SIGSTOP if stopped else signal.SIGCONT)
 
@@ -213,13 +213,15 @@ def _say(connection: socket.socket, kind: bytes, number: int) -> None:
 
 
 def _peer(connection: socket.socket) -> int:
-    """The process at the other end."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(found[:4], sys.byteorder)
+    """The id of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[:4], sys.byteorder)
 
 
 def _receive(connection: socket.socket, files: list[int]) -> bytes:
-    """One request: eight bytes for its length, with the file descriptors; then the request."""
+    """Receive one request: eight bytes with its length and the file descriptors, then the
+    request.
+    """
     room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
     head, ancillary, _, _ = connection.recvmsg(8, room)
     for level, kind, data in ancillary:
@@ -238,8 +240,8 @@ def _receive(connection: socket.socket, files: list[int]) -> bytes:
 
 
 def run(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """In a new process: put its surroundings right, and be what is asked for until its end."""
-    os.setsid()  # what it does to its own group must not reach the server
+    """In a new process: set folder, variables and streams, then run the request and exit."""
+    os.setsid()  # signals to its process group must not reach the server
     for number, file in enumerate(files[:STANDARD]):
         os.dup2(file, number)
         os.close(file)
@@ -266,21 +268,23 @@ def run(request: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _seed() -> None:
-    """A new process draws numbers of its own, and computes with the threads it is told."""
+    """Seed the random generators anew, and set the number of threads from the variables."""
     import numpy as np
     import torch
 
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
     torch.seed()
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    wanted = int(said) if said.isdigit() else len(os.sched_getaffinity(0))
-    if wanted != torch.get_num_threads():  # this starts threads, even where nothing changes
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0))
+    if wanted != torch.get_num_threads():  # setting it starts threads even if the number is equal
         torch.set_num_threads(wanted)
 
 
 def _streams(*, unbuffered: bool) -> None:
-    """As the interpreter sets them up; the objects stay, for libraries have kept them."""
+    """Reopen standard streams as the interpreter does; the objects stay, as libraries refer to
+    them.
+    """
     unbuffered = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -299,30 +303,30 @@ def _streams(*, unbuffered: bool) -> None:
 
 
 def _program(request: dict[str, Any]) -> Callable[[], Any]:
-    """What an interpreter does with its command line: -m MODULE, -c CODE or a script."""
+    """The program of a command line: -m MODULE, -c CODE or a script."""
     kind, what, words = request["kind"], request["what"], request["words"]
     sys.executable = request["executable"]
     sys.orig_argv = [sys.executable, *request["orig"]]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    own = [path for path in known if path]
+    search_path = [path for path in known if path]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.path_importer_cache.clear()
-    # This checkout is first here, so that its modules are the ones imported, and stands from now
-    # on where an installed one does.
+    # This checkout comes first on the path, so that its modules are imported here; below it takes
+    # the position of an installed one.
     sys.path.append(sys.path.pop(0))
     if kind == "-m":
         sys.argv = ["-m", *words]
-        sys.path[:0] = [os.getcwd(), *own]
+        sys.path[:0] = [os.getcwd(), *search_path]
         if not hasattr(sys.modules.get(what), "__path__"):
-            sys.modules.pop(what, None)  # it is run, and not imported
+            sys.modules.pop(what, None)  # it is run as __main__ and must not count as imported
         return lambda: runpy._run_module_as_main(what)  # type: ignore[attr-defined]
     if kind == "-c":
         sys.argv = ["-c", *words]
-        sys.path[:0] = ["", *own]
+        sys.path[:0] = ["", *search_path]
         return lambda: exec(compile(what, "<string>", "exec"), module.__dict__)
     sys.argv = [what, *words]
-    sys.path[:0] = [os.path.dirname(os.path.realpath(what)), *own]
+    sys.path[:0] = [os.path.dirname(os.path.realpath(what)), *search_path]
     module.__dict__.update(__file__=what, __cached__=None, __package__=None)
     return lambda: exec(compile(Path(what).read_bytes(), what, "exec"), module.__dict__)
 
@@ -346,7 +350,7 @@ def _status_of(program: Callable[[], Any]) -> int:
 
 
 def _farewell(status: int) -> NoReturn:
-    """What the interpreter does at its end, but for taking modules apart."""
+    """Shut down as the interpreter does, except for the destruction of modules."""
     import atexit
     import threading
 
@@ -366,19 +370,19 @@ def _farewell(status: int) -> NoReturn:
 
 
 def main(flavour: str, listener: int, life: int, folder: str | None = None) -> NoReturn:
-    """Serve, and go on as what was asked for in every process that is forked."""
+    """Serve; in every forked process, run the request."""
     try:
         Server(flavour, listener, life).serve()
     except _Forked as forked:
         request, files = forked.request, forked.files
     else:
-        if folder is not None:  # whoever had it made may be gone
+        if folder is not None:  # the process that made it may have ended
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     run(request, files)
 
 
 if __name__ == "__main__":
-    # The script's own folder is no part of the path of what is run.
+    # The folder of the running script must not be on the path of the program.
     del sys.path[0]
     main("plain", int(sys.argv[2]), int(sys.argv[3]), sys.argv[1])

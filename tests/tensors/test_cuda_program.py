@@ -1,4 +1,4 @@
-"""Tensors that CUDA's autocast, dropout and attention save, on the CPU's fakes."""
+"""Tensors that CUDA's autocast, dropout and attention save, on fake tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bigtrain.prediction.predict import forecast_rank
 from bigtrain.tensors.cuda_program import FP32_OPERATIONS, cuda_program
 
 LEFT_OUT = re.compile(r"upsample|margin|frobenius|nuclear|pdist|fft|linalg_matrix_norm")
-"""Of torch's list: no model of torchvision, timm or transformers has them in bf16."""
+"""Functions of torch's list that no model of torchvision, timm or transformers calls in bf16."""
 
 
 def test_the_list_is_that_of_the_torch_that_is_installed():
@@ -36,7 +36,7 @@ def test_the_list_is_that_of_the_torch_that_is_installed():
             listed.add(f"{name}.{overload}" if overload else name)
     wanted = {name for name in listed if not LEFT_OUT.search(name)}
     assert wanted - set(FP32_OPERATIONS) <= {"sum.dim_DimnameList"}
-    # Of norms and sums there are more overloads than are said in the list.
+    # Norms and sums have more overloads than the list names.
     assert set(FP32_OPERATIONS) <= listed | {"linalg_vector_norm", "sum", "sum.dim_IntList"}
 
 
@@ -44,7 +44,7 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
     with cuda_program(), FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
         low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
         assert low.dtype == torch.bfloat16
-        found = [
+        results = [
             F.layer_norm(low, (8,)),
             low.softmax(-1),
             F.log_softmax(low, -1),
@@ -54,7 +54,7 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
             F.cross_entropy(low, torch.zeros(4, dtype=torch.long)),
             F.mse_loss(low, low),
         ]
-        assert {each.dtype for each in found} == {torch.float32}
+        assert {each.dtype for each in results} == {torch.float32}
         assert F.gelu(low).dtype == (low + low).dtype == torch.bfloat16
     with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
         low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
@@ -62,20 +62,23 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
 
 
 def test_dropout_saves_a_byte_per_number_and_attention_no_mask():
-    kept: dict[str, int] = {}
+    saved_bytes: dict[str, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[str(tensor.dtype)] = kept.get(str(tensor.dtype), 0) + tensor.untyped_storage().nbytes()
+        saved_bytes[str(tensor.dtype)] = (
+            saved_bytes.get(str(tensor.dtype), 0) + tensor.untyped_storage().nbytes()
+        )
         return tensor
 
     with cuda_program(), FakeTensorMode():
         inputs = torch.ones(2, 4, 64, 16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             F.dropout(inputs, 0.1, training=True)
-            assert kept == {"torch.bool": inputs.numel()}
-            kept.clear()
+            assert saved_bytes == {"torch.bool": inputs.numel()}
+            saved_bytes.clear()
             F.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.1)
-        assert sum(kept.values()) < 6 * inputs.nbytes  # and no 2 x 4 x 64 x 64 of probabilities
+        # The 2 x 4 x 64 x 64 probabilities are not saved
+        assert sum(saved_bytes.values()) < 6 * inputs.nbytes
         assert F.dropout(inputs, 0.1, training=False) is inputs
 
 
@@ -94,9 +97,9 @@ def test_what_is_computed_again_is_the_same_program():
         layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1))
         inputs = torch.ones(4, 8, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = checkpoint(layer, inputs, use_reentrant=False)
-        assert found.dtype == torch.float32
-        found.sum().backward()
+            output = checkpoint(layer, inputs, use_reentrant=False)
+        assert output.dtype == torch.float32
+        output.sum().backward()
         assert inputs.grad is not None
 
 
@@ -104,19 +107,19 @@ noted_types: set[torch.dtype] = set()
 
 
 class Noted(nn.Module):
-    """A block whose norm gets bf16 from a product: CUDA's autocast makes fp32 of it."""
+    """A block whose norm gets bf16 from a product; CUDA's autocast converts it to fp32."""
 
     def __init__(self) -> None:
         super().__init__()
         self.product, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.norm(self.product(rows))
-        noted_types.add(found.dtype)
-        return found
+        output: torch.Tensor = self.norm(self.product(rows))
+        noted_types.add(output.dtype)
+        return output
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="the traces are of its own kernels")
+@pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
 @pytest.mark.parametrize(
     ("strategy", "ranks", "keys"),
     [("single", 1, {"strategy.recompute": "1GiB"}), ("1f1b", 2, {"mesh.pp": 2})],

@@ -1,4 +1,4 @@
-"""Fake tensors are of the types that the real ones are of."""
+"""Fake results have the same dtypes as real ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORMS = {
 
 
 class Types(TorchDispatchMode):
-    """Notes the types of what norms return."""
+    """Records the dtypes of the results of norms."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

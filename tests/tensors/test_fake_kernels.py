@@ -1,4 +1,4 @@
-"""Kernels' results on fake tensors have the shapes and sizes of those on real ones."""
+"""Kernels' results on fake tensors have the shapes and sizes of those on real tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SHAPES = [
     *((12, 8, 64, 64), (12, 8, 512, 64), (1, 1, 16, 16), (5, 3, 17, 33), (7, 2, 300, 128)),
     *((4, 4, 256, 256), (4, 4, 128, 512), (21, 13, 108, 49), (30, 20, 131, 291)),
 ]
-"""Steps, rows, width of the input, width of the state."""
+"""Steps, rows, input width, state width."""
 
 
 class Results(TorchDispatchMode):
-    """Notes the results of some operations: shapes, strides, types, bytes of their storages."""
+    """Records results of the operations named: shapes, strides, dtypes, bytes of their storages."""
 
     def __init__(self, word: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cached results of the fake mode equal torch's."""
+"""Cached results of our fake mode equal those of torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.tensors.fake_mode import FakeMode
 
 
 class Log(TorchDispatchMode):
-    """Return each operation with all properties of its results."""
+    """Logs each operation with all properties of its results."""
 
     def __init__(self):
         super().__init__()
@@ -25,12 +25,14 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         for leaf in tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 storage = leaf.untyped_storage()
-                shares = [storage._cdata == one.untyped_storage()._cdata for one in given]
-                same = [leaf is one for one in given]
+                shares = [
+                    storage._cdata == operand.untyped_storage()._cdata for operand in operands
+                ]
+                same = [leaf is operand for operand in operands]
                 self.lines.append(
                     (
                         *(str(func), tuple(leaf.shape), leaf.stride(), leaf.storage_offset()),
@@ -71,11 +73,11 @@ def lstm():
         def forward(self, inputs):
             return self.head(self.lstm(inputs)[0][:, -1])
 
-    return Last(), (torch.zeros(3, 5, 8),), lambda found: found.sum()
+    return Last(), (torch.zeros(3, 5, 8),), lambda name: name.sum()
 
 
 def odd():
-    """Views of every kind, numbers without a dim, results that share, in-place functions."""
+    """Views of every kind, tensors without dims, results that share storage, in-place functions."""
 
     class Odd(nn.Module):
         def __init__(self):
@@ -86,16 +88,16 @@ def odd():
         def forward(self, inputs):
             self.count += 1
             mixed = inputs @ self.weight
-            first, *others = mixed.split([2, 4], dim=1)
+            first, *tail = mixed.split([2, 4], dim=1)
             parts = mixed.unbind(0)
-            total = (first * self.count).sum() + others[0].t().reshape(-1).topk(2).values.sum()
+            total = (first * self.count).sum() + tail[0].t().reshape(-1).topk(2).values.sum()
             scaled = mixed * torch.tensor(2.0) + inputs.new_ones(()) + mixed.mean()
             low = scaled.to(torch.bfloat16) * self.count
             low.mul_(2).clamp_(min=0)
             complex_part = torch.fft.rfft(mixed).abs().sum()
             return total + parts[0].sum() + low.float().norm() + complex_part
 
-    return Odd(), (torch.zeros(3, 4),), lambda found: found
+    return Odd(), (torch.zeros(3, 4),), lambda name: name
 
 
 VIT = {"image_size": 32, "patch_size": 16, "num_layers": 2, "num_heads": 2}
@@ -112,15 +114,15 @@ MODELS = {
 
 
 def steps(mode, make, *, low):
-    """The operations of two steps, the second of which has been seen before."""
+    """The operations of two steps, the second of which uses the cache."""
     build = make()
     with mode, Log() as log:
         model, inputs, loss = build()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=low):
-                found = loss(model(*inputs))
-            found.backward()
+                loss_value = loss(model(*inputs))
+            loss_value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -128,24 +130,24 @@ def steps(mode, make, *, low):
 
 
 def without_norm_statistics(lines):
-    """torch's own fakes have those of a low input in its precision: see `FakeMode`."""
+    """torch's fakes give the statistics of a low-precision input its precision: see `FakeMode`."""
     return [line for line in lines if "_norm" not in line[0]]
 
 
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_operation_gives_what_torchs_own_mode_gives(name, low):
-    own = steps(FakeMode(), MODELS[name], low=low)
+    ours = steps(FakeMode(), MODELS[name], low=low)
     again = steps(FakeMode(), MODELS[name], low=low)
     plain = FakeTensorMode()
     plain.cache_enabled = False  # cached results share no storage
     torchs = steps(plain, MODELS[name], low=low)
-    assert own == again
-    if name == "lstm":  # torch's fakes leave out what oneDNN's kernel keeps: see `fake_kernels`
-        assert min(len(own), len(torchs)) > 50
+    assert ours == again
+    if name == "lstm":  # torch's fakes omit oneDNN's workspace: see `fake_kernels`
+        assert min(len(ours), len(torchs)) > 50
         return
-    assert len(own) == len(torchs) > 50
-    assert without_norm_statistics(own) == without_norm_statistics(torchs)
+    assert len(ours) == len(torchs) > 50
+    assert without_norm_statistics(ours) == without_norm_statistics(torchs)
 
 
 def test_a_function_that_was_refused_is_refused_again():

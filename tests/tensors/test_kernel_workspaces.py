@@ -1,4 +1,4 @@
-"""Bytes that CUDA's kernels take inside, as an H100 was seen to be asked for them."""
+"""Bytes that CUDA's kernels allocate internally, as recorded on an H100."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_sums_over_rows(rows: int, columns: int, seen: int) -> None:
 def test_short_sums_take_nothing() -> None:
     assert column_sum_bytes(31, 4096, 4, 132) == 0
     assert column_sum_bytes(1, 7, 4, 132) == 0
-    assert column_sum_bytes(512, 4096, 4, 132) == 0  # 128 for each thread: no other block helps
+    assert column_sum_bytes(512, 4096, 4, 132) == 0  # 128 for each thread, so one block is enough
     assert column_sum_bytes(8192, 4096, 4, 54) < column_sum_bytes(8192, 4096, 4, 132)
 
 
@@ -76,7 +76,7 @@ def test_a_norm_copies_inputs_that_are_not_contiguous() -> None:
 
 
 def test_what_passes_is_in_the_peak_and_nowhere_else() -> None:
-    """Of a linear layer going back: the sum of its bias's gradient is the highest moment."""
+    """In a linear layer's backward pass, the sum of its bias gradient is the peak."""
 
     def peak(device_type: str) -> tuple[int, int]:
         mode = FakeMode()

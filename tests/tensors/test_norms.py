@@ -1,4 +1,4 @@
-"""Norms of gradients are right to 3e-7, whatever size, type and layout; nothing is copied."""
+"""Gradient norms are right to 3e-7 for any size, dtype and layout, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ def exact(*tensors):
     return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
 
 
-def drawn(*shape, dtype=torch.float32):
+def random_tensor(*shape, dtype=torch.float32):
+    """Random numbers of this shape, the same each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-MILLION = drawn(1_200_001)
+MILLION = random_tensor(1_200_001)
 CASES = {
     "a slice and a rest": MILLION,
-    "one slice": drawn(256),
-    "less than a slice": drawn(17),
+    "one slice": random_tensor(256),
+    "less than a slice": random_tensor(17),
     "0-dim": torch.tensor(-3.0),
     "empty": torch.empty(0, 4),
     "a transposed matrix": MILLION[:1_200_000].view(1000, 1200).t(),
-    "channels last": drawn(64, 128, 9, 9).to(memory_format=torch.channels_last),
+    "channels last": random_tensor(64, 128, 9, 9).to(memory_format=torch.channels_last),
     "a column": MILLION[:1_200_000].view(-1, 2)[:, 1],
     "every other element": MILLION[::2].view(1, -1),
-    "expanded": drawn(1, 7).expand(30_000, 7),
+    "expanded": random_tensor(1, 7).expand(30_000, 7),
     "equal": torch.full((2**16,), 0.0881),
     "bf16": MILLION.to(torch.bfloat16),
     "bf16 with gaps": MILLION[1::3].to(torch.bfloat16)[::2],
@@ -61,12 +62,17 @@ def test_fake_tensors_go_the_way_of_the_device_that_is_meant():
     with FakeTensorMode():
         tensor = torch.empty(1000)
         assert local_norm([tensor]).dtype == torch.float64
-        assert local_norm([tensor], "cuda").dtype == torch.float32  # one kernel for all of them
+        assert local_norm([tensor], "cuda").dtype == torch.float32  # one kernel for all tensors
     assert local_norm([torch.ones(4)], "cuda").dtype == torch.float64  # a shard on the host
 
 
 def test_many_are_one_norm_together_or_one_by_one():
-    tensors = [drawn(3), drawn(20_000), drawn(4, 4, dtype=torch.float64), drawn(9).bfloat16()]
+    tensors = [
+        random_tensor(3),
+        random_tensor(20_000),
+        random_tensor(4, 4, dtype=torch.float64),
+        random_tensor(9).bfloat16(),
+    ]
     assert float(global_norm(tensors)) == pytest.approx(exact(*tensors), rel=3e-7)
     one_by_one = GradientNorm()
     for tensor in tensors:
@@ -77,13 +83,13 @@ def test_many_are_one_norm_together_or_one_by_one():
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_comes_through(value):
-    spoilt = drawn(20_000)
+    spoilt = random_tensor(20_000)
     spoilt[12_345] = value
-    assert not math.isfinite(float(local_norm([drawn(5), spoilt])))
+    assert not math.isfinite(float(local_norm([random_tensor(5), spoilt])))
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a new storage that an operation makes."""
+    """Records the largest number of elements in a new storage of an operation."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +117,7 @@ def test_nothing_is_copied(case):
 
 
 def test_the_gradient_of_half_precision_is_not_converted_whole_inside_an_operation():
-    tensor = drawn(2**23).bfloat16()
+    tensor = random_tensor(2**23).bfloat16()
     with torch.profiler.profile(profile_memory=True) as profile:
         local_norm([tensor])
     assert max(event.cpu_memory_usage for event in profile.events()) <= 2 * 4 * 2**20

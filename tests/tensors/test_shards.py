@@ -1,4 +1,6 @@
-"""Extents against the elements that they name, and boxes and slices against torch's indexing."""
+"""Extents compared with the elements that they name; boxes and slices compared with torch's
+indexing.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,15 @@ def test_elements_within_bounds_have_their_extents():
         extent = drawn_extent(draw)
         begin = draw.randint(0, 60)
         end = begin + draw.randint(1, 40)
-        found = {}
+        by_position = {}
         for position, part in extent.within(begin, end):
-            found |= {position + n: e for n, e in enumerate(elements([part]))}
+            by_position |= {position + n: e for n, e in enumerate(elements([part]))}
         everything = enumerate(elements([extent]))
-        assert found == {n: e for n, e in everything if begin <= e < end}, (extent, begin, end)
+        assert by_position == {n: e for n, e in everything if begin <= e < end}, (
+            extent,
+            begin,
+            end,
+        )
 
 
 def test_a_range_of_the_values_has_its_extents_in_the_whole():
@@ -47,8 +53,8 @@ def test_a_range_of_the_values_has_its_extents_in_the_whole():
         extent = drawn_extent(draw)
         begin = draw.randint(0, extent.size)
         end = draw.randint(begin, extent.size + 2)
-        found = elements(extent.at(begin, end))
-        assert found == elements([extent])[begin:end], (extent, begin, end)
+        elements_found = elements(extent.at(begin, end))
+        assert elements_found == elements([extent])[begin:end], (extent, begin, end)
 
 
 def test_scaled_extents_are_the_bytes_of_the_elements():
@@ -76,9 +82,13 @@ def test_a_slice_of_memory_has_its_elements_in_any_order_of_dims():
         shape = drawn_shape(draw)
         order = draw.sample(range(len(shape)), len(shape))
         back = [order.index(dim) for dim in range(len(shape))]
-        held = torch.empty([shape[dim] for dim in order], dtype=torch.long).permute(back)
-        held.copy_(torch.arange(held.numel()).view(held.shape))
-        start = draw.randint(0, held.numel())
-        stop = draw.randint(start, held.numel())
-        wanted = held.as_strided((held.numel(),), (1,))[start:stop].tolist()
-        assert elements(slice_extents(held, start, stop)) == wanted, (held.stride(), start, stop)
+        strided = torch.empty([shape[dim] for dim in order], dtype=torch.long).permute(back)
+        strided.copy_(torch.arange(strided.numel()).view(strided.shape))
+        start = draw.randint(0, strided.numel())
+        stop = draw.randint(start, strided.numel())
+        wanted = strided.as_strided((strided.numel(),), (1,))[start:stop].tolist()
+        assert elements(slice_extents(strided, start, stop)) == wanted, (
+            strided.stride(),
+            start,
+            stop,
+        )

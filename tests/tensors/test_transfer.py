@@ -39,20 +39,20 @@ def mover(tmp_path) -> Iterator[ActivationOffloader]:
 
 
 def test_room_is_given_to_one_at_a_time_and_joined_again():
-    space, held = FileAllocator(), {}
+    space, file_space = FileAllocator(), {}
     generator = random.Random(3)
     for _ in range(2000):
-        if held and generator.random() < 0.5:
-            place = generator.choice([*held])
-            space.release(place, held.pop(place))
+        if file_space and generator.random() < 0.5:
+            location = generator.choice([*file_space])
+            space.release(location, file_space.pop(location))
         else:
             size = generator.randrange(1, 50000)
-            place = space.allocate(size)
-            assert place % 4096 == 0
-            assert all(place >= p + s or place + size <= p for p, s in held.items())
-            held[place] = size
-    for place, size in held.items():
-        space.release(place, size)
+            location = space.allocate(size)
+            assert location % 4096 == 0
+            assert all(location >= p + s or location + size <= p for p, s in file_space.items())
+            file_space[location] = size
+    for location, size in file_space.items():
+        space.release(location, size)
     assert space._free == [(0, space.end)]
     end = space.end
     assert space.allocate(end) == 0
@@ -111,7 +111,7 @@ def test_what_cannot_be_read_is_an_error_of_the_backward_pass(mover, monkeypatch
         loss.backward()
     del loss, x, model
     gc.collect()
-    mover.close()  # reads that were under way fail as well, and nobody wants them
+    mover.close()  # reads in progress fail as well, and their results are not needed
 
 
 def test_a_system_that_writes_and_reads_a_little_at_a_time(mover, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_system_that_writes_and_reads_a_little_at_a_time(mover, monkeypatch):
     for name in ("pwritev", "preadv"):
         whole = getattr(os, name)
         monkeypatch.setattr(
-            f"os.{name}", lambda fd, views, place, m=whole: m(fd, [views[0][:50001]], place)
+            f"os.{name}", lambda fd, views, position, m=whole: m(fd, [views[0][:50001]], position)
         )
     assert same(train(mixed, mover), plain)
 
@@ -135,20 +135,20 @@ def test_it_waits_for_what_is_slow_and_says_how_long(mover, monkeypatch):
     monkeypatch.setattr("os.pwritev", slow)
     wrap(model, mover.offload)
     loss = model(x).sum()
-    assert mover.bytes_freed == 2 * BLOCK - x.nbytes, "freed only when it is written"
+    assert mover.bytes_freed == 2 * BLOCK - x.nbytes, "a storage is freed only after it is written"
     assert mover.waited_seconds > 0.2
     loss.backward()
 
 
 class Cuda:
-    """Stands in for torch.cuda: notes who waits for whom."""
+    """Stands in for torch.cuda and records which stream waits for which."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.events = 0
         self.inside = "main"
 
-    def Stream(self, _device):  # noqa: N802 - as torch has it
+    def Stream(self, _device):  # noqa: N802 - torch's name
         return Stream(self, "side")
 
     def current_stream(self, _device):
@@ -167,8 +167,8 @@ class Stream:
     def __init__(self, cuda: Cuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 
-    def wait_stream(self, other) -> None:
-        self.cuda.told.append(f"{self.name} waits for all of {other.name}")
+    def wait_stream(self, other_stream) -> None:
+        self.cuda.told.append(f"{self.name} waits for all of {other_stream.name}")
 
     def record_event(self) -> Event:
         self.cuda.events += 1
@@ -240,14 +240,14 @@ def test_a_file_has_one_buffer_while_the_other_is_copied(cuda, tmp_path, monkeyp
     for name in ("pwritev", "preadv"):
         whole = getattr(os, name)
 
-        def noted(fd, views, place, whole=whole, name=name):
+        def noted(fd, views, offset, whole=whole, name=name):
             cuda.told.append(f"{name[1:-1]} {len(views[0])}")
-            return whole(fd, views, place)
+            return whole(fd, views, offset)
 
         monkeypatch.setattr(os, name, noted)
     copies = HostCopies(torch.device("cuda", 0))
     transfer = DiskTransfer(str(tmp_path), copies)
-    assert cuda.told == ["pinned", "pinned"], "no more buffers, whatever is copied"
+    assert cuda.told == ["pinned", "pinned"], "the number of buffers must not depend on the copies"
     cuda.told.clear()
     source = torch.arange(20, dtype=torch.uint8)
     spot, wait = transfer.copy_out(source)
@@ -331,7 +331,7 @@ def test_pinned_memory_comes_in_powers_of_two(cuda):
 
 
 def test_a_gradient_is_there_until_its_copy_is_made(cuda):
-    """A temporary that nobody else holds: its memory would be handed out while it is read."""
+    """A temporary without another reference: its memory must not be reused while it is read."""
     store = HostStateStore(RunContext.alone(), HostCopies(torch.device("cuda", 0)))
     gradient = torch.ones(8)
     alive = weakref.ref(gradient)
@@ -340,7 +340,7 @@ def test_a_gradient_is_there_until_its_copy_is_made(cuda):
     assert alive() is not None
     assert torch.equal(wait(), torch.ones(8))
     assert alive() is None
-    # Of a CPU it is made at once, and holds nothing.
+    # From a CPU the copy is made immediately, and keeps nothing alive.
     gradient = torch.ones(8)
     alive = weakref.ref(gradient)
     HostStateStore(RunContext.alone()).begin_copy(gradient, torch.zeros(8))

@@ -56,28 +56,28 @@ def request(job: Job, *rows: int, seconds: float = 60.0) -> BlockRequest:
 
 
 def test_every_section_of_a_model_is_timed_and_the_sum_is_the_whole(job):
-    one, two = time_blocks(job, request(job, 1, 2), RunContext.alone())
-    assert (one.rows, two.rows) == (1, 2)
+    one_row, two = time_blocks(job, request(job, 1, 2), RunContext.alone())
+    assert (one_row.rows, two.rows) == (1, 2)
     assert (
-        len(one.sections) == len(two.sections) == 2 + 3
+        len(one_row.sections) == len(two.sections) == 2 + 3
     )  # six equal blocks are shortened to three
-    assert all(forward > 0 and backward > 0 for forward, backward in one.sections)
-    assert 0 < one.update < 5
-    assert set(one.shares) == {"split", "selective", "full"}
-    assert all(0.05 < share < 20 for pair in one.shares.values() for share in pair)
-    assert 0.5 < sum(one.shares["split"]) < 5
+    assert all(forward > 0 and backward > 0 for forward, backward in one_row.sections)
+    assert 0 < one_row.update < 5
+    assert set(one_row.shares) == {"split", "selective", "full"}
+    assert all(0.05 < share < 20 for pair in one_row.shares.values() for share in pair)
+    assert 0.5 < sum(one_row.shares["split"]) < 5
     short_blocks, outside = 3 * 12 * 64 * 64, 256 * 64
-    assert one.trained > short_blocks + outside
-    assert one.trained < 2 * short_blocks
+    assert one_row.trained > short_blocks + outside
+    assert one_row.trained < 2 * short_blocks
 
 
 def test_after_its_time_no_larger_size_is_begun(job):
     timed = time_blocks(job, request(job, 1, 2, 4, seconds=0.0), RunContext.alone())
-    assert [one.rows for one in timed] == [1]
+    assert [entry.rows for entry in timed] == [1]
 
 
 class TwoBlocks(nn.Module):
-    """Two that follow one another, or of which one is called again."""
+    """Two blocks in sequence, or with one of them called again after the other."""
 
     def __init__(self, *, crosswise: bool) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def timed_as(
     rows: int,
     factors: dict[str, float],
 ) -> BlockSeconds:
-    """The times of a machine on which sections take so many times the predicted seconds."""
+    """The times of a machine on which sections take a multiple of the predicted seconds."""
     model = section_library.model_sections(plan, rows, "keep")
     keys = section_keys(model.sections)
     at = {key: n for n, key in enumerate(keys)}
@@ -157,31 +157,33 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     def sections_at(rows: int) -> Any:
         return section_library.model_sections(plan, rows, "keep")
 
-    found = slowdowns(timed, 1.0, section_library._runs._model, sections_at, timer)
-    assert found.rows == (1, 4)
-    assert found.update == pytest.approx(5)
+    slowdowns_found = slowdowns(timed, 1.0, section_library._runs._model, sections_at, timer)
+    assert slowdowns_found.rows == (1, 4)
+    assert slowdowns_found.update == pytest.approx(5)
     for name in names[1:-1]:  # all blocks between the ends equal the one that was timed
         expected = factors.get(name, 4.0)
-        assert found.at(1)[name] == pytest.approx((expected, 2 * expected))
-        assert found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
-        assert found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
+        assert slowdowns_found.at(1)[name] == pytest.approx((expected, 2 * expected))
+        assert slowdowns_found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
+        assert slowdowns_found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
     # Two ranks on one core were timed twice as long as one rank on a core.
     crowded = slowdowns(timed, 2.0, section_library._runs._model, sections_at, timer)
     assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
-    kept = section_library.model_sections(plan, 1, "keep")
-    whole = found.applied(kept, kept, "keep", 1, timer)
+    sections = section_library.model_sections(plan, 1, "keep")
+    whole = slowdowns_found.applied(sections, sections, "keep", 1, timer)
     seconds = timer.pass_seconds(whole.sections)
     plain = timer.pass_seconds(section_library.model_sections(plan, 1, "keep").sections)
     assert 2 * plain.forward < seconds.forward < 7 * plain.forward
     assert 4 * plain.backward < seconds.backward < 14 * plain.backward
-    # A recomputed block takes its timed share of the seconds of one that is not.
-    full = found.applied(section_library.model_sections(plan, 1, "full"), kept, "full", 1, timer)
+    # A recomputed block takes the timed fraction of the seconds of one that is not recomputed.
+    full = slowdowns_found.applied(
+        section_library.model_sections(plan, 1, "full"), sections, "full", 1, timer
+    )
     once, again = (timer.pass_seconds([each.sections[2]]) for each in (whole, full))
     assert again.forward == pytest.approx(1.1 * once.forward)
     assert again.backward == pytest.approx(1.6 * once.backward)
     # If only the whole model was timed, all blocks share its slowdown.
-    one = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
-    alike = slowdowns([one], 1.0, section_library._runs._model, sections_at, timer)
+    slow_blocks = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
+    alike = slowdowns([slow_blocks], 1.0, section_library._runs._model, sections_at, timer)
     assert len({round(forward, 6) for forward, _ in alike.at(1).values()}) == 1
 
 
@@ -194,16 +196,16 @@ def test_the_search_goes_by_what_was_timed(job, monkeypatch):
         names = section_keys(section_library.model_sections(plan, 1, "keep").sections)
         factors = dict.fromkeys([*names], 3.0)
         timer.source = "as a test says"
-        one = timed_as(section_library, plan, StepTimer(NODE), 1, factors)
+        timed_blocks = timed_as(section_library, plan, StepTimer(NODE), 1, factors)
         slower = timer.oversubscription
-        pairs = [(slower * a, slower * b / 2) for a, b in one.sections]
-        return [BlockSeconds(1, pairs, slower * one.update, one.trained)]
+        pairs = [(slower * a, slower * b / 2) for a, b in timed_blocks.sections]
+        return [BlockSeconds(1, pairs, slower * timed_blocks.update, timed_blocks.trained)]
 
     monkeypatch.setattr(BlockTimer, "seconds", seconds)
     limit = Limit(GIB, reserved=0)
-    given = (job, NODE, 1, limit, 4)
-    by_rates = ask(Question(*given, rows=2, margins={"torch": 0.0}))
-    by_blocks = ask(Question(*given, rows=2, margins={"torch": 0.0}, at_hand=True))
+    arguments = (job, NODE, 1, limit, 4)
+    by_rates = ask(Question(*arguments, rows=2, margins={"torch": 0.0}))
+    by_blocks = ask(Question(*arguments, rows=2, margins={"torch": 0.0}, at_hand=True))
     assert asked == [False]
     assert (by_rates.timed, by_blocks.timed) == ("", "as a test says")
     candidate = by_rates.result.best[0].candidate
@@ -236,7 +238,7 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
         return BlockTimer(job, work.model, work.micro_batch, ranks, rows, SCRIPT)
 
     no_script = BlockTimer(job, work.model, work.micro_batch, 2, (1, 2))
-    assert no_script.seconds(bf16_parameters=False) == []  # nothing is kept, nothing timed
+    assert no_script.seconds(bf16_parameters=False) == []  # nothing is cached and nothing is timed
     first = timer().seconds(bf16_parameters=False)
     assert first == [BlockSeconds(1, [(0.1, 0.2)], 0.3, 7), BlockSeconds(2, [(0.1, 0.2)], 0.3, 7)]
     again = timer()
@@ -251,8 +253,8 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     (tmp_path / "bigtrain" / "blocks.json").write_text("half of it {")
     assert timer().seconds(bf16_parameters=False) == first
     assert len(calls) == 4
-    more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # of another question
-    assert [one.rows for one in more] == [1, 2, 8]
+    more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # for a different request
+    assert [entry.rows for entry in more] == [1, 2, 8]
     assert calls[4:] == [(2, [2, 8], False)]
 
     def failed(*_: Any) -> Any:
@@ -275,20 +277,20 @@ def test_blocks_of_a_busy_machine_are_marked_and_timed_again_by_another_launch(
         calls.append(0.1 * (1 + len(calls)))
         return [asdict(BlockSeconds(1, [(calls[-1], 0.2)], 0.3, 7))]
 
-    def asked(launch: str, others: float) -> tuple[float, str]:
+    def asked(launch: str, others_cores: float) -> tuple[float, str]:
         monkeypatch.setattr(block_seconds, "measured_by_ranks", measured)
-        monkeypatch.setattr(block_seconds, "others_cores", lambda _uses: others)
+        monkeypatch.setattr(block_seconds, "others_cores", lambda _uses: others_cores)
         monkeypatch.setattr(block_seconds, "launch_key", lambda _environ: launch)
         timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,), SCRIPT)
-        (one,) = timer.seconds(bf16_parameters=False)
-        return one.sections[0][0], timer.source
+        (timed,) = timer.seconds(bf16_parameters=False)
+        return timed.sections[0][0], timer.source
 
     seconds, source = asked("a", 1.5)
     assert seconds == 0.1
     assert source.endswith(
         ", while other programs used 1.5 of the 2 cores: the next run times them again"
     )
-    assert asked("a", 0.0) == (seconds, source)  # the other ranks of the launch plan by the same
+    assert asked("a", 0.0) == (seconds, source)  # the other ranks of a launch use the same times
     assert asked("b", 0.0) == (0.2, "blocks timed on this machine, 1 rows, 2 at once")
     assert asked("c", 1.5) == asked("b", 0.0)  # nothing is timed: the cached times are valid
 
@@ -338,13 +340,15 @@ def test_an_entry_that_is_none_is_said_and_timed_anew(entry, reason, tmp_path, c
     path.parent.mkdir()
     path.write_text(json.dumps({"key": entry, "other": {**OTHERS, "timed": [GOOD], "sizes": [1]}}))
     assert block_seconds._read("key") == block_seconds._Kept()
-    said = capsys.readouterr().err
-    assert reason in said
-    assert said.count("\n") == 1
-    kept = block_seconds._read("other")
-    assert kept == block_seconds._Kept([BlockSeconds(1, [(0.1, 0.2)], 0.3, 7)], {1}, 0.0, "a")
-    block_seconds._write("key", kept)
-    assert block_seconds._read("key") == kept
+    errors = capsys.readouterr().err
+    assert reason in errors
+    assert errors.count("\n") == 1
+    cached_entry = block_seconds._read("other")
+    assert cached_entry == block_seconds._Kept(
+        [BlockSeconds(1, [(0.1, 0.2)], 0.3, 7)], {1}, 0.0, "a"
+    )
+    block_seconds._write("key", cached_entry)
+    assert block_seconds._read("key") == cached_entry
 
 
 def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():
@@ -358,17 +362,17 @@ def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     work = open_setup(job, make_plan(job, 1, "cpu")).workload
     timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,), SCRIPT)
-    (one,) = timer.seconds(bf16_parameters=False)
+    (timed,) = timer.seconds(bf16_parameters=False)
     assert timer.source.startswith("blocks timed on this machine")
-    assert len(one.sections) == 5
+    assert len(timed.sections) == 5
     assert (tmp_path / "bigtrain" / "blocks.json").is_file()
 
 
 def test_between_two_sizes_the_slowdown_is_read_off_by_their_ratio():
     splits = [{"split": pair} for pair in ((0.6, 0.6), (0.8, 0.4), (0.8, 0.4))]
-    found = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.5, splits)
-    assert found.at(1)["a"] == (1.0, 1.0)
-    assert found.at(2)["a"] == pytest.approx((2.0, 3.0))
-    assert found.at(8)["a"] == pytest.approx((3.0, 5.0))
-    assert found.at(100)["a"] == (3.0, 5.0)
-    assert found.parts(2) == TimedParts(1.5, pytest.approx((0.7, 0.5)))
+    slowdowns = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.5, splits)
+    assert slowdowns.at(1)["a"] == (1.0, 1.0)
+    assert slowdowns.at(2)["a"] == pytest.approx((2.0, 3.0))
+    assert slowdowns.at(8)["a"] == pytest.approx((3.0, 5.0))
+    assert slowdowns.at(100)["a"] == (3.0, 5.0)
+    assert slowdowns.parts(2) == TimedParts(1.5, pytest.approx((0.7, 0.5)))

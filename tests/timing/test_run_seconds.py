@@ -1,4 +1,4 @@
-"""The seconds of a step of a run, and the planner's of the same plan."""
+"""The predicted seconds of a run's step equal the planner's for the same plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cluster(ranks: int) -> Cluster:
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch, tmp_path):
-    """The rates of this machine are those of a file; no block was timed."""
+    """Use the rates of a file as those of this machine; no block was timed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda ranks, _: cluster(ranks))
 
@@ -72,24 +72,24 @@ def test_a_run_is_predicted_as_the_planner_predicts_its_plan(pp, tp, schedule):
         work.model, work.micro_batch, lambda *_: work.loss, work.make_optimizer, CPU
     )
     evaluator = PlanEvaluator(job, library, StepTimer(cluster(ranks)), {"torch": 0.0}, cut=pp > 1)
-    given = {"pp": pp, "tp": tp, "most_ranks": tp, "rows": 2, "engines": engines}
-    space = SearchSpace(ranks, ranks, 8, 4, **given)
+    search_options = {"pp": pp, "tp": tp, "most_ranks": tp, "rows": 2, "engines": engines}
+    space = SearchSpace(ranks, ranks, 8, 4, **search_options)
     candidate = next(c for c in space.candidates() if c.schedule == schedule)
     judged = evaluator.evaluate(candidate, evaluator.plan_of(candidate), GIB)
     assert isinstance(judged, EvaluatedPlan)
     run = open_setup(judged.job, make_plan(judged.job, ranks, "cpu"))
     assert run.plan.tp == tp
-    found = forecast(judged.job, run)
-    assert found.seconds == pytest.approx(judged.seconds.total, rel=1e-6)
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.basis == "rates"
+    forecast_found = forecast(judged.job, run)
+    assert forecast_found.seconds == pytest.approx(judged.seconds.total, rel=1e-6)
+    assert sum(forecast_found.parts.values()) == pytest.approx(forecast_found.seconds)
+    assert forecast_found.basis == "rates"
 
 
 def test_recomputation_takes_its_time():
     job, setup = setup_of("single", 1, "strategy.recompute=full")
-    kept = forecast(job, replace(setup, resolved=replace(setup.resolved, policies={})))
+    without = forecast(job, replace(setup, resolved=replace(setup.resolved, policies={})))
     again = forecast(job, setup)
-    assert kept.seconds < again.seconds < 1.4 * kept.seconds
+    assert without.seconds < again.seconds < 1.4 * without.seconds
 
 
 def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
@@ -103,31 +103,34 @@ def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
     assert edge == pytest.approx(3 + attention / (attention + mlp))
     seconds = [clock._stage_seconds(sections, *each) for each in ((begin, edge), (edge, end))]
     whole = clock._stage_seconds(sections, begin, end)
-    assert sum(one.total for one in seconds) == pytest.approx(whole.total)
+    assert sum(stage.total for stage in seconds) == pytest.approx(whole.total)
     assert forecast(job, setup).parts["compute"] == pytest.approx(
-        setup.plan.batch.accumulation_steps * max(one.total for one in seconds)
+        setup.plan.batch.accumulation_steps * max(stage.total for stage in seconds)
     )
 
 
 def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
-    """A slice has half of the products; the exchanges between them overlap with nothing."""
+    """A slice has half of the products; the exchanges between them do not overlap."""
     words = ("train.micro_batch_size=2", "model.chunked_loss=false", "model.args.width=512")
-    here = cluster(2)
+    two_devices = cluster(2)
     seconds = {}
     for name, more in (("plain", ()), ("again", ("strategy.recompute=full",))):
         job, setup = setup_of("tensor", 2, *words, *more)
         (profile,) = forecast_rank(setup.resolved, setup.workload).profiles
         sent = [
-            collective_seconds(one.kind, one.nbytes, 2, 1, here, after_work=True)
-            for one in profile.exchanges
+            collective_seconds(exchange.kind, exchange.nbytes, 2, 1, two_devices, after_work=True)
+            for exchange in profile.exchanges
         ]
         seconds[name] = forecast(job, setup).parts
-        # Two forward and two backward in each of four blocks; recomputation repeats the first.
-        # For the vocabulary: the embedding, two sums of the loss, the gradient of the head's input.
+        # Two in the forward and two in the backward pass of each of four blocks; recomputation
+        # repeats the first. For the vocabulary: the embedding, two sums of the loss, and the
+        # gradient of the head's input.
         assert len(sent) == 4 * (4 if name == "plain" else 5) + 4
         assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
         whole_job, whole = setup_of("single", 1, *words, *more)
-        clock = RunClock(whole_job, whole.resolved, whole.workload, StepTimer(here), at_once=0)
+        clock = RunClock(
+            whole_job, whole.resolved, whole.workload, StepTimer(two_devices), at_once=0
+        )
         alone = clock.forecast().parts["compute"]
         assert 0.5 * alone < seconds[name]["compute"] < 0.6 * alone
     assert seconds["again"]["exchange"] > seconds["plain"]["exchange"]
@@ -137,9 +140,12 @@ def test_a_run_without_a_prediction_has_the_reason(monkeypatch):
     job, setup = setup_of("ddp", 2)
     assert "several nodes" in forecast(job, setup, nodes=2).source
     monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda *_: None)
-    found = forecast(job, setup)
-    assert found.seconds is None
-    assert found.source == "the rates of this machine are not known: bigtrain doctor measures them"
+    prediction = forecast(job, setup)
+    assert prediction.seconds is None
+    assert (
+        prediction.source
+        == "the rates of this machine are not known: bigtrain doctor measures them"
+    )
 
     def broken(*_: object) -> Cluster:
         raise RuntimeError("the seventh seal\nand more")
@@ -164,14 +170,14 @@ def test_only_steps_that_are_not_tracked_count():
     ("pp", "stages", "layers"), [(2, 1, 4), (2, 2, 2), (2, 3, 4), (2, 4, 4), (3, 3, 4), (4, 2, 3)]
 )
 def test_several_stages_of_a_rank_have_their_seconds(schedule, pp, stages, layers):
-    """Also where a stage is less than a block: 6 stages of a model with 4."""
+    """Also if a stage is smaller than a block: 6 stages of a model with 4."""
     words = [f"strategy.cut.schedule={schedule}", f"strategy.cut.stages_per_rank={stages}"]
     words += [f"model.args.num_layers={layers}", "train.global_batch_size=12"]
     job, setup = setup_of("interleaved_1f1b", pp, *words, "train.micro_batch_size=1")
     assert len(setup.resolved.layout.ranks) == pp * stages
-    found = forecast(job, setup)
-    assert found.seconds is not None, found.source
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    prediction = forecast(job, setup)
+    assert prediction.seconds is not None, prediction.source
+    assert sum(prediction.parts.values()) == pytest.approx(prediction.seconds)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def test_every_stage_has_whole_sections(edges, count, whole):
 
 
 def test_activations_that_move_to_the_host_take_the_time_of_the_link() -> None:
-    """From composed sections, of which none is recomputed."""
+    """Composed from sections, none of which is recomputed."""
     keys = {
         "model.name": "gpt",
         "model.args": {"num_layers": 4, "width": 128, "num_heads": 4, "vocab_size": 64},
@@ -200,7 +206,8 @@ def test_activations_that_move_to_the_host_take_the_time_of_the_link() -> None:
     job = job_from_keys("single", keys)
     parts = open_setup(job, make_plan(job, 1, "cuda"))
     h100 = load_cluster("h100-node")
-    node = h100.node.model_copy(update={"host_link": 1e6})  # so slow that it hides behind nothing
+    # So slow that it does not overlap completely
+    node = h100.node.model_copy(update={"host_link": 1e6})
     slow = h100.model_copy(update={"node": node})
     forecast = forecast_on(StepTimer(slow), job, parts.resolved, parts.workload)
     recorded = forecast_rank(parts.resolved, parts.workload, 0).profiles[0]

@@ -1,4 +1,6 @@
-"""Products take as long as their tiles do, and no operation or exchange is for nothing."""
+"""The predicted seconds of a step: tiles of products, and the cost of every operation and
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,14 @@ def sections() -> ModelSections:
 
 
 def efficiency(m: float, n: float, k: float, batch: float = 1, overhead: float = 0.0) -> float:
-    found = product_efficiency(np.array([[m, n, k, batch]]), 108, np.array([overhead]))
-    return float(found[0])
+    efficiencies = product_efficiency(np.array([[m, n, k, batch]]), 108, np.array([overhead]))
+    return float(efficiencies[0])
 
 
 def test_edges_of_the_output_count_as_whole_tiles() -> None:
     assert efficiency(12 * 128, 9 * 128, 512) == 1.0
     assert efficiency(12 * 128 - 64, 9 * 128, 512) == pytest.approx(11.5 / 12)
-    assert efficiency(108 * 128, 64, 512) == 1.0  # tiles of half the width
+    assert efficiency(108 * 128, 64, 512) == 1.0  # tiles of half the width exist, too
     assert efficiency(108 * 128, 16, 512) == 0.25
 
 
@@ -82,14 +84,14 @@ def test_the_log_has_the_sizes_of_every_product_also_between_recorded_sizes() ->
             is_product = work.products[:, 0] > 0
             assert (is_product == (work.flops > 0)).all()
     block = sections().sections[1].forward
-    rows = 6 * 32  # of the micro-batch, which was not recorded itself
+    rows = 6 * 32  # rows of a micro-batch size that was not recorded
     assert [rows, 256, 64, 1] in block.products.round(9).tolist()  # into the MLP
     products = block.flops[block.products[:, 3] == 1]
     assert products.sum() == pytest.approx(2 * rows * 12 * 64**2)
 
 
 def seconds(cluster: Cluster, work: OpLog) -> float:
-    """By one rate for all products, whatever their size."""
+    """The seconds with one rate for all products, whatever their size."""
     device = cluster.device
     arithmetic = work.flops / (device.flops.fp32 * device.efficiency)
     longer = np.maximum(arithmetic, work.nbytes / device.memory_bandwidth)
@@ -98,13 +100,13 @@ def seconds(cluster: Cluster, work: OpLog) -> float:
 
 def test_small_products_are_slower_on_a_gpu_and_as_before_elsewhere() -> None:
     alone = CPU.node.model_copy(update={"devices": 1, "cores": 1})
-    here = CPU.model_copy(update={"node": alone})
-    device = here.device.model_copy(update={"processors": 108})  # means nothing on a CPU
+    with_processors = CPU.model_copy(update={"node": alone})
+    device = with_processors.device.model_copy(update={"processors": 108})  # has no effect on a CPU
     unknown = A100.device.model_copy(update={"processors": None})
     block = sections().sections[1].forward.scaled(1000)
     for cluster in (
-        here,
-        here.model_copy(update={"device": device}),
+        with_processors,
+        with_processors.model_copy(update={"device": device}),
         A100.model_copy(update={"device": unknown}),
     ):
         assert StepTimer(cluster).op_seconds(block) == pytest.approx(seconds(cluster, block))
@@ -125,13 +127,13 @@ def test_shards_of_a_state_are_updated_in_as_many_operations() -> None:
         StepTimer(CPU).update_seconds(plan_of(strategy, "cpu"), base, numbers)
         for strategy in ("ddp", "fsdp")
     )
-    assert shard == pytest.approx(whole / 8)  # as part of the timed seconds
+    assert shard == pytest.approx(whole / 8)  # as a part of the timed seconds
 
 
 def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
     plan, base = plan_of("fsdp"), sections().base
     profile = compose_profile(base, sections().sections)
-    every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
+    every = [t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)]
     gathered = sum(t.nbytes for t in every if t.kind == "all_gather")
     reduced = sum(t.nbytes for t in every if t.kind == "reduce_scatter")
     copied = [t for t in every if t.kind == "copy"]
@@ -143,28 +145,28 @@ def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
 
 
 def test_one_message_has_nothing_to_hide_behind() -> None:
-    """All gradients of a small model are in one bucket, which is full when all is computed."""
+    """All gradients of a small model are in one bucket, which is complete only at the end."""
     plan, base = plan_of("ddp"), sections().base
     profile = compose_profile(base, sections().sections)
-    every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
+    every = [t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)]
     (traffic,) = [t for t in every if t.kind == "all_reduce"]
     assert traffic.calls == 1
     slow = A100.inside.model_copy(update={"bandwidth": 1e6})
     timer = StepTimer(A100.model_copy(update={"inside": slow}))
-    found = timer.step(plan, [MicroBatchSeconds(100.0, 200.0)], [[profile]], 0.0)
-    assert found.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
-    assert found.compute == 300.0
+    step = timer.step(plan, [MicroBatchSeconds(100.0, 200.0)], [[profile]], 0.0)
+    assert step.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
+    assert step.compute == 300.0
 
 
 def issuing(**seconds: float) -> Cluster:
-    """A cluster with a core for each rank and these seconds to issue an exchange."""
+    """A cluster with a core for each rank, and with these seconds to issue an exchange."""
     kinds = {
         kind: {"latency": 1e-4, "bandwidth": 1e9, "issue": issue} for kind, issue in seconds.items()
     }
-    here = CPU.model_dump()
-    here["inside"]["kinds"] = kinds
-    here["node"] |= {"devices": 8, "cores": 8}
-    return Cluster.model_validate(here)
+    values = CPU.model_dump()
+    values["inside"]["kinds"] = kinds
+    values["node"] |= {"devices": 8, "cores": 8}
+    return Cluster.model_validate(values)
 
 
 def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
@@ -177,14 +179,14 @@ def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
         )
         for gather, reduce in ((0.0, 0.0), (0.001, 0.01))
     )
-    units = 3  # two blocks, and the parameters outside blocks, which are gathered once
+    units = 3  # two blocks, and the parameters outside blocks
     assert costly.exchange - free.exchange == pytest.approx(5 * 0.001 + units * 0.01)
     ddp = plan_of("ddp", "cpu")
-    told = [
+    exchange_seconds = [
         StepTimer(issuing(all_reduce=issue)).step(ddp, stage_seconds, [[profile]], 0.0).exchange
         for issue in (0.0, 0.01)
     ]
-    assert told[0] == told[1]  # it has no such hooks
+    assert exchange_seconds[0] == exchange_seconds[1]  # DDP has no such hooks
 
 
 def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
@@ -195,20 +197,20 @@ def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
         StepTimer(issuing(send=issue)).step(plan, stage_seconds, [[profile]], 0.0)
         for issue in (0.0, 0.01)
     )
-    # There and back for every micro-batch, and of the stages before and behind.
+    # Forward and backward for every micro-batch, with messages from and to both neighbours.
     actions = 2 * (plan.batch.accumulation_steps + plan.pp - 1)
     assert costly.total - free.total == pytest.approx(actions * 0.01)
 
 
 def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
-    """Eight stages on two cores: what all do takes four times as long as on a core each."""
+    """Eight stages on two cores: simultaneous work takes four times as long as on a core each."""
     plan = plan_of("1f1b", "cpu")
     profile = compose_profile(sections().base, sections().sections)
     crowded = issuing(send=0.01).model_dump()
     crowded["node"]["cores"] = 2
     stage_seconds = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
     timer = StepTimer(Cluster.model_validate(crowded))
-    found = timer.step(plan, stage_seconds, [[profile]], 0.0)
+    step = timer.step(plan, stage_seconds, [[profile]], 0.0)
     micro_batches = plan.batch.accumulation_steps
     sent = timer._sending(plan, [profile])
-    assert found.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)
+    assert step.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)

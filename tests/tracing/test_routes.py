@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.nets import TinyLM, tokens
-from support.routed import ROUTED, cut, rows_of
+from support.routed import ROUTED, rows_of, rows_of_batch
 from torch import Tensor, nn
 
 from bigtrain.data import MicroBatch
@@ -17,7 +17,7 @@ from bigtrain.tracing.routes import Routes, find_routes
 
 
 def routes_of(net: nn.Module) -> Routes:
-    inputs, targets = cut(rows_of(0), slice(0, 4))
+    inputs, targets = rows_of_batch(rows_of(0), slice(0, 4))
     return find_routes(net, MicroBatch(inputs, targets, 4, 4))
 
 
@@ -58,7 +58,7 @@ def test_a_model_that_always_goes_the_same_way_has_none() -> None:
 
 
 class Asking(ROUTED["Late"]):  # type: ignore[misc]
-    """Asks for a value, and goes the same way whatever it is."""
+    """Reads a value, but takes the same route whatever it is."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
         if (kind == 1).all():
@@ -71,7 +71,7 @@ def test_a_question_whose_answer_changes_no_way_is_none() -> None:
 
 
 class OfNumpy(ROUTED["Branch"]):  # type: ignore[misc]
-    """Its values go through numpy, which no pass without numbers comes by."""
+    """Its values go through numpy, which a pass without values cannot follow."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
         return self.towers[int(kind.numpy().max()) % 2](x)
@@ -94,7 +94,7 @@ def test_of_a_model_that_does_not_run_without_numbers_nothing_is_said() -> None:
 
 
 class Alone(ROUTED["Late"]):  # type: ignore[misc]
-    """A parameter outside of any module that only some values use."""
+    """A parameter outside of modules that is used only for some values."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
         x = self.towers[1](self.towers[0](x))
@@ -149,7 +149,7 @@ class _Called(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Looks at its mask; its products in groups have no meta kernel in fp32."""
+    """Reads its mask; its grouped products have no meta kernel in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,6 +165,6 @@ class Grouped(nn.Module):
 
 def test_a_pass_that_meta_has_no_kernel_for_goes_on_fakes():
     batch = {"x": torch.zeros(4, 8), "mask": torch.ones(4, dtype=torch.bool)}
-    found = find_routes(Grouped(), MicroBatch(batch, torch.zeros(4), 4, 4))
-    assert (found.modules, found.parameters) == ((), ())
-    assert "head" in found.called
+    routes = find_routes(Grouped(), MicroBatch(batch, torch.zeros(4), 4, 4))
+    assert (routes.modules, routes.parameters) == ((), ())
+    assert "head" in routes.called

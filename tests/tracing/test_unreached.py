@@ -1,4 +1,4 @@
-"""Parameters that the loss does not reach are known before anything runs."""
+"""Parameters that the loss does not reach are found before a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def example() -> MicroBatch:
 
 
 class LeftOutByChance(TinyLM):
-    """A layer that most passes in training do without."""
+    """A layer that most training passes skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class LeftOutByChance(TinyLM):
 
 
 class Hidden(Unreached):
-    """A graph that does not show the parameters of a part: its backward pass does."""
+    """The graph does not show that a part's parameters are used; the backward pass does."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -69,8 +69,8 @@ class Branching(Unreached):
         (Sometimes, CrossEntropy(), ()),
         (LeftOutByChance, CrossEntropy(), ()),
         (Hidden, CrossEntropy(), UNREACHED),
-        (Detached, CrossEntropy(), ()),  # its backward pass says so
-        (Branching, CrossEntropy(), ()),  # nothing is known of it
+        (Detached, CrossEntropy(), ()),  # its backward pass shows it
+        (Branching, CrossEntropy(), ()),  # its path depends on values, so nothing is known
     ],
 )
 def test_what_no_pass_reaches_is_frozen(model: type[TinyLM], loss: Loss, expected: object) -> None:

@@ -1,4 +1,4 @@
-"""Watching a forward pass on tensors without values."""
+"""Observing a forward pass on tensors without values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Seen(ForwardObserver):
         self.saved += 1
 
 
-def watched(model, observer):
+def watch_model(model, observer):
+    """Run a model on fake tensors under an observer."""
     twin, mode = fake_twin(model, CPU)
     with mode:
         x = fake_tensor(torch.ones(2, 3), CPU)
@@ -66,9 +67,9 @@ def watched(model, observer):
 
 def test_an_observer_sees_calls_functions_operations_and_saved_tensors():
     seen = Seen()
-    output = watched(Squared(), seen)
+    output = watch_model(Squared(), seen)
     assert output.shape == (2, 3)
-    assert seen.calls == ["", "first"]  # not those inside of vmap
+    assert seen.calls == ["", "first"]  # calls inside of vmap are not reported
     assert "linear" in seen.functions
     assert {"addmm", "pow", "mul"} <= {*seen.operations}
     assert seen.saved > 0
@@ -98,7 +99,7 @@ def test_an_observer_may_make_up_an_answer():
         def answer(self, func, args, error):  # noqa: ARG002
             return True
 
-    assert watched(Gate(), Answers()).shape == (2, 3)
+    assert watch_model(Gate(), Answers()).shape == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`bigtrain verify`: strategies pass, a wrong one is caught and named, chance is refused."""
+"""`bigtrain verify`: strategies pass, a wrong one is caught and named, randomness is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bf16_parameters_are_held_against_one_process_that_has_them(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     rows = verdicts(done)
     assert rows["ddp"]["differences"]["gradient"] < 1e-6
-    assert rows["fsdp"]["differences"]["gradient"] < 1e-6  # it reduces in fp32
+    assert rows["fsdp"]["differences"]["gradient"] < 1e-6  # fsdp reduces gradients in fp32
     assert rows["zero1_torch"]["differences"]["gradient"] < 5e-2
 
 
@@ -90,7 +90,8 @@ def step(gradient, loss=0.0, norm=0.0):
     return StepDifferences(loss, norm, gradient)
 
 
-def far(*steps, update=0.0):
+def differences_of(*steps, update=0.0):
+    """The differences of a run with these steps."""
     every = [
         max(values) for values in zip(*((s.loss, s.norm, s.gradient) for s in steps), strict=True)
     ]
@@ -100,19 +101,22 @@ def far(*steps, update=0.0):
 @pytest.mark.parametrize(
     ("differences", "passes"),
     [
-        (far(step(1e-7), step(5e-2)), True),
-        (far(step(1e-7), step(5e-2), update=5e-3), True),
-        (far(step(2e-2), step(2e-2)), False),  # a wrong gradient is wrong in the first step
-        (far(step(1e-7), step(2e-1)), False),
-        (far(step(1e-7, norm=1e-4), step(1e-7)), False),
-        (far(step(1e-7), step(1e-7), update=5e-2), False),
+        (differences_of(step(1e-7), step(5e-2)), True),
+        (differences_of(step(1e-7), step(5e-2), update=5e-3), True),
+        (
+            differences_of(step(2e-2), step(2e-2)),
+            False,
+        ),  # a wrong gradient differs in the first step already
+        (differences_of(step(1e-7), step(2e-1)), False),
+        (differences_of(step(1e-7, norm=1e-4), step(1e-7)), False),
+        (differences_of(step(1e-7), step(1e-7), update=5e-2), False),
     ],
 )
 def test_a_step_is_held_to_what_one_process_is_from_itself(differences, passes):
     tolerance = Tolerance.of("fp32")
-    moved = far(step(7e-6, norm=8e-8), step(1e-2, norm=1e-5), update=1e-3)
+    moved = differences_of(step(7e-6, norm=8e-8), step(1e-2, norm=1e-5), update=1e-3)
     assert differences.passed(tolerance, moved) is passes
-    assert not differences.passed(tolerance)  # nothing has grown
+    assert not differences.passed(tolerance)  # the difference has not grown
 
 
 def test_moved_weights_are_a_unit_in_the_last_place_away():
@@ -133,8 +137,10 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert done.returncode == 1, done.stderr
     assert "forgets: gradients that differ most: head.bias" in done.stdout
     assert "forgets: updates that differ most: head.bias" in done.stdout
-    said = "forgets: first difference: step 1, the gradient of the parameter head.bias (block head)"
-    assert said in done.stdout
+    message = (
+        "forgets: first difference: step 1, the gradient of the parameter head.bias (block head)"
+    )
+    assert message in done.stdout
     assert "normoff: first difference: step 1, the norm of the gradients, which is" in done.stdout
     rows = {
         row["strategy"]: row
@@ -144,7 +150,8 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert rows["forgets"]["verdict"] == "differs"
     assert rows["fairscale_fsdp"]["verdict"] == "refused"
     assert "CUDA" in rows["fairscale_fsdp"]["reason"]
-    assert not list(tmp_path.rglob("*.safetensors"))  # as large as the model, for each step
+    # Recordings are as large as the model and must be deleted
+    assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("trace-*.json"))
 
 
@@ -152,11 +159,11 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
 def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
     done = bigtrain(tmp_path, "--strategies", "ddp", "-n", "2", *NET, "model.args.dropout=0.5")
     assert done.returncode == 0, done.stderr
-    said = (
+    message = (
         "ddp: dropout is off, as its masks do not belong to samples: "
         "the model: bernoulli_ draws (32, 8)"
     )
-    assert said in done.stdout
+    assert message in done.stdout
 
 
 @pytest.mark.full
@@ -223,9 +230,9 @@ def test_jobs_own_optimizer_is_held_to_its_losses(tmp_path):
 def test_wrong_input(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert run_guarded(lambda: main(["--strategies", "ddp", *words])) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
 
 
 def test_dropout_is_turned_off_wherever_it_is_a_modules_own():
@@ -257,24 +264,24 @@ def recording(folder, gradient, loss=1.0, updated=True):
 
 
 def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(tmp_path):
-    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
+    first_gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
     two = {"a": torch.tensor([1.0, 2.2]), "b": torch.tensor([2e-9])}
-    found = compare_recordings(
-        recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5)
+    differences = compare_recordings(
+        recording(tmp_path / "1", first_gradients), recording(tmp_path / "2", two, loss=1.5)
     )
-    assert found.loss == pytest.approx(0.5)
-    assert found.gradient == pytest.approx(0.1)
-    assert found.update == pytest.approx(0.1, rel=1e-3)
-    assert found.worst_gradients[0][0] == "a"
-    assert dict(found.worst_gradients)["b"] < 1e-4  # 1e-9 beside 2.0 is rounding
-    assert not found.passed(Tolerance.of("fp32"))
-    assert found.passed(Tolerance(1.0, 0.2, 0.2))
+    assert differences.loss == pytest.approx(0.5)
+    assert differences.gradient == pytest.approx(0.1)
+    assert differences.update == pytest.approx(0.1, rel=1e-3)
+    assert differences.worst_gradients[0][0] == "a"
+    assert dict(differences.worst_gradients)["b"] < 1e-4  # 1e-9 compared with 2.0 is rounding
+    assert not differences.passed(Tolerance.of("fp32"))
+    assert differences.passed(Tolerance(1.0, 0.2, 0.2))
 
 
 def test_weights_that_are_never_updated_do_not_pass(tmp_path):
-    one = recording(tmp_path / "1", {"a": torch.full((4,), 0.1)})
+    first_recording = recording(tmp_path / "1", {"a": torch.full((4,), 0.1)})
     idle = compare_recordings(
-        one, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False)
+        first_recording, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False)
     )
     assert idle.gradient == 0
     assert idle.update == pytest.approx(1.0, rel=1e-3)
@@ -282,15 +289,15 @@ def test_weights_that_are_never_updated_do_not_pass(tmp_path):
 
 
 def test_missing_and_unfinished_numbers_never_pass(tmp_path):
-    one = recording(tmp_path / "1", {"a": torch.ones(2)})
-    lacks = compare_recordings(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
+    first_recording = recording(tmp_path / "1", {"a": torch.ones(2)})
+    lacks = compare_recordings(first_recording, recording(tmp_path / "2", {"b": torch.ones(2)}))
     assert lacks.missing == ("a", "b")
     assert not lacks.passed(Tolerance(9.0, 9.0, 9.0))
     broken = compare_recordings(
-        one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
+        first_recording, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
     )
     assert not broken.passed(Tolerance.of("bf16"))
     endless = compare_recordings(
-        one, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan"))
+        first_recording, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan"))
     )
     assert not endless.passed(Tolerance.of("bf16"))

@@ -1,4 +1,4 @@
-"""`bigtrain verify --fuzz`: what is drawn, how a failure is made small, how it is repeated."""
+"""`bigtrain verify --fuzz`: the drawn plans, the reduction of a failure, and its repetition."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from bigtrain.verify.fuzz import FuzzedPlan, draw_plans, model_sizes, shrink
 NAMES = ["blocks.1", "blocks.2", "blocks.3"]
 
 
-def drawn(seed, count):
+def drawn_plans(seed, count):
+    """The first plans that a seed draws."""
     spaces = [SearchSpace(n, n, 16, len(NAMES) + 1) for n in (2, 4)]
     return list(islice(draw_plans(random.Random(seed), spaces, NAMES), count))
 
 
 def test_a_seed_draws_the_same_plans_of_all_kinds_and_each_is_a_job():
-    plans = drawn(0, 60)
-    assert plans == drawn(0, 60)
-    assert plans != drawn(1, 60)
+    plans = drawn_plans(0, 60)
+    assert plans == drawn_plans(0, 60)
+    assert plans != drawn_plans(1, 60)
     assert {(plan.pp, plan.dp) for plan in plans} == {(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)}
     assert {plan.recompute for plan in plans} == {None, "full", "selective", "every_2"}
     assert {plan.cut is None for plan in plans} == {True, False}
@@ -131,8 +132,8 @@ def test_wrong_input(tmp_path, monkeypatch, capsys, words, message):
 
 
 def test_the_sizes_of_a_model_are_found():
-    own = load_job(None, "single", ["model.name=support.odd_strategies:Net"])
-    assert model_sizes(own, torch.nn.Identity()) == {"num_classes": 10}
+    job = load_job(None, "single", ["model.name=support.odd_strategies:Net"])
+    assert model_sizes(job, torch.nn.Identity()) == {"num_classes": 10}
     model = SimpleNamespace(config=SimpleNamespace(num_layers=4, width=256, bias=True, rate=0.5))
     changed = load_job(None, "single", ["model.args={width: 32}"])
     assert model_sizes(changed, model) == {"num_layers": 4, "width": 32}

@@ -1,4 +1,4 @@
-"""A run that differs is traced back to the first operation, gradient or sum that does."""
+"""A run that differs is traced back to the first operation, gradient or sum that differs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.odd_strategies import break_rule
 from support.ranks import run_ranks
-from support.sliced_models import built, gpt_case, passed, slice_group
+from support.sliced_models import build_model, gpt_case, run_pass, slice_group
 from support.zygote import forked_cli
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
-        self.calls.add_(1)  # of this rank alone, as BatchNorm's
+        self.calls.add_(1)  # differs between ranks, as BatchNorm's counter does
         return x + torch.tanh(self.linear(x) + self.shift)
 
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def write_run(folder, model, parts, *, dp=1, loss=1.0, norm=1.0, spoil=None):
-    """One step; `parts` has for each rank its micro-batches."""
+    """Record one step; `parts` contains the micro-batches of each rank."""
     folder.mkdir()
     gradients = {}
     for rank, batches in enumerate(parts):
@@ -83,21 +83,22 @@ def write_run(folder, model, parts, *, dp=1, loss=1.0, norm=1.0, spoil=None):
 BATCHES = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 
 
-def found(tmp_path, model, **wrong):
-    one = write_run(tmp_path / "one", Model(), [BATCHES])
+def find_difference(tmp_path, model, **wrong):
+    """The text for the first difference between a recorded run and one with a fault."""
+    expected_folder = write_run(tmp_path / "one", Model(), [BATCHES])
     parts = [BATCHES[:2], BATCHES[2:]]
-    other = write_run(tmp_path / "other", model, parts, dp=2, **wrong)
-    differences = compare_recordings(one, other)
-    return first_difference(one, other, differences, TOLERANCE)
+    actual_folder = write_run(tmp_path / "other", model, parts, dp=2, **wrong)
+    differences = compare_recordings(expected_folder, actual_folder)
+    return first_difference(expected_folder, actual_folder, differences, TOLERANCE)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_first_wrong_operation_is_named_with_its_block(tmp_path, recompute):
     model = Model(recompute)
     model.blocks[1].shift = 0.01
-    said = found(tmp_path, model)
-    assert "step 1, add in blocks.1 (block blocks.1)" in said
-    assert "on rank 0 (micro-batch 1 of 4)" in said
+    message = find_difference(tmp_path, model)
+    assert "step 1, add in blocks.1 (block blocks.1)" in message
+    assert "on rank 0 (micro-batch 1 of 4)" in message
 
 
 def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(tmp_path):
@@ -107,8 +108,8 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
         output.register_hook(lambda gradient: gradient * 1.01)
 
     model.blocks[1].linear.register_forward_hook(spoil)
-    said = found(tmp_path, model)
-    assert "step 1, the gradient of output in blocks.1.linear (block blocks.1)" in said
+    message = find_difference(tmp_path, model)
+    assert "step 1, the gradient of output in blocks.1.linear (block blocks.1)" in message
 
 
 @pytest.mark.parametrize(
@@ -121,26 +122,26 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
     ],
 )
 def test_what_is_wrong_beside_the_values(tmp_path, wrong, message):
-    assert message in found(tmp_path, Model(), **wrong)
+    assert message in find_difference(tmp_path, Model(), **wrong)
 
 
-def traced(context, sequence_dim, broken):
-    """Of a model whole and in slices, on a rank: what was noted."""
+def record_model(context, sequence_dim, broken):
+    """The recordings of a model, whole and in slices, on a rank."""
     group, case = slice_group(context, sequence_dim=sequence_dim), gpt_case(tied=True)
     if broken:
         break_rule(torch.nn.functional.gelu, second_on_rank=context.rank)
-    found = []
-    for model in (built(case, None), built(case, group, "selective")):
+    records = []
+    for model in (build_model(case, None), build_model(case, group, "selective")):
         trace = ExecutionTrace([model], 1.0)
         with trace:
-            passed(model, case)
+            run_pass(model, case)
         trace.close()
-        found.append(trace.entries)
-    return found
+        records.append(trace.entries)
+    return records
 
 
-def first_apart(whole, sliced):
-    """The first of the values, or else of the gradients, that is not the same."""
+def first_differing_name(whole, sliced):
+    """The name of the first value, or else the first gradient, that differs."""
     known = {entry[:6]: entry.digest for entry in sliced}
     assert known.keys() >= {entry[:6] for entry in whole}
     for entry in sorted(whole, key=lambda entry: entry.is_gradient):
@@ -151,11 +152,11 @@ def first_apart(whole, sliced):
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_what_lies_in_slices_is_noted_as_the_whole(sequence_dim):
-    for whole, sliced in run_ranks(traced, 2, sequence_dim, False, tp=2):
+    for whole, sliced in run_ranks(record_model, 2, sequence_dim, False, tp=2):
         assert len(whole) > 100
-        assert first_apart(whole, sliced) is None
-    for whole, sliced in run_ranks(traced, 2, sequence_dim, True, tp=2):
-        first = first_apart(whole, sliced)
+        assert first_differing_name(whole, sliced) is None
+    for whole, sliced in run_ranks(record_model, 2, sequence_dim, True, tp=2):
+        first = first_differing_name(whole, sliced)
         assert (first.module, first.operation) == ("blocks.1.mlp.activation", "gelu")
         assert not first.is_gradient
 

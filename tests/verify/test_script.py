@@ -1,4 +1,4 @@
-"""`bigtrain verify --script`: a training script of the user's own beside a plain torch loop."""
+"""`bigtrain verify --script`: a user's training script compared with a plain torch loop."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Masks follow from seed, step, sample and call, however a batch is split or computed again."""
+"""Dropout masks depend only on seed, step, sample and call, however a batch is divided or
+recomputed.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.sliced_models import WIDTH, WORDS, built, encoder_case, gpt_case, slice_group
+from support.sliced_models import WIDTH, WORDS, build_model, encoder_case, gpt_case, slice_group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +16,9 @@ from bigtrain.verify.tied_dropout import TiedDropout, untied_reason
 
 
 class Shared(nn.Module):
-    """One module of dropout called for every layer, attention's own, stochastic depth by rows."""
+    """One dropout module called in every layer, attention's dropout, and stochastic depth
+    by rows.
+    """
 
     def __init__(self, recompute=False):
         super().__init__()
@@ -35,7 +39,7 @@ class Shared(nn.Module):
 
 
 def run(model, inputs, splits, *, seed=3, steps=1, spine=()):
-    """Each step's outputs and gradients of inputs, in micro-batches of so many rows; the ties."""
+    """Each step's outputs and input gradients, in micro-batches of these sizes; and the ties."""
     tied = TiedDropout(model, seed, spine)
     results = []
     for step in range(1, steps + 1):
@@ -48,7 +52,7 @@ def run(model, inputs, splits, *, seed=3, steps=1, spine=()):
             for batch in batches:
                 tied.begin_micro_batch(batch)
                 outputs.append(model(batch.inputs))
-            for output in reversed(outputs):  # all forward passes first, as gpipe has it
+            for output in reversed(outputs):  # all forward passes first, as in GPipe
                 output.square().sum().backward()
         results.append((torch.cat(outputs).detach(), torch.cat([leaf.grad for leaf in leaves])))
     tied.close()
@@ -70,7 +74,7 @@ def test_masks_are_the_same_on_every_split_and_differ_by_sample_layer_step_and_s
     assert not torch.equal(whole, output(drop, rows, [4], seed=4))
     assert not torch.equal(whole, output(nn.Sequential(drop), rows, [4]))
     twice = output(nn.Sequential(drop, drop), rows, [4]) != 0
-    assert 0.1 < twice.double().mean() < 0.4  # the second call of a module has a mask of its own
+    assert 0.1 < twice.double().mean() < 0.4  # the second call of a module has a different mask
 
 
 def test_what_is_computed_again_draws_the_same_masks():
@@ -134,14 +138,14 @@ def test_what_several_stages_run_is_named():
 
 def test_a_call_that_a_stage_skips_counts():
     model, rows = nn.Sequential(*[nn.Dropout(0.5)] * 2), torch.ones(4, 6, 8)
-    both = output(model, rows, [4])
+    both_stages = output(model, rows, [4])
     calls = iter((lambda x: x, model[0]._call_impl))
     model[0]._compiled_call_impl = lambda x: next(calls)(x)
     second = output(model, rows, [4])
     assert not torch.equal(second, rows)
     first_only = iter((model[0]._call_impl, lambda x: x))
     model[0]._compiled_call_impl = lambda x: next(first_only)(x)
-    assert torch.equal(output(model, rows, [4]) * second, both)
+    assert torch.equal(output(model, rows, [4]) * second, both_stages)
 
 
 def test_micro_batches_that_are_taken_ahead_are_noticed():
@@ -158,7 +162,7 @@ def test_micro_batches_that_are_taken_ahead_are_noticed():
 
 
 def tied_pass(model, inputs):
-    """Loss and gradients under masks of samples; why some are not."""
+    """Loss and gradients with masks tied to samples; and reasons why some are not tied."""
     tied = TiedDropout(model, 3)
     batch = MicroBatch(inputs, None, len(inputs), len(inputs))
     tied.begin_step(1, {id(batch): tuple(range(len(inputs)))})
@@ -171,7 +175,7 @@ def tied_pass(model, inputs):
 
 
 def masks_in_slices(context, name, modes):
-    """By mode and dim of the sequence how far a rank's loss and gradients are from the whole's."""
+    """Relative differences of a rank's loss and gradients, by mode and dim of the sequence."""
     drops = {"dropout": 0.4}
     torch.manual_seed(0)
     if name == "gpt":
@@ -179,28 +183,28 @@ def masks_in_slices(context, name, modes):
     else:
         case = encoder_case(batch_first=True, **drops)
         inputs = torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    wanted, gradients, untied = tied_pass(built(case, None), inputs)
-    plain, _, _ = tied_pass(built(case, None).eval(), inputs)
-    assert abs(wanted - plain) > 1e-3 * wanted  # something is dropped
-    found = {}
+    wanted, gradients, untied = tied_pass(build_model(case, None), inputs)
+    plain, _, _ = tied_pass(build_model(case, None).eval(), inputs)
+    assert abs(wanted - plain) > 1e-3 * wanted  # dropout has an effect
+    differences = {}
     for mode in modes:
         for sequence_dim in (None, 1):
             group = slice_group(context, sequence_dim=sequence_dim)
             group.draws.whole = True
-            loss, own, not_tied = tied_pass(built(case, group, mode), inputs)
+            loss, input_gradients, not_tied = tied_pass(build_model(case, group, mode), inputs)
             apart = [(loss - wanted).abs() / wanted]
             for key, gradient in gradients.items():
                 if key in case.slices:
                     gradient = case.slices[key].local(gradient, group.rank, group.size)
-                apart.append((own[key] - gradient).abs().max())
-            found[mode, sequence_dim] = float(max(apart)), not_tied
-    return found, untied
+                apart.append((input_gradients[key] - gradient).abs().max())
+            differences[mode, sequence_dim] = float(max(apart)), not_tied
+    return differences, untied
 
 
 @pytest.mark.parametrize("name", ["gpt", "encoder"])
 def test_masks_of_slices_are_those_of_the_whole(name):
-    for found, untied in run_ranks(masks_in_slices, 3, name, ["", "full", "selective"], tp=3):
+    for differences, untied in run_ranks(masks_in_slices, 3, name, ["", "full", "selective"], tp=3):
         assert untied == {}
-        for key, (apart, not_tied) in found.items():
+        for key, (apart, not_tied) in differences.items():
             assert apart < 1e-12, key
             assert not_tied == {}, key

@@ -1,4 +1,4 @@
-"""What differs by the version of torch, whichever is installed: the same is had of all of them."""
+"""Behaviour that differs between versions of torch: the result here is the same for all of them."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def gradients(*, split: bool) -> list[Any]:
     model = Twice().double()
     x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
     outputs = model(x)
-    given = [torch.randn_like(out) for out in outputs]
+    out_gradients = [torch.randn_like(out) for out in outputs]
     if split:
         edges = [get_gradient_edge(out) for out in outputs]
-        found, groups = backward_for_inputs(edges, given, [x], model.parameters())
-        assert found[0] is x.grad
+        input_gradients, groups = backward_for_inputs(edges, out_gradients, [x], model.parameters())
+        assert input_gradients[0] is x.grad
         assert all(parameter.grad is None for parameter in model.parameters())
         backward_for_weights(model.parameters(), groups)
     else:
-        torch.autograd.backward(outputs, given)
+        torch.autograd.backward(outputs, out_gradients)
     return [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.skipif(not SPLITS_BACKWARD, reason=f"torch {TORCH} is refused for it")
+@pytest.mark.skipif(not SPLITS_BACKWARD, reason=f"torch {TORCH} cannot split the backward pass")
 def test_a_backward_pass_in_two_parts_begins_at_edges_and_gives_all_gradients() -> None:
     for whole, parts in zip(gradients(split=False), gradients(split=True), strict=True):
         torch.testing.assert_close(parts, whole, rtol=0, atol=1e-14)
@@ -65,20 +65,21 @@ def test_attention_on_a_cpu_counts() -> None:
     query = torch.randn(2, 3, 8, 16)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result = forward(query, query, query)
-    products = 2 * 2 * 3 * 8 * 8 * 16  # of a product: two numbers for each of m, n, k and the batch
+    products = 2 * 2 * 3 * 8 * 8 * 16  # two FLOPs for each of m, n, k and the batch
     assert flops_of(forward.default, (query, query, query), {}, result) == 2 * products
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = (result[0], query, query, query, *result, 0.0, False)
-    assert flops_of(back.default, given, {}, back(*given)) == 5 * products
+    arguments = (result[0], query, query, query, *result, 0.0, False)
+    assert flops_of(back.default, arguments, {}, back(*arguments)) == 5 * products
 
 
-def exchanged(context: RunContext) -> tuple[list[float], list[float], int | None]:
+def run_collectives(context: RunContext) -> tuple[list[float], list[float], int | None]:
+    """The results of collectives on one tensor, and the recorded bytes."""
     context.recorder.traffic.begin()
-    own, group = torch.full((2,), float(context.rank)), context.group()
+    rank_value, group = torch.full((2,), float(context.rank)), context.group()
     whole, share = torch.empty(4), torch.empty(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        all_gather_single(whole, own, group=group)
+        all_gather_single(whole, rank_value, group=group)
         reduce_scatter_single(share, whole, group=group)
     counted = context.recorder.traffic.end()
     return whole.tolist(), share.tolist(), counted and counted["all_gather", 2]
@@ -86,12 +87,12 @@ def exchanged(context: RunContext) -> tuple[list[float], list[float], int | None
 
 def test_collectives_of_one_tensor_are_called_without_a_warning() -> None:
     size = 16 if COUNTS_EXCHANGES else None
-    for rank, found in enumerate(run_ranks(exchanged, 2)):
-        assert found == ([0, 0, 1, 1], [2.0 * rank] * 2, size)
+    for rank, result in enumerate(run_ranks(run_collectives, 2)):
+        assert result == ([0, 0, 1, 1], [2.0 * rank] * 2, size)
 
 
 def test_the_version_is_asked_for_in_one_place() -> None:
-    """And written down in a few: what measured rates and forecasts belong to."""
+    """And listed in a few places: with measured rates and forecasts, which depend on it."""
     names = {
         module
         for module, path in sources().items()

@@ -1,4 +1,4 @@
-"""Pipelines on fairscale and on DeepSpeed: the numbers of one process, memory as predicted."""
+"""Pipelines on fairscale and on DeepSpeed: the numbers of one process, and memory as predicted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from support.nets import LENGTH, VOCABULARY, tokens
 from support.parity import Record, adamw, largest_difference, sgd
 from support.ranks import run_ranks
-from support.whole import saved, whole_tensors
+from support.whole import as_saved, whole_tensors
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -23,7 +23,7 @@ from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.ranks.context import RunContext
 
-# Not imported: the ranks import this module, and load the libraries as a run does.
+# Not imported here: the ranks import this module, and must load the libraries as a run does.
 needs_fairscale = pytest.mark.skipif(find_spec("fairscale") is None, reason="fairscale is missing")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 NEAR = 1e-10
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """A skip, a mask of bools, numbers that want no gradient, and integers cross every cut."""
+    """A skip, a boolean mask, floats without a gradient, and integers cross every cut."""
 
     def __init__(
         self, width: int = 8, layers: int = 4, *, tied: bool = False, dropout: float = 0.0
@@ -79,7 +79,7 @@ class Dropped(Deep):
 
 
 class Images(nn.Module):
-    """BatchNorm between convolutions, as a chain."""
+    """BatchNorm between convolutions, in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ def samples_of(rows: int, *, images: bool) -> tuple[Tensor, Tensor]:
     if images:
         pixels = torch.randn(22, 1, 6, 6, generator=torch.Generator().manual_seed(1))
         return pixels[:rows], torch.arange(rows) % 3
-    found = tokens(22)
-    return found.inputs[:rows], found.targets[:rows]
+    samples = tokens(22)
+    return samples.inputs[:rows], samples.targets[:rows]
 
 
 def train(
@@ -111,7 +111,7 @@ def train(
     steps: int = 4,
     optimizer: Any = sgd,
 ) -> Record:
-    """As `parity.train`, with an example to cut by, and an evaluation between the steps."""
+    """As `parity.train`, with an example batch for the cut, and an evaluation between the steps."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     images = model is Images
     loss, samples = CrossEntropy(), TensorSamples(*samples_of(22, images=images))
@@ -124,8 +124,8 @@ def train(
         update = engine.runner.update
 
         def keep(loss: StepLoss) -> float:
-            found = engine.runner.gradients()
-            record.gradients.append(whole_tensors(found))
+            gradients = engine.runner.gradients()
+            record.gradients.append(whole_tensors(gradients))
             return update(loss)
 
         engine.runner.update = keep  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ def train(
         return record
 
 
-def several(context: RunContext, cases: list[tuple[Any, ...]]) -> list[Record]:
+def train_cases(context: RunContext, cases: list[tuple[Any, ...]]) -> list[Record]:
     return [train(context, *case) for case in cases]
 
 
@@ -168,7 +168,8 @@ PIPED = {
 }
 
 
-def alone(keys: dict[str, Any]) -> dict[str, Any]:
+def keys_without_strategy(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys that are not of the strategy."""
     return {k: v for k, v in keys.items() if "strategy" not in k}
 
 
@@ -178,10 +179,10 @@ def test_fairscale_equals_one_process() -> None:
         (model, FAIRSCALE, {**FP64, "train.micro_batch_size": 2, **keys})
         for model, keys in PIPED.values()
     ]
-    plain = [(model, "single", alone(keys)) for model, _, keys in cases]
-    piped, expected = run_ranks(several, 1, cases)[0], run_ranks(several, 1, plain)[0]
-    for name, one, other in zip(PIPED, expected, piped, strict=True):
-        assert largest_difference(one, other) < NEAR, name
+    plain = [(model, "single", keys_without_strategy(keys)) for model, _, keys in cases]
+    piped, expected = run_ranks(train_cases, 1, cases)[0], run_ranks(train_cases, 1, plain)[0]
+    for name, single, record in zip(PIPED, expected, piped, strict=True):
+        assert largest_difference(single, record) < NEAR, name
 
 
 DEEPSPEED = "pipeline_deepspeed"
@@ -194,11 +195,11 @@ STAGED: dict[str, tuple[Any, ...]] = {
 
 
 def compare(expected: list[Record], ranks: list[list[Record]], names: Any, near: float) -> None:
-    """On each rank; an evaluation is told on rank 0."""
+    """Compare on each rank; the evaluation only on rank 0, which has its result."""
     for rank, records in enumerate(ranks):
-        for name, one, other in zip(names, expected, records, strict=True):
-            told = one if rank == 0 else replace(one, losses=one.losses[::2])
-            assert largest_difference(told, other) < near, (name, rank)
+        for name, single, record in zip(names, expected, records, strict=True):
+            expected_record = single if rank == 0 else replace(single, losses=single.losses[::2])
+            assert largest_difference(expected_record, record) < near, (name, rank)
 
 
 @needs_deepspeed
@@ -207,14 +208,14 @@ def test_deepspeed_equals_one_process() -> None:
         (model, DEEPSPEED, {**FP64, "train.micro_batch_size": 2, **keys})
         for model, keys in STAGED.values()
     ]
-    plain = [(model, "single", alone(keys)) for model, _, keys in cases]
-    expected = run_ranks(several, 1, plain)[0]
-    compare(expected, run_ranks(several, 2, cases, pp=2, timeout_s=120), STAGED, NEAR)
+    plain = [(model, "single", keys_without_strategy(keys)) for model, _, keys in cases]
+    expected = run_ranks(train_cases, 1, plain)[0]
+    compare(expected, run_ranks(train_cases, 2, cases, pp=2, timeout_s=120), STAGED, NEAR)
 
 
 @needs_deepspeed
 def test_replicas_on_deepspeed_equal_one_process() -> None:
-    """Two pipelines of two: averaged, and with the optimizer's state in shards."""
+    """Two pipelines of two stages: averaged, and with the optimizer's state in shards."""
     whole = {"train.micro_batch_size": 2}
     half = {"train.micro_batch_size": 1}
     cases = {
@@ -223,22 +224,24 @@ def test_replicas_on_deepspeed_equal_one_process() -> None:
         "zero, tied, clipped": (Tied, f"{DEEPSPEED}_zero1", {**CLIP, **half}),
     }
     plain = [(m, "single", {**k, **whole, "mesh.pp": 1}) for m, _, k in cases.values()]
-    expected = run_ranks(several, 1, plain)[0]
-    found = run_ranks(several, 4, list(cases.values()), pp=2, timeout_s=120)
-    compare(expected[:1], [records[:1] for records in found], ["averaged"], NEAR)
-    compare(expected[1:], [records[1:] for records in found], list(cases)[1:], 1e-5)
+    expected = run_ranks(train_cases, 1, plain)[0]
+    results = run_ranks(train_cases, 4, list(cases.values()), pp=2, timeout_s=120)
+    compare(expected[:1], [records[:1] for records in results], ["averaged"], NEAR)
+    compare(expected[1:], [records[1:] for records in results], list(cases)[1:], 1e-5)
 
 
 @needs_fairscale
 def test_replicas_of_fairscale_equal_one_process() -> None:
     keys = {**FP64, "train.micro_batch_size": 1}
     case = (Deep, FAIRSCALE, {**keys, "strategy.replicate": "ddp"})
-    expected = run_ranks(several, 1, [(Deep, "single", {**keys, "train.micro_batch_size": 2})])[0]
-    compare(expected, run_ranks(several, 2, [case]), ["ddp"], NEAR)
+    expected = run_ranks(train_cases, 1, [(Deep, "single", {**keys, "train.micro_batch_size": 2})])[
+        0
+    ]
+    compare(expected, run_ranks(train_cases, 2, [case]), ["ddp"], NEAR)
 
 
 def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    found = []
+    results = []
     for strategy, keys in cases:
         job = job_from_keys(
             strategy, {"train.global_batch_size": 64, "memory.track_steps": 3, **keys}
@@ -252,8 +255,8 @@ def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[
                 engine.step((samples.inputs[:rows].clone(), samples.targets[:rows].clone()))
             assert engine.prediction.peak is not None
             measured = engine.meter.measured().peak
-            found.append((strategy, keys, engine.prediction.peak.bytes, measured.bytes))
-    return found
+            results.append((strategy, keys, engine.prediction.peak.bytes, measured.bytes))
+    return results
 
 
 EIGHT = {"train.micro_batch_size": 8}
@@ -280,7 +283,7 @@ def test_the_memory_of_deepspeed_is_predicted() -> None:
 @needs_fairscale
 def test_dropout_is_the_same_when_computed_again() -> None:
     never, always = run_ranks(
-        several,
+        train_cases,
         1,
         [
             (Dropped, FAIRSCALE, {**FP64, **SMALL, "strategy.cut.checkpoint": mode}, 2)
@@ -294,7 +297,7 @@ def test_dropout_is_the_same_when_computed_again() -> None:
 def test_deferred_statistics_follow_the_whole_batch() -> None:
     keys = {**FP64, "train.micro_batch_size": 2}
     piped, whole = run_ranks(
-        several,
+        train_cases,
         1,
         [
             (Images, FAIRSCALE, {**keys, "strategy.cut.batch_norm": "deferred"}, 1),
@@ -306,10 +309,10 @@ def test_deferred_statistics_follow_the_whole_batch() -> None:
         assert torch.allclose(piped.weights[first], whole.weights[first], atol=NEAR), name
 
 
-def resumed(
+def resume_state(
     context: RunContext, strategy: str, keys: dict[str, Any], state: dict[str, Tensor] | None
 ) -> tuple[float, dict[str, Tensor]]:
-    """Take a state over, or make one in a step; the loss of a further step, and the state then."""
+    """Load a state, or make one in a step; return the loss of one more step, and the state."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss, (inputs, targets) = CrossEntropy(), samples_of(8, images=False)
     example = MicroBatch(inputs[:2], targets[:2], loss.count(targets[:2]), 2)
@@ -320,16 +323,16 @@ def resumed(
         if state is None:
             engine.step((inputs[mine], targets[mine]))
         else:
-            engine.runner.load_state(saved(state))
+            engine.runner.load_state(as_saved(state))
         before = whole_tensors(engine.runner.state())
         return engine.step((inputs[mine], targets[mine])).loss, before
 
 
 @needs_deepspeed
 def test_state_goes_and_comes_in_shards() -> None:
-    loss, state = run_ranks(resumed, 1, "single", {"train.micro_batch_size": 2}, None)[0]
+    loss, state = run_ranks(resume_state, 1, "single", {"train.micro_batch_size": 2}, None)[0]
     keys = {"train.micro_batch_size": 1}
-    for other, found in run_ranks(resumed, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
+    for other, state_found in run_ranks(resume_state, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
         assert other == pytest.approx(loss, abs=1e-6)
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], state[name]) for name in state)
+        assert state_found.keys() == state.keys()
+        assert all(torch.equal(state_found[name], state[name]) for name in state)

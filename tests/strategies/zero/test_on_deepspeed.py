@@ -1,4 +1,4 @@
-"""ZeRO on DeepSpeed: what is refused or advised, before there are ranks."""
+"""ZeRO on DeepSpeed without ranks: refusals and advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.memory.timeline import Span, Timeline
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
@@ -40,9 +40,9 @@ assert not os.path.exists(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
 def test_one_rank_trains_silently_and_nothing_is_compiled(tmp_path):
-    here = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2])
     names = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env = {**names, "PYTHONPATH": here, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    env = {**names, "PYTHONPATH": root, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     done = subprocess.run(
         [sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=120
     )
@@ -71,18 +71,18 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
     strategy, keys, words = REFUSED[case]
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         make_plan(job_from_keys(strategy, keys), 2, "cpu")
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_without_deepspeed_it_says_what_to_install_and_what_else_to_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     for strategy, instead in (("zero1", "zero1_torch"), ("zero2", "fsdp_zero2"), ("zero3", "fsdp")):
         words = f'`pip install "deepspeed>=0.*<0.*"`, or use --strategy {instead}'
-        with pytest.raises(ConfigError, match=words) as said:
+        with pytest.raises(ConfigError, match=words) as refusal:
             make_plan(job_from_keys(strategy, {}), 2, "cpu")
-        assert "\n" not in str(said.value)
+        assert "\n" not in str(refusal.value)
 
 
 def profile_of(activations: int, elements: int = 1_000_000) -> Profile:
@@ -102,18 +102,18 @@ def profile_of(activations: int, elements: int = 1_000_000) -> Profile:
 )
 def test_it_says_where_it_cannot_help(world_size, keys, profile, words):
     plan = make_plan(job_from_keys("zero2", keys), world_size, "cpu")
-    said = plan.techniques["replicate"].advise(Forecast.of(profile), profile, plan)
-    assert said is None if words is None else re.search(words, said)
+    advice = plan.techniques["replicate"].advise(Forecast.of(profile), profile, plan)
+    assert advice is None if words is None else re.search(words, advice)
 
 
 def test_offload_on_a_cpu_is_no_use():
     plan = make_plan(
         job_from_keys("zero3_offload", {"strategy.offload.optimizer": "device"}), 2, "cpu"
     )
-    said = plan.techniques["replicate"].advise(
+    advice = plan.techniques["replicate"].advise(
         Forecast.of(profile_of(1_000_000)), profile_of(1_000_000), plan
     )
-    assert "parameters=cpu moves nothing" in said
+    assert "parameters=cpu moves nothing" in advice
 
 
 TWO = {"train.micro_batch_size": 2}

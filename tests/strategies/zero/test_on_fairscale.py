@@ -1,4 +1,4 @@
-"""fairscale's ZeRO: what is refused or advised, before there are ranks."""
+"""fairscale's ZeRO without ranks: refusals and advice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def advice(strategy: str, ranks: int, slots: int, sizes=(100, 100, 100, 100)) ->
 def test_it_says_where_sharing_cannot_help():
     assert "Start more ranks" in (advice("oss", 1, 2) or "")
     assert re.search(r"stage 1 on 2 ranks .* Use --strategy ddp\.", advice("oss", 2, 0) or "")
-    assert "too little" in (advice("oss", 2, 2, sizes=(400,)) or ""), "one parameter is not divided"
+    assert "too little" in (advice("oss", 2, 2, sizes=(400,)) or ""), (
+        "a single parameter cannot be divided"
+    )
     assert advice("oss", 2, 2) is None
     assert advice("sharded_ddp", 2, 2) is None
 
@@ -68,6 +70,6 @@ def test_without_fairscale_it_says_what_to_install_and_what_else_to_use(
     for name in ("fairscale", "fairscale.optim", "fairscale.nn.data_parallel"):
         monkeypatch.setitem(sys.modules, name, None)
     words = f'`pip install "fairscale>=0.*<0.*"`, or use --strategy {instead}'
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         make_plan(job_from_keys(strategy, {}), 2, "cpu")
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""ZeRO on PyTorch's own parts: what is refused or advised, before there are ranks."""
+"""ZeRO with torch's optimizers and fully_shard, without ranks: refusals and advice."""
 
 from __future__ import annotations
 

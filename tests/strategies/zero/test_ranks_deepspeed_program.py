@@ -1,4 +1,4 @@
-"""A run with a DeepSpeed file beside a program of DeepSpeed's own with the same file."""
+"""A run with a DeepSpeed file, compared with a plain DeepSpeed program with the same file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from support.nets import TinyLM, tokens
 from support.parity import UNSEEN, shuffled_steps
 from support.ranks import run_ranks
@@ -26,7 +26,7 @@ from bigtrain.losses.loss import CrossEntropy
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.strategies.deepspeed_adapter import connect_deepspeed
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 STEPS, BATCH = 12, 8
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -58,11 +58,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "one cycle": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
 }
 Curve = list[tuple[float, float]]
-"""Loss and rate of each step."""
+"""(loss, rate) of each step."""
 
 
-def ours(context, path):
-    """What bigtrain makes of the file, and the weights that it began with."""
+def bigtrain_curve(context, path):
+    """The curve of a bigtrain run with the file, and its initial weights."""
     keys = {"strategy.deepspeed": path, "train.steps": STEPS, **UNSEEN}
     job = job_from_keys("zero2", keys)
     schedule = schedule_of(path, dict(job.optim), job.optim.warmup_steps, STEPS)
@@ -84,10 +84,10 @@ def ours(context, path):
     return curve, weights
 
 
-def deepspeeds(context, path, weights):
-    """What a program of DeepSpeed's own does with it, on one rank."""
+def deepspeed_curve(context, path, weights):
+    """The curve of a plain DeepSpeed program with the file, on one rank."""
     with ExitStack() as closing:
-        connect_deepspeed(context, closing)  # so that it compiles nothing
+        connect_deepspeed(context, closing)  # without this DeepSpeed would compile an extension
         return program(path, weights)
 
 
@@ -119,7 +119,7 @@ def program(path: str, weights: dict[str, torch.Tensor]) -> Curve:
 
 @pytest.mark.parametrize("case", SCHEDULERS)
 def test_losses_and_rates_are_those_of_a_program_of_deepspeeds_own(case, tmp_path):
-    path = written(
+    path = write_config(
         tmp_path,
         json.dumps(
             {
@@ -133,8 +133,8 @@ def test_losses_and_rates_are_those_of_a_program_of_deepspeeds_own(case, tmp_pat
             }
         ),
     )
-    curve, weights = run_ranks(ours, 2, path)[0]
-    (expected,) = run_ranks(deepspeeds, 1, path, weights, force_group=True)
+    curve, weights = run_ranks(bigtrain_curve, 2, path)[0]
+    (expected,) = run_ranks(deepspeed_curve, 1, path, weights, force_group=True)
     assert [rate for _, rate in curve] == pytest.approx([r for _, r in expected], rel=1e-12)
     assert [loss for loss, _ in curve] == pytest.approx([x for x, _ in expected], abs=2e-5)
     assert expected[-1][0] < expected[0][0] - 0.01

@@ -1,4 +1,4 @@
-"""Where DeepSpeed makes parameters flat: where they are, also with little memory free."""
+"""DeepSpeed flattens parameters on their device, even if little memory is free."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from support.nets import TinyLM, tokens
 from support.parity import largest_difference, train
 from support.ranks import run_ranks
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
-def flattened(context, strategy, keys):
-    """Whether parameters went over the host; the difference that it makes."""
+def flattens_on_host(context, strategy, keys):
+    """Whether parameters were flattened on the host, and the difference that this makes."""
     zero = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
     deepspeed = importlib.import_module("deepspeed")
-    found, flatten = [], zero.flatten_dense_tensors_aligned
+    uses_host, flatten = [], zero.flatten_dense_tensors_aligned
 
     def noted(*args, use_cpu_data=False, **kwargs):
-        found.append(use_cpu_data)
+        uses_host.append(use_cpu_data)
         return flatten(*args, use_cpu_data=use_cpu_data, **kwargs)
 
     plain = train(context, TinyLM, tokens(8), strategy, keys, 2)
@@ -33,11 +33,11 @@ def flattened(context, strategy, keys):
     ):
         little = train(context, TinyLM, tokens(8), strategy, keys, 2)
         assert accelerator.available_memory() == 0
-    return found[0], largest_difference(plain, little)
+    return uses_host[0], largest_difference(plain, little)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_parameters_stay_on_the_device_where_little_is_free(strategy, precision):
     keys = {"train.precision": precision}
-    assert run_ranks(flattened, 2, strategy, keys) == [(False, 0.0)] * 2
+    assert run_ranks(flattens_on_host, 2, strategy, keys) == [(False, 0.0)] * 2

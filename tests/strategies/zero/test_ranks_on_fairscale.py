@@ -1,4 +1,4 @@
-"""fairscale's ZeRO: the numbers of one process, memory as predicted, one checkpoint for all."""
+"""fairscale's ZeRO: the numbers of one process, memory as predicted, one format of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.full import fewer
 from support.nets import Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import assert_same_parts, images, peaks, text, wide
+from support.peaks import assert_same_parts, images, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 from torch import nn
@@ -34,7 +34,7 @@ ONCE: dict[object, Record] = {}
 """The runs that several tests compare with."""
 
 
-def once(world_size, model, samples, strategy, keys, steps=6, optimizer=sgd) -> Record:
+def train_once(world_size, model, samples, strategy, keys, steps=6, optimizer=sgd) -> Record:
     case = (world_size, model, samples, strategy, tuple(keys.items()), steps, optimizer)
     if case not in ONCE:
         run = (model, samples(), strategy, keys, steps, optimizer)
@@ -49,7 +49,7 @@ def ragged() -> TensorSamples:
 
 @pytest.fixture(scope="module")
 def expected() -> Record:
-    return once(1, TinyLM, ragged, "single", FP64)
+    return train_once(1, TinyLM, ragged, "single", FP64)
 
 
 @pytest.mark.parametrize(("world_size", "rows"), fewer([(2, 1), (2, None), (4, 1)], 1))
@@ -62,40 +62,40 @@ def test_it_equals_one_process_in_float64(expected, strategy, world_size, rows):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_three_ranks_accumulate_without_losing_a_bit_that_matters(strategy):
-    """Other than with 2 or 4 ranks, multiplying and dividing by their number rounds."""
+    """Unlike with 2 or 4 ranks, multiplying and dividing by the number of ranks rounds."""
     keys = {**FP64, "train.global_batch_size": 9}
-    one = once(1, TinyLM, ragged, "single", keys)
+    single = train_once(1, TinyLM, ragged, "single", keys)
     keys["train.micro_batch_size"] = 1
     for record in run_ranks(train, 3, TinyLM, tokens(22), strategy, keys):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_it_equals_one_process_in_float32(strategy):
-    one = once(1, TinyLM, ragged, "single", {})
+    single = train_once(1, TinyLM, ragged, "single", {})
     keys = {"train.micro_batch_size": 2, "strategy.replicate.bucket_size": 64}
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, keys):
-        assert largest_difference(one, record) < 1e-5
+        assert largest_difference(single, record) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_adamw_has_the_same_losses(strategy):
-    one = once(1, TinyLM, ragged, "single", {}, 10, adamw)
+    single = train_once(1, TinyLM, ragged, "single", {}, 10, adamw)
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, {}, 10, adamw):
-        assert record.losses == pytest.approx(one.losses, abs=2e-6)
+        assert record.losses == pytest.approx(single.losses, abs=2e-6)
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_bf16_is_that_of_ddp(strategy):
     keys = {"train.precision": "bf16", "optim.clip_norm": 0.5, "train.micro_batch_size": 2}
-    one = once(2, TinyLM, ragged, "ddp", keys)
+    ddp = train_once(2, TinyLM, ragged, "ddp", keys)
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, keys):
-        assert record.losses == pytest.approx(one.losses, rel=5e-3)
+        assert record.losses == pytest.approx(ddp.losses, rel=5e-3)
         assert all(t.dtype == torch.float32 for t in record.weights.values())
 
 
 class Recomputed(TinyLM):
-    """Its block is computed a second time in the backward pass."""
+    """Its block is recomputed in the backward pass."""
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -120,9 +120,9 @@ def small_images() -> TensorSamples:
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
-    one = once(2, TinyConv, small_images, "ddp", FP64)
+    ddp = train_once(2, TinyConv, small_images, "ddp", FP64)
     record = run_ranks(train, 2, TinyConv, small_images(), strategy, FP64)[0]
-    assert largest_difference(one, record) < 1e-10
+    assert largest_difference(ddp, record) < 1e-10
 
 
 def one_weight() -> nn.Module:
@@ -131,18 +131,18 @@ def one_weight() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_fewer_parameters_than_ranks(strategy):
-    one = once(1, one_weight, small_images, "single", FP64)
+    single = train_once(1, one_weight, small_images, "single", FP64)
     for record in run_ranks(train, 4, one_weight, small_images(), strategy, FP64):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def test_the_last_micro_batch_may_do_without_a_parameter():
-    """What its rank has of earlier ones was averaged once, and stays so."""
+    """The sum of the earlier micro-batches was averaged once, and must stay so."""
     keys = {**FP64, "train.micro_batch_size": 2}
     unused = {"strategy.replicate.find_unused_parameters": True}
-    one = once(2, Sometimes, ragged, "ddp", {**keys, **unused})
+    ddp = train_once(2, Sometimes, ragged, "ddp", {**keys, **unused})
     for record in run_ranks(train, 2, Sometimes, tokens(22), "sharded_ddp", keys):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(ddp, record) < 1e-10
 
 
 class Joined(nn.Module):
@@ -160,9 +160,9 @@ class Joined(nn.Module):
 
 def test_gradients_that_share_memory_are_sent_one_by_one():
     keys = {**FP64, "train.micro_batch_size": 2}
-    one = once(1, Joined, small_images, "single", keys)
+    single = train_once(1, Joined, small_images, "single", keys)
     for record in run_ranks(train, 2, Joined, small_images(), "sharded_ddp", keys):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def in_two_groups(parameters):
@@ -191,10 +191,10 @@ def trained_with_rates(context, strategy):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_rates_and_groups_reach_the_optimizer_that_does_the_work(strategy):
-    """And an evaluation between the steps changes nothing."""
-    one = run_ranks(trained_with_rates, 1, "single")[0]
+    """An evaluation between the steps changes nothing."""
+    single = run_ranks(trained_with_rates, 1, "single")[0]
     for losses in run_ranks(trained_with_rates, 2, strategy):
-        assert losses == pytest.approx(one, abs=2e-6)
+        assert losses == pytest.approx(single, abs=2e-6)
 
 
 WAYS = [("ddp", 2, "oss", 4, sgd), ("oss", 4, "ddp", 2, adamw), ("ddp", 4, "sharded_ddp", 2, adamw)]
@@ -202,15 +202,15 @@ WAYS += [("sharded_ddp", 2, "ddp", 4, sgd), ("oss", 2, "sharded_ddp", 4, adamw)]
 
 
 @pytest.mark.parametrize(
-    "way", fewer([(way,) for way in WAYS], 2), ids=lambda way: f"{way[0]}-{way[2]}"
+    "direction", fewer([(way,) for way in WAYS], 2), ids=lambda way: f"{way[0]}-{way[2]}"
 )
-def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
-    saver, savers, loader, loaders, optimizer = way
-    path, losses = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None)[0]
-    again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path)
-    for _, found in again:
-        assert found == pytest.approx(losses, abs=2e-6)
-    # What is written right after loading is what was loaded, byte by byte.
+def test_a_checkpoint_goes_from_one_strategy_to_another(direction, tmp_path):
+    saver, savers, loader, loaders, optimizer = direction
+    path, losses = run_ranks(continue_run, savers, saver, tmp_path / "a", optimizer, None)[0]
+    again = run_ranks(continue_run, loaders, loader, tmp_path / "b", optimizer, path)
+    for _, rank_losses in again:
+        assert rank_losses == pytest.approx(losses, abs=2e-6)
+    # A checkpoint written right after loading equals the loaded one, byte by byte.
     assert_same_tensors(path, again[0][0])
 
 
@@ -224,17 +224,17 @@ PEAKS = {
 
 @pytest.mark.parametrize(
     "case",
-    # Several micro-batches are also in bf16's case.
+    # The bf16 case also has several micro-batches.
     [pytest.param(name, marks=[pytest.mark.full] * (name == "accumulating")) for name in PEAKS],
 )
 @pytest.mark.parametrize("strategy", BOTH)
 def test_the_peak_of_the_fullest_rank_is_predicted(strategy, case):
     keys, optimizer = PEAKS[case]
-    runs = [(4, wide, text()), (2, wide, text()), (2, TinyConv, images())]
+    runs = [(4, wide_model, text()), (2, wide_model, text()), (2, TinyConv, images())]
     for world_size, model, batch in runs if case == "fp32" else runs[:1]:
-        found = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
-        predicted, _, note = found[0]
-        measured = max((m for _, m, _ in found), key=lambda peak: peak.bytes)
+        results = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
+        predicted, _, note = results[0]
+        measured = max((m for _, m, _ in results), key=lambda peak: peak.bytes)
         assert note is None
         assert_same_parts(predicted, measured)
 
@@ -243,13 +243,13 @@ def test_each_stage_holds_less_than_the_one_before():
     batch = text()
     peak = {}
     for strategy in ("ddp", *BOTH):
-        found = run_ranks(peaks, 2, wide, batch, strategy, {}, adamw)
-        peak[strategy] = max(measured.bytes for _, measured, _ in found)
+        results = run_ranks(peaks, 2, wide_model, batch, strategy, {}, adamw)
+        peak[strategy] = max(measured.bytes for _, measured, _ in results)
     assert peak["ddp"] > peak["oss"] > peak["sharded_ddp"]
 
 
 class Stack(nn.Module):
-    """Blocks, a head tied to the embedding, sizes that 2 and 4 ranks do not divide."""
+    """Blocks, a head tied to the embedding, and sizes that 2 and 4 ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Stack(nn.Module):
 
 
 def without_streams(context, fn, *args):
-    """Call `fn` where fairscale's stage 3 runs on a CPU: everything in order, on no stream."""
+    """Call `fn` so that fairscale's stage 3 runs on a CPU: everything in order, without streams."""
     from fairscale.internal import reduce_scatter_bucketer
     from fairscale.nn.data_parallel import fully_sharded_data_parallel
 
@@ -293,23 +293,23 @@ def without_streams(context, fn, *args):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stage_3_equals_one_process(world_size):
-    """On a CPU with stand-ins for the streams: the sharding, and what is read out of it."""
+    """On a CPU with stand-ins for the streams: the sharding, and the gathered state."""
     keys = {"optim.clip_norm": 0.5}
-    one = once(1, Stack, ragged, "single", keys)
+    single = train_once(1, Stack, ragged, "single", keys)
     args = (Stack, tokens(22), "fairscale_fsdp", {**keys, "train.micro_batch_size": 1})
     for record in run_ranks(without_streams, world_size, train, *args):
-        assert largest_difference(one, record) < 1e-5
+        assert largest_difference(single, record) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("saver", "loader"), [("ddp", "fairscale_fsdp"), ("fairscale_fsdp", "oss")]
 )
 def test_a_checkpoint_goes_to_stage_3_and_back(saver, loader, tmp_path):
-    first = (continued, saver, tmp_path / "a", adamw, None)
+    first = (continue_run, saver, tmp_path / "a", adamw, None)
     path, losses = run_ranks(without_streams, 2, *first)[0]
-    again = run_ranks(without_streams, 4, continued, loader, tmp_path / "b", adamw, path)
-    for _, found in again:
-        assert found == pytest.approx(losses, abs=2e-6)
+    again = run_ranks(without_streams, 4, continue_run, loader, tmp_path / "b", adamw, path)
+    for _, rank_losses in again:
+        assert rank_losses == pytest.approx(losses, abs=2e-6)
     assert_same_tensors(path, again[0][0])
 
 

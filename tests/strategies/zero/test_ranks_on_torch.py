@@ -1,4 +1,4 @@
-"""ZeRO on PyTorch's own parts: the numbers of one process, the memory that stages promise."""
+"""ZeRO on torch's parts: the numbers of one process, and the memory that each stage promises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
 
 
 class Deep(nn.Module):
-    """Blocks in a row, so that there is something to gather one by one; recomputed if asked."""
+    """Blocks in sequence, so that they can be gathered one by one; recomputed if requested."""
 
     def __init__(self, width: int = 64, blocks: int = 4, recompute: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Deep(nn.Module):
 
 
 class DeepApart(Deep):
-    """The blocks are never called: their layers are, one by one."""
+    """The blocks are never called; their layers are called one by one."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -74,7 +74,7 @@ def differences(context, strategy, cases):
     return [train(context, *case[:2], strategy, case[2], 6, case[3]) for case in cases]
 
 
-def alone(cases):
+def single_records(cases):
     return run_ranks(differences, 1, "single", cases)[0]
 
 
@@ -88,30 +88,30 @@ ONE = [
 
 @pytest.fixture(scope="module")
 def expected() -> list[Record]:
-    return alone(ONE)
+    return single_records(ONE)
 
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
         *fewer(((strategy, 2) for strategy in PRESETS), 2),
-        pytest.param("hybrid", 2, marks=pytest.mark.full),  # of one group: fsdp
+        pytest.param("hybrid", 2, marks=pytest.mark.full),  # a single group, which equals fsdp
         ("hybrid", 4),
         *(pytest.param(strategy, 4, marks=pytest.mark.full) for strategy in PRESETS),
     ],
 )
 def test_the_numbers_are_those_of_one_process(expected, strategy, world_size):
     for records in run_ranks(differences, world_size, strategy, ONE):
-        for one, record, case in zip(expected, records, ONE, strict=True):
+        for single, record, case in zip(expected, records, ONE, strict=True):
             tolerance = 1e-10 if case[2].get("train.precision") == "fp64" else 1e-5
-            assert largest_difference(one, record) < tolerance
+            assert largest_difference(single, record) < tolerance
 
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_adamw_has_the_same_losses_over_ten_steps(strategy):
-    one = run_ranks(train, 1, Deep, tokens(22), "single", {}, 10, adamw)[0]
+    single = run_ranks(train, 1, Deep, tokens(22), "single", {}, 10, adamw)[0]
     for record in run_ranks(train, 2, Deep, tokens(22), strategy, {}, 10, adamw):
-        assert record.losses == pytest.approx(one.losses, abs=2e-6)
+        assert record.losses == pytest.approx(single.losses, abs=2e-6)
 
 
 def gentle(parameters: Any) -> torch.optim.Optimizer:
@@ -121,18 +121,18 @@ def gentle(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("strategy", fewer([*PRESETS, "ddp"], 2))
 def test_bf16_stays_near_and_the_saved_weights_are_fp32(strategy):
     bf16 = {"train.precision": "bf16"}
-    one = run_ranks(train, 1, Deep, tokens(22), "single", bf16, 10, gentle)[0]
+    single = run_ranks(train, 1, Deep, tokens(22), "single", bf16, 10, gentle)[0]
     record = run_ranks(train, 2, Deep, tokens(22), strategy, bf16, 10, gentle)[0]
-    assert record.losses == pytest.approx(one.losses, rel=5e-3)
+    assert record.losses == pytest.approx(single.losses, rel=5e-3)
     assert {t.dtype for t in record.weights.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_batchnorm_works_in_bf16(strategy):
     keys = {"train.precision": "bf16", "train.global_batch_size": 8}
-    one = run_ranks(train, 2, TinyConv, images(), "ddp", keys, 4, gentle)[0]
+    ddp = run_ranks(train, 2, TinyConv, images(), "ddp", keys, 4, gentle)[0]
     record = run_ranks(train, 2, TinyConv, images(), strategy, keys, 4, gentle)[0]
-    assert record.losses == pytest.approx(one.losses, rel=5e-3)
+    assert record.losses == pytest.approx(ddp.losses, rel=5e-3)
 
 
 def peak_of(context, strategy, keys, optimizer):
@@ -148,11 +148,11 @@ def peak_of(context, strategy, keys, optimizer):
     ],
 )
 def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
-    found = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
-    measured = [peak.bytes for _, peak, _ in found.values()]
-    if "train.micro_batch_size" not in keys:  # stage 2 holds shards of what it has gathered, too
+    peaks = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
+    measured = [peak.bytes for _, peak, _ in peaks.values()]
+    if "train.micro_batch_size" not in keys:  # stage 2 also keeps shards of its gathered parameters
         assert measured == sorted(measured, reverse=True), measured
-    for strategy, (predicted, peak, note) in found.items():
+    for strategy, (predicted, peak, note) in peaks.items():
         assert note is None
         assert predicted.bytes == pytest.approx(peak.bytes, rel=0.07), strategy
 
@@ -162,7 +162,7 @@ def peaks_apart(context, strategies):
 
 
 def test_the_peak_is_predicted_where_blocks_are_never_called():
-    """They are gathered with the whole model, and not one by one."""
+    """Their parameters are gathered with the whole model instead of one by one."""
     for predicted, peak, note in run_ranks(peaks_apart, 2, ["fsdp", "fsdp_zero2"])[0]:
         assert note is None
         assert predicted.bytes == pytest.approx(peak.bytes, rel=0.02)
@@ -177,7 +177,7 @@ def build_peak(context, strategy):
 
 def test_a_rank_never_holds_the_whole_model():
     peak, size = run_ranks(build_peak, 4, "fsdp")[0]
-    assert peak < 0.6 * size  # a quarter, and the block that is being made
+    assert peak < 0.6 * size  # a quarter, and the block that is being built
 
 
 def saved_and_continued(context, strategy, folder, steps, resume):
@@ -197,10 +197,10 @@ def saved_and_continued(context, strategy, folder, steps, resume):
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_checkpoints_go_from_any_strategy_and_world_size_to_any(strategy, tmp_path):
-    there = tmp_path / "there"
+    second_folder = tmp_path / "there"
     whole, _ = run_ranks(saved_and_continued, 1, "single", tmp_path / "one", 4, None)[0]
     _, plain = run_ranks(saved_and_continued, 2, "ddp", tmp_path / "ddp", 2, None)[0]
-    resumed, sharded = run_ranks(saved_and_continued, 4, strategy, there, 1, plain)[0]
+    resumed, sharded = run_ranks(saved_and_continued, 4, strategy, second_folder, 1, plain)[0]
     last, _ = run_ranks(saved_and_continued, 2, "ddp", tmp_path / "again", 1, sharded)[0]
     assert [*resumed, *last] == pytest.approx(whole[2:], abs=2e-6)
 

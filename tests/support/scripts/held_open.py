@@ -1,4 +1,4 @@
-"""A rank of a library's user, who never leaves the `connect` block.
+"""A script of a library's user that never leaves the `connect` block.
 
 held_open.py ok|fail|uneven|guarded
 """

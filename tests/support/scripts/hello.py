@@ -1,4 +1,4 @@
-"""A rank for the launcher tests: connect, add up, print the placement, fail on demand."""
+"""A rank for the launcher tests: connects, adds up, prints its placement, and fails on request."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from bigtrain.ranks.launcher_env import detect_rank_info
 
 
 class Deliberate(Exception):
+    """The error of a rank that fails on request."""
+
     pass
 
 
 def fail(how: str, context: RunContext) -> None:
+    """Fail in the manner that `how` names."""
     if how == "raise":
         raise Deliberate(f"rank {context.rank} fails on purpose")
     if how == "config":
@@ -40,6 +43,7 @@ def fail(how: str, context: RunContext) -> None:
 
 
 def meanwhile(how: str, context: RunContext) -> None:
+    """Wait in the manner that `how` names, while another rank fails."""
     if how == "collective":
         context.barrier()
     elif how == "sleep":

@@ -1,6 +1,6 @@
-"""A script for Horovod as those for MNIST are written: epochs, a test after each, metrics averaged.
+"""A Horovod script like those for MNIST: epochs, a test after each epoch, averaged metrics.
 
-Started with a file for its figures, a factor for `gradient_predivide_factor`, and "fp16" or "none".
+Arguments: a file for its figures, a factor for `gradient_predivide_factor`, and "fp16" or "none".
 """
 
 import json
@@ -33,9 +33,9 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    found = load_digits()
-    images = torch.tensor(found.images / 16.0)[:, None]
-    labels = torch.tensor(found.target)
+    data = load_digits()
+    images = torch.tensor(data.images / 16.0)[:, None]
+    labels = torch.tensor(data.target)
     test = slice(ROWS, ROWS + TESTED)
     return TensorDataset(images[:ROWS], labels[:ROWS]), TensorDataset(images[test], labels[test])
 

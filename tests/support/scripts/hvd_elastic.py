@@ -1,6 +1,6 @@
-"""An elastic script for Horovod: it goes on from the last commit when the ranks are started again.
+"""An elastic Horovod script: restarted ranks continue from the last commit.
 
-Started with a folder, and the step after which rank 1 kills itself in its first life, 0 for never.
+Arguments: a folder, and the step after which rank 1 kills itself in the first run (0: never).
 """
 
 import json
@@ -64,9 +64,9 @@ def main(folder: str, killed_after: str) -> None:
     state.register_reset_callbacks([lambda: resets.append(state.batch)])
     train(state)
     if hvd.rank() == 0:
-        found = {"losses": state.losses, "resets": resets, "life": life}
-        found["weights"] = [p.tolist() for p in model.parameters()]
-        (Path(folder) / "figures.json").write_text(json.dumps(found))
+        figures = {"losses": state.losses, "resets": resets, "life": life}
+        figures["weights"] = [p.tolist() for p in model.parameters()]
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A script for Horovod as those for ImageNet are written: warm-up, several batches before a step,
-metrics by exchanges of their own, a checkpoint after each epoch, and a resume on rank 0 alone.
+"""A Horovod script like those for ImageNet: warm-up and several batches before a step.
 
-Started with a folder for checkpoints and figures, and the number of epochs.
+It averages metrics by explicit exchanges, writes a checkpoint after each epoch, and only rank 0
+reads it on a resume.
+
+Arguments: a folder for checkpoints and figures, and the number of epochs.
 """
 
 import json
@@ -42,7 +44,7 @@ def images(count: int, seed: int) -> TensorDataset:
 
 
 def rate(epoch: int, batch: int, batches: int, size: int) -> float:
-    """The learning rate of a step: warmed up from one rank's to that of all."""
+    """The learning rate of a step: warmed up from that of one rank to that of all ranks."""
     share = 1.0
     if epoch < WARM_UP:
         share = ((epoch + (batch + 1) / batches) * (size - 1) / WARM_UP + 1) / size
@@ -69,11 +71,11 @@ def main(folder: str, epochs: str) -> None:
     torch.manual_seed(hvd.rank())
     begun = max((n for n in range(1, 9) if (Path(folder) / f"{n}.pth.tar").exists()), default=0)
     begun = hvd.broadcast(torch.tensor(begun), root_rank=0, name="resume_from_epoch").item()
-    train, held = images(44, 1), images(16, 2)
+    train, held_out = images(44, 1), images(16, 2)
     sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(train, batch_size=BATCH * PASSES, sampler=sampler)
-    held_sampler = DistributedSampler(held, num_replicas=hvd.size(), rank=hvd.rank())
-    held_loader = DataLoader(held, batch_size=BATCH, sampler=held_sampler)
+    held_sampler = DistributedSampler(held_out, num_replicas=hvd.size(), rank=hvd.rank())
+    held_loader = DataLoader(held_out, batch_size=BATCH, sampler=held_sampler)
     model = resnet()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=BASE_LR * PASSES * hvd.size(), momentum=0.9, weight_decay=5e-5
@@ -96,7 +98,8 @@ def main(folder: str, epochs: str) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = rate(epoch, number, len(loader), hvd.size())
             optimizer.zero_grad()
-            for first in range(0, len(data), BATCH):  # the last step has one pass, not two
+            # The last step has one micro-batch instead of two.
+            for first in range(0, len(data), BATCH):
                 part = slice(first, first + BATCH)
                 loss = functional.cross_entropy(model(data[part]), target[part])
                 train_loss.update(loss)

@@ -1,6 +1,6 @@
-"""A script for Horovod as those that measure images a second are written.
+"""A Horovod script like those that measure images per second.
 
-Started with a file for its losses.
+Argument: a file for its losses.
 """
 
 import json
@@ -23,7 +23,7 @@ def net() -> nn.Module:
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each rank has its own, all the time."""
+    """The batch of a rank, the same in every step."""
     drawn = torch.Generator().manual_seed(rank)
     pixels = torch.randn(BATCH, 3, 8, 8, generator=drawn, dtype=torch.float64)
     return pixels, torch.randint(0, 10, (BATCH,), generator=drawn)

@@ -1,4 +1,4 @@
-"""Start hello.py on ranks of its own: start.py NUM_RANKS ARGUMENTS..."""
+"""Start hello.py on new ranks: start.py NUM_RANKS ARGUMENTS..."""
 
 from __future__ import annotations
 
