@@ -125,18 +125,27 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def ask(question: Question) -> PlannedAnswer:
+Opened = tuple[RunSetup, SectionLibrary, PlanEvaluator]
+"""The model of a question, its sections and the evaluator of its plans."""
+
+
+def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
     """Search the plans of a job.
+
+    Args:
+        question: the question.
+        opened: the result of `open_evaluator` for a question that differs from this one only in
+            its memory, its devices (both on one, or both on several) and what the user has fixed.
 
     Raises:
         ConfigError: a number is impossible, or the model does not run on fake tensors.
     """
     check_question(question)
     with _uncollected():
-        return _search(question)
+        return _search(question, opened or open_evaluator(question))
 
 
-def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEvaluator]:
+def open_evaluator(question: Question) -> Opened:
     """Open the model of a question, with its sections and the evaluator of its plans.
 
     Raises:
@@ -173,8 +182,8 @@ def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEv
     return setup, library, evaluator
 
 
-def _search(question: Question) -> PlannedAnswer:
-    setup, library, evaluator = open_evaluator(question)
+def _search(question: Question, opened: Opened) -> PlannedAnswer:
+    setup, library, evaluator = opened
     example, blocks = setup.workload.micro_batch, evaluator.blocks
     whole_model, techniques = evaluator.whole_model(2), searched_techniques(question.job)
     space = SearchSpace(

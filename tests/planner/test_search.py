@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.full import fewer
-from support.plan_candidates import GPT, candidate_of, every_plan
+from support.plan_candidates import GPT, ask_with_shared_model, candidate_of, every_plan
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
@@ -47,7 +47,7 @@ def question(
 @cache
 def on_four(limit: int) -> PlannedAnswer:
     """The answer for four devices with `limit` MiB each."""
-    return ask(question(4, limit * MIB))
+    return ask_with_shared_model(question(4, limit * MIB))
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +229,8 @@ def deep() -> PlannedAnswer:
 
 
 def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None:
-    tight = ask(question(1, 6 * MIB, dp=1))
-    free = ask(question(1, 400 * MIB, dp=1))
+    tight = ask_with_shared_model(question(1, 6 * MIB, dp=1))
+    free = ask_with_shared_model(question(1, 400 * MIB, dp=1))
     assert free.result.best[0].recomputed == {}
     assert tight.result.best[0].peak.bytes <= 6 * MIB
     assert tight.result.best[0].seconds.total > free.result.best[0].seconds.total
@@ -244,29 +244,31 @@ def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None
 def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
     """The named memory is enough, also with a margin, and one MiB less is not."""
     margin = {"margins": {"torch": 0.05}}
-    planned = ask(question(2, 1 * MIB, **margin))
+    planned = ask_with_shared_model(question(2, 1 * MIB, **margin))
     assert planned.result.best == []
     said = " ".join(no_fit_lines(planned))
     assert "no plan fits 1.0 MiB of tensors on a rank of 2 devices" in said
     size = int(said.partition("Use --memory ")[2].partition("MiB")[0])
-    assert ask(question(2, size * MIB, **margin)).result.best
-    assert not ask(question(2, (size - 1) * MIB, **margin)).result.best
+    assert ask_with_shared_model(question(2, size * MIB, **margin)).result.best
+    assert not ask_with_shared_model(question(2, (size - 1) * MIB, **margin)).result.best
 
 
 def test_where_nothing_fits_the_largest_model_that_would_is_named() -> None:
     deep = ["model.args.num_layers=12"]
     size = 4 * MIB
-    planned = ask(question(1, size, deep))
+    planned = ask_with_shared_model(question(1, size, deep))
     assert planned.result.best == []
     said = " ".join(no_fit_lines(planned))
     found = re.search(r"or a model with (\d+) of its 12 blocks \((\S+ ?\S*) parameters\)", said)
     assert found is not None, said
     blocks = int(found[1])
     assert 1 <= blocks < 12
-    shallow = ask(question(1, size, [f"model.args.num_layers={blocks}"]))
+    shallow = ask_with_shared_model(question(1, size, [f"model.args.num_layers={blocks}"]))
     assert shallow.result.best
     assert format_count(shallow.num_parameters) == found[2]
-    assert not ask(question(1, size, [f"model.args.num_layers={blocks + 1}"])).result.best
+    assert not ask_with_shared_model(
+        question(1, size, [f"model.args.num_layers={blocks + 1}"])
+    ).result.best
 
 
 @pytest.mark.parametrize("name", ["cpu", "a100-node"])
@@ -275,7 +277,9 @@ def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> No
     job = load_job(None, "single", GPT)
 
     def asked(limit: int) -> PlannedAnswer:
-        return ask(Question(job, cluster, 1, Limit(limit, 0), 8, margins={"torch": 0.0}))
+        return ask_with_shared_model(
+            Question(job, cluster, 1, Limit(limit, 0), 8, margins={"torch": 0.0})
+        )
 
     roomy = asked(2**40)
     least = roomy.search.smallest()
@@ -300,7 +304,7 @@ def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> No
 def test_a_cap_that_would_do_is_named_as_one() -> None:
     def capped(cap: int) -> PlannedAnswer:
         memory, _ = rank_limits(NODE, memory=None, cap=str(cap))
-        return ask(question(1, memory, margins={"torch": 0.02}))
+        return ask_with_shared_model(question(1, memory, margins={"torch": 0.02}))
 
     said = " ".join(no_fit_lines(capped(271 * MIB)))
     size = int(said.partition("Use --cap ")[2].partition("MiB")[0])
@@ -320,7 +324,7 @@ def test_a_cap_on_a_gpu_leaves_room_for_workspaces_and_segments() -> None:
 
 
 def test_what_is_in_the_way_has_its_number(roomy: PlannedAnswer) -> None:
-    planned = ask(question(4, 2 * MIB))
+    planned = ask_with_shared_model(question(4, 2 * MIB))
     lines = list(rejection_lines(planned))
     assert any("too much" in line and "of" in line for line in lines)
     found = plan_document(planned, "")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from bigtrain.core.variants import Variant, preset_options
 from bigtrain.errors import ConfigError
+from bigtrain.planner.ask import Opened, PlannedAnswer, Question, ask, open_evaluator
 from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.planner.search import PlanSearch
 from bigtrain.planner.space import Candidate
@@ -19,6 +20,17 @@ GPT = [
     "checkpoint.at_end=false",  # with a model this small, a save would be the peak
 ]
 """The words of a job to plan."""
+
+
+_opened: dict[str, Opened] = {}
+
+
+def ask_with_shared_model(question: Question) -> PlannedAnswer:
+    """Answer a question with the sections that an earlier question of the same job has made."""
+    key = repr((question.job, question.cluster, question.devices > 1, question.margins))
+    if key not in _opened:
+        _opened[key] = open_evaluator(question)
+    return ask(question, _opened[key])
 
 
 def candidate_of(
