@@ -252,13 +252,15 @@ def smaller_than(other: str) -> Rule:
 
 
 def explains_out_of_memory(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
-    """The rule that the run ends with status 1 and names words that would fit."""
+    """The rule that the run ends with status 1 and names changes that are predicted to fit."""
     del before
     text = "\n".join(run.last_lines)
     if run.status != 1:
         return f"it ended with status {run.status} instead of 1"
     missing = [
-        words for words in ("out of memory", "what would fit") if words.lower() not in text.lower()
+        words
+        for words in ("out of memory", "predicted to fit:")
+        if words.lower() not in text.lower()
     ]
     return f"it does not say '{missing[0]}'" if missing else None
 

@@ -112,9 +112,9 @@ def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
         if name in trace.listed:
             why = listed_reason(trace.listed[name])
             raise ConfigError(
-                f"strategy.slice.slices: {name} is sliced, and {why}: "
-                "there a rank finds its slices. Take it by its name there (self.layer.weight), or "
-                f"keep it whole: a line {name}: whole."
+                f"strategy.slice.slices slices {name}, and {why}, where each rank sees only its "
+                "slice. Read it by its name in the model's code (self.layer.weight), or keep it "
+                f"whole: a line {name}: whole."
             )
 
 
@@ -124,7 +124,7 @@ def listed_reason(where: str) -> str:
     Args:
         where: the module whose code reads the list.
     """
-    return f"{where or 'the model'!r} takes it from a list of all, as parameters() gives it"
+    return f"{where or 'the model'!r} reads it from a list of parameters, such as parameters()"
 
 
 def fullest_share(slices: Slices, ranks: int) -> float:

@@ -86,7 +86,7 @@ class Shared(Blocks):
 
 
 def test_a_block_in_two_places_is_one_block():
-    assert "4 blocks keep: 4 everything;" in settled_for(Shared, 10**9).notes[0]
+    assert "of 4 blocks, 4 save all activations;" in settled_for(Shared, 10**9).notes[0]
     one = run_ranks(run, 1, Shared, rows(), {})[0]
     other = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
     assert one[0] == other[0]

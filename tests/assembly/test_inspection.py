@@ -129,5 +129,5 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_by_its_class():
 
     plan = make_plan(job_from_keys("zero1_torch", {"train.global_batch_size": 8}), 2, "cpu")
     whole = WholeOptimizer(functools.partial(Global, lr=0.1), make_net("Base"))
-    with pytest.raises(ConfigError, match=r"step of Global looks at all .*--strategy ddp"):
+    with pytest.raises(ConfigError, match=r"step of Global reads all .*--strategy ddp"):
         check_kind(whole, plan)

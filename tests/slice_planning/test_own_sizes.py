@@ -20,7 +20,7 @@ from bigtrain.slice_planning.axis_trace import trace_axes
 from bigtrain.slice_planning.choose import plan_slices
 from bigtrain.strategies.tensor import TensorSlices
 
-LISTED = r"'the model' takes it from a list of all, as parameters\(\) gives it"
+LISTED = r"'the model' reads it from a list of parameters, such as parameters\(\)"
 
 
 def work(way: str, heads: int = 4) -> Any:
@@ -48,7 +48,7 @@ def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(way:
 
 def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
     lines, plan = {"up.weight": "0", "up.bias": "0", "down.weight": "1"}, SimpleNamespace(tp=2)
-    message = rf"slices: up.weight is sliced, and {LISTED}.*a line up.weight: whole"
+    message = rf"slices slices up.weight, and {LISTED}.*a line up.weight: whole"
     with pytest.raises(ConfigError, match=message):
         TensorSlices(slices=lines).lay_slices(work("numbers"), plan)
     found = TensorSlices(slices=lines).lay_slices(work("sizes"), plan)
