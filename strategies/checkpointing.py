@@ -125,16 +125,16 @@ class Checkpointing(RecomputeStrategy):
         if moved and not plan.moves_activations:
             raise ConfigError(
                 f"strategy.recompute.blocks offloads the activations of {moved[0]}, and "
-                "strategy.offload.activations names no place. "
-                "Set strategy.offload.activations=disk (or cpu, on a GPU)."
+                "strategy.offload.activations is not set. Set strategy.offload.activations=disk "
+                "(or cpu, on a GPU)."
             )
         alone = self.every is None and not self.layers and self.blocks is None
         if alone and self.mode == "selective" and plan.moves_activations:
             raise ConfigError(
-                "strategy.recompute.mode=selective keeps the activations on the device that "
-                "strategy.offload.activations would move, in all blocks. "
-                "Use strategy.recompute.mode=full, or a budget, which combines both, or leave one "
-                "of the two out."
+                "strategy.recompute.mode=selective keeps activations of all blocks on the "
+                "device, and strategy.offload.activations would move them. Use "
+                "strategy.recompute.mode=full, or a budget, which combines both, or leave one of "
+                "the two out."
             )
 
     def _check_split(self, plan: Plan) -> None:
@@ -210,11 +210,14 @@ class Checkpointing(RecomputeStrategy):
         never_called = sorted(profile.recomputed - called)
         if never_called:
             name = never_called[0]
-            return f"strategy.recompute: {name} is not called in a forward pass: nothing is saved."
+            return (
+                f"strategy.recompute: {name} is not called in a forward pass, so recomputing "
+                "it saves no memory."
+            )
         if not profile.windows and self.blocks is None:
             return (
-                "strategy.recompute saves nothing: this model has no blocks. "
-                "Name modules: strategy.recompute.layers=[...]."
+                "strategy.recompute saves no memory: this model has no repeated blocks. Name "
+                "modules: strategy.recompute.layers=[...]."
             )
         return None
 

@@ -77,7 +77,7 @@ def refuse_found(plan: Plan, found: Sequence[Found]) -> None:
             instead = _instead(plan, {other.oddity for other in found})
             fix = f"{one.fix}, or use" if one.fix else "Use"
             raise ConfigError(
-                f"{one.name} {one.what}, which strategy {plan.strategy.name} cannot hold. "
+                f"{one.name} {one.what}, which strategy {plan.strategy.name} does not support. "
                 f"{fix} --strategy {instead}."
             )
 
@@ -134,7 +134,7 @@ def found_in(model: nn.Module) -> Iterator[Found]:
             yield Found("scalars", name, "has no dims", "Give it shape [1]")
         if not p.is_contiguous():
             fix = "Call .contiguous() on it"
-            yield Found("strided", name, "lies in memory with its dims in another order", fix)
+            yield Found("strided", name, "has its dims in another order in memory", fix)
         if p.numel() == 0:
             yield Found("empty", name, f"has no elements ({list(p.shape)})", "Leave it out")
         if not exact:
@@ -169,7 +169,7 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
         what = "asks for a gradient with create_graph=True in its forward pass"
         yield Found("graph_in_forward", uses.graph_in_forward or "the model", what)
     if uses.graph_in_loss:
-        what = "asks autograd for a gradient, which goes back into the model"
+        what = "asks autograd for a gradient and uses it in the model"
         yield Found("graph_in_loss", "the loss", what, "Ask for it in the model's forward")
     units = {name: unit for name, unit in independent_blocks(model) if name}
     unit_of = {
@@ -187,7 +187,7 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
         if any(name in write.inside for name, _ in find_blocks(model)):
             yield Found("writes_in_block", write.name, what, fix)
         if not write.of_parameters:
-            what += " with values that follow from a rank's own part of the batch"
+            what += " with values computed from a rank's own part of the batch"
             fix = "Exchange them between the ranks, and write after the step"
             yield Found("writes_from_batch", write.name, what, fix)
         if not write.of_parameters or unit_of.get(write.name, "") in write.inside:
@@ -211,10 +211,9 @@ def _check_extra_state(model: nn.Module) -> None:
         state = module.get_extra_state()
         if as_json(state) is NOT_JSON:
             raise ConfigError(
-                f"{name}: get_extra_state gives a {type(state).__name__} that JSON does not give "
-                "back as it is, and a checkpoint would lose it. Let it return None, bools, "
-                "numbers, strings, lists and dicts with strings as keys, and keep tensors in "
-                "buffers."
+                f"{name}: get_extra_state gives a {type(state).__name__} that JSON cannot store "
+                "unchanged, so a checkpoint would lose it. Let it return None, bools, numbers, "
+                "strings, lists and dicts with strings as keys, and keep tensors in buffers."
             )
 
 
@@ -222,7 +221,7 @@ def _check_saved_types(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPE_CODES:
             raise ConfigError(
-                f"{name} is {_type(tensor)}, which no checkpoint holds. Use one of "
+                f"{name} is {_type(tensor)}, which checkpoints cannot store. Use one of "
                 f"{_listed(DTYPE_CODES)}, or a buffer with persistent=False."
             )
 

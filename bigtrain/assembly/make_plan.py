@@ -131,9 +131,9 @@ def _check_messages(plan: Plan, backend: str) -> None:
         what = f"the ranks of strategy.replicate={plan.techniques['replicate'].name}"
     if what is not None:
         raise ConfigError(
-            f"mesh.backend=gloo sends messages between hosts alone, and {what} send each other "
+            f"mesh.backend=gloo sends messages from host memory only, and {what} send each other "
             f"tensors of a {plan.device_type} device. Leave mesh.backend out, with one GPU for "
-            "each rank, or use device=cpu; ddp, fsdp, zero and tensor go with gloo on a GPU."
+            "each rank, or use device=cpu; ddp, fsdp, zero and tensor work with gloo on a GPU."
         )
 
 

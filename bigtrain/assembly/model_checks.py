@@ -48,8 +48,8 @@ class ModelChecks:
         notes = []
         if self._only_used and plan.replicate.moves_parameters and plan.replicate.engine == "torch":
             notes.append(
-                f"{first_names(self._only_used)}: used, and never called: gathered with the "
-                "nearest module around that is called"
+                f"{first_names(self._only_used)}: used but never called, so gathered with the "
+                "nearest enclosing module that is called"
             )
         routes = self.routes_of(plan)
         if routes.vary:

@@ -82,7 +82,8 @@ def _find(path: str, action: str) -> Path:
     except ConfigError:
         there = Path(path).exists()
         others = (
-            f" Another library's becomes one by: bigtrain checkpoint convert {path} TARGET"
+            f" Convert a checkpoint of another library with: bigtrain checkpoint convert {path} "
+            "TARGET"
             if there
             else ""
         )
@@ -225,7 +226,7 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         for _, text in damaged:
             sys.stdout.write(f"{text}\n")
-        state = f"{len(damaged)} of {len(damages)} damaged" if damaged else "every one is whole"
+        state = f"{len(damaged)} of {len(damages)} damaged" if damaged else "none is damaged"
         sys.stdout.write(f"{path}: {len(damages)} files, {format_bytes(size)}: {state}\n")
     return 1 if damaged else 0
 
@@ -260,7 +261,7 @@ def _convert(options: argparse.Namespace) -> int:
     sys.stdout.write(f"{made.path}: {counts}, from {source.kind}\n")
     for note in notes:
         sys.stdout.write(f"  {note}\n")
-    sys.stdout.write(f"Go on from it with: bigtrain train --resume {made.path}\n")
+    sys.stdout.write(f"Continue from it with: bigtrain train --resume {made.path}\n")
     return 0
 
 

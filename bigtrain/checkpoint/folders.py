@@ -144,7 +144,7 @@ def find_checkpoint(path: str) -> Path:
     theirs = ""
     if is_there(path):
         theirs = (
-            " One of another library, or weights alone, becomes one by: bigtrain checkpoint "
+            " Convert one of another library, or weights alone, with: bigtrain checkpoint "
             f"convert {path} TARGET"
         )
     raise ConfigError(

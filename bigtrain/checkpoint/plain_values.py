@@ -48,9 +48,9 @@ def to_plain(value: Any, place: str) -> Any:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
         return to_plain(value.item(), place)
     raise ConfigError(
-        f"save: {place} is a {type(value).__name__}, which a checkpoint does not keep besides the "
-        "model. Let its state_dict return None, bools, numbers, strings, small tensors, and lists, "
-        "tuples and dicts of these."
+        f"save: {place} is a {type(value).__name__}, which a checkpoint cannot store besides the "
+        "model. Let its state_dict return None, bools, numbers, strings, small tensors, and "
+        "lists, tuples and dicts of these."
     )
 
 

@@ -55,7 +55,7 @@ def named_strategies(text: str) -> list[str]:
     if twice:
         raise ConfigError(f"--strategy: {twice[0]} is named twice. Leave one of the two out.")
     if not names:
-        raise ConfigError("--strategy names none. Use --strategy ddp,zero2, or all.")
+        raise ConfigError("--strategy names no strategy. Use --strategy ddp,zero2, or all.")
     return names
 
 

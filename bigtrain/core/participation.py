@@ -167,8 +167,9 @@ class Participation:
         raise BigtrainError(
             f"{name} was {was} when the model was put under strategy {self._strategy}, and is "
             f"{now} (requires_grad={not planned}) before step {self._step} of this engine, which "
-            "would not follow. Save with engine.save, close the engine, and prepare the model "
-            f"anew with {name}.requires_grad={not planned}; engine.load goes on from there."
+            "cannot change that while it runs. Save with engine.save, close the engine, and "
+            f"prepare the model anew with {name}.requires_grad={not planned}; engine.load goes on "
+            "from there."
         )
 
     def end(self) -> None:
@@ -229,11 +230,11 @@ class Participation:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise BigtrainError(
             f"step {self._step}: the ranks did not use the same modules in the same order "
-            f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} exchanges "
-            "each of them over all ranks, so the numbers of one may have stood in for those "
-            "of another; nothing was updated. Give prepare(..., example=(inputs, targets)), by "
-            "which fsdp finds such modules and keeps them together, or use --strategy ddp with "
-            "strategy.replicate.find_unused_parameters=true."
+            f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} "
+            "exchanges each of them over all ranks, so numbers of one module may have been "
+            "exchanged as those of another; nothing was updated. Give prepare(..., "
+            "example=(inputs, targets)), from which fsdp finds such modules and keeps them "
+            "together, or use --strategy ddp with strategy.replicate.find_unused_parameters=true."
         )
 
     def _gathered(self, own: Any, *, of_all: bool) -> list[Any]:
@@ -250,8 +251,8 @@ class Participation:
 def used_after_all(name: str) -> str:
     """The message if a parameter that was left out of training is used in a step."""
     return (
-        f"{name} is used in this step, and was left out of training: no pass over "
-        "the first micro-batch came by it. Use --strategy ddp with "
-        "strategy.replicate.find_unused_parameters=true, or first samples (example=...) "
-        "by which every layer is used."
+        f"{name} is used in this step, and was left out of training: no pass over the first "
+        "micro-batch used it. Use --strategy ddp with "
+        "strategy.replicate.find_unused_parameters=true, or first samples (example=...) with "
+        "which every layer is used."
     )

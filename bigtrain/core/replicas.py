@@ -116,7 +116,7 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
         raise BigtrainError(
             f"the loss of this rank does not depend on {shown}{more} in this step, and the other "
             "ranks wait for their gradients. Set strategy.replicate.find_unused_parameters=true "
-            "(with --strategy ddp), or give prepare(..., example=(inputs, targets)), by which "
+            "(with --strategy ddp), or give prepare(..., example=(inputs, targets)), from which "
             "such parameters are found."
         ) from error
 

@@ -43,9 +43,9 @@ def extra_states(roots: Iterable[nn.Module]) -> dict[str, Any]:
         copied = as_json(state)
         if copied is NOT_JSON:
             raise CheckpointError(
-                f"{name} is a {type(state).__name__} that JSON does not give back as it is, and "
-                "cannot be saved. Let get_extra_state return None, bools, numbers, strings, lists "
-                "and dicts with strings as keys."
+                f"{name} is a {type(state).__name__} that JSON cannot store unchanged, so it "
+                "cannot be saved. Let get_extra_state return None, bools, numbers, strings, "
+                "lists and dicts with strings as keys."
             )
         found.setdefault(name, copied)
     return found

@@ -316,8 +316,8 @@ class _StagePass:
         leaves = tree_tensors(output)
         if self._end >= 0 or self._before_part or self._event != len(self._program.expected):
             raise ConfigError(
-                f"strategy.cut: stage {self._index} reached the end of the model without its part. "
-                f"{_SAME_PATH}"
+                f"strategy.cut: stage {self._index} reached the end of the model without running "
+                f"its part. {_SAME_PATH}"
             )
         if any(isinstance(leaf, PlaceholderTensor) for leaf in leaves):
             raise ConfigError(

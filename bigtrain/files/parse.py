@@ -191,9 +191,7 @@ def _check_nodes(root: yaml.Node) -> None:
 
     total = size_of(root)
     if total - own > MOST_REPEATED:
-        raise _at(
-            root, f"its aliases stand for more than {MOST_REPEATED:,} values that are not written"
-        )
+        raise _at(root, f"its YAML aliases expand to more than {MOST_REPEATED:,} values")
 
 
 def _inner(node: yaml.Node) -> Iterator[yaml.Node]:

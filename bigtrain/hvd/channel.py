@@ -402,7 +402,7 @@ def _in_words(error: BaseException, call: Request) -> BaseException:
     first = str(error).splitlines()[0]
     said = ConnectionError(
         f"hvd: {call}: another rank has ended meanwhile ({first}). Where ranks have different "
-        "amounts of data, call hvd.join() behind the last batch."
+        "amounts of data, call hvd.join() after the last batch."
     )
     said.__cause__ = error
     return said
@@ -418,7 +418,7 @@ def _check_joined(call: Request, joined: list[int]) -> None:
     if call.kind == "allgather":
         fix += ", or give DistributedOptimizer sparse_as_dense=True where it is of its gradients"
     raise UnequalRequestsError(
-        f"hvd.{what}: rank {joined[0]} has joined, and takes part in sums and averages alone, with "
+        f"hvd.{what}: rank {joined[0]} has joined, and takes part only in sums and averages, with "
         f"zeros. {fix}."
     )
 

@@ -310,7 +310,7 @@ def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
     if splits is None:
         if rows % count:
             raise ConfigError(
-                f"hvd.alltoall: {rows} rows are not shared out evenly among {count} ranks. Give "
+                f"hvd.alltoall: {rows} rows do not divide evenly among {count} ranks. Give "
                 "splits=[...], the rows that go to each."
             )
         return [rows // count] * count

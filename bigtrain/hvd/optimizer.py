@@ -73,7 +73,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     if backward_passes_per_step < 1:
         raise ConfigError(
             f"hvd.DistributedOptimizer: backward_passes_per_step={backward_passes_per_step}, and "
-            "1 at least comes before a step. Use backward_passes_per_step=1."
+            "a step needs at least 1 backward pass. Use backward_passes_per_step=1."
         )
     chosen = checked_op(op, where="DistributedOptimizer")
     if gradient_predivide_factor != 1.0 and chosen != Average:
@@ -124,7 +124,7 @@ def _names(
         if name in seen:
             raise ConfigError(
                 f"hvd.DistributedOptimizer: named_parameters has {name!r} twice. Give each "
-                "parameter a name of its own, as model.named_parameters() does."
+                "parameter a different name, as model.named_parameters() does."
             )
         seen.add(name)
     names: dict[Tensor, str] = {p: name for name, p in pairs}
@@ -152,7 +152,8 @@ class _Exchanging(torch.optim.Optimizer):
         """Set the number of backward passes per step, from the next step on."""
         if passes < 1:
             raise ConfigError(
-                f"hvd: set_backward_passes_per_step({passes}), and 1 at least comes before a step."
+                f"hvd: set_backward_passes_per_step({passes}), and a step needs at least 1 "
+                "backward pass."
             )
         self.exchange.passes = passes
 
@@ -173,8 +174,8 @@ class _Exchanging(torch.optim.Optimizer):
         """Exchange the remaining gradients, and step."""
         if closure is not None:
             raise ConfigError(
-                "hvd: step(closure) computes gradients that nobody has exchanged yet. Go backward "
-                "first, then call step()."
+                "hvd: step(closure) computes gradients that are not exchanged between the ranks. "
+                "Call backward() first, then step()."
             )
         if not self.exchange.skipped:
             self.exchange.finish()

@@ -33,7 +33,7 @@ class ProcessSet:
             )
         if len(set(ranks)) < len(list(ranks)):
             raise ConfigError(
-                f"hvd.ProcessSet: a rank stands twice in {list(ranks)}. Name each once."
+                f"hvd.ProcessSet: a rank occurs twice in {list(ranks)}. Name each once."
             )
         self.ranks: list[int] | None = sorted(ranks)
         self._channel: Channel | None = None

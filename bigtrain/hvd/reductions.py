@@ -50,13 +50,13 @@ def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce"
     """
     if op is not None and average is not None:
         raise ConfigError(
-            f"hvd.{where}: average={average} and op={op!r} are given, and both say how. "
-            f"Leave out average={average}."
+            f"hvd.{where}: average={average} and op={op!r} are given, and both select the "
+            f"reduction. Leave out average={average}."
         )
     if op is None:
         op = Sum if average is False else Average
     if op == Adasum:
-        raise ConfigError("hvd: Adasum is not here. Use op=hvd.Average or op=hvd.Sum.")
+        raise ConfigError("hvd: Adasum is not supported. Use op=hvd.Average or op=hvd.Sum.")
     if op not in _TORCH_OPS:
         raise ConfigError(
             f"hvd.{where}: op={op!r} is not known. Use op=hvd.Average, Sum, Min, Max or Product."
@@ -71,7 +71,8 @@ def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -
     if is_whole and (op == Average or factor != 1.0):
         what = "an average" if op == Average else "a factor"
         raise ConfigError(
-            f"hvd.{where}: {what} of {dtype} would be cut off. Give op=hvd.Sum, or tensor.float()."
+            f"hvd.{where}: {what} of {dtype} would be truncated. Give op=hvd.Sum, or "
+            "tensor.float()."
         )
     if (dtype is torch.bool and op == Sum) or (dtype.is_complex and op not in (Average, Sum)):
         raise ConfigError(
@@ -497,7 +498,7 @@ def grouped_reducescatter_async(
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dim() == 0:
             raise ConfigError(
-                "hvd.reducescatter: a tensor without dims has no rows to share out. Give "
+                "hvd.reducescatter: a tensor without dims has no rows to divide. Give "
                 "tensor.reshape(1), or use hvd.allreduce."
             )
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}

@@ -48,10 +48,10 @@ def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
     if isinstance(strategy, str):
         return strategy, {}
     if not isinstance(strategy, dict):
-        raise ConfigError(f"{asked}: {strategy!r} names none. Write words, as ddp+full.")
+        raise ConfigError(f"{asked}: {strategy!r} names no strategy. Write words, as ddp+full.")
     name = strategy.get("name")
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{asked}.name: {name!r} names none. Write words, as ddp+full.")
+        raise ConfigError(f"{asked}.name: {name!r} names no strategy. Write words, as ddp+full.")
     if _SPELLED_OUT & strategy.keys() or not isinstance(name, str):
         return None, strategy
     return name, {key: value for key, value in strategy.items() if key != "name"}
@@ -69,8 +69,8 @@ def split_words(text: str, asked: str) -> list[str]:
     words = [word.strip() for word in text.split("+")]
     if len(text) > _MOST_LETTERS:
         raise ConfigError(
-            f"{asked}: a strategy of {len(text)} letters; it may have {_MOST_LETTERS}. Write "
-            "words like ddp+full."
+            f"{asked}: a strategy of {len(text)} characters; at most {_MOST_LETTERS} are allowed. "
+            "Write words like ddp+full."
         )
     if "" in words:
         fault = "has no word next to a +" if text.strip() else "names no strategy"

@@ -272,7 +272,7 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     _checked(model)
     for module in model.modules():
         if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
-            raise CannotDefer("transformers leaves its initialisation out on meta")
+            raise CannotDefer("transformers skips initialisation on the meta device")
     tensors = first_named_tensors(model)
     for name, tensor in tensors.items():
         if tensor.device.type != "meta":

@@ -66,7 +66,7 @@ class GPTConfig:
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(
-                    f"model.args.{name}={getattr(self, name)} is beyond any model. Use "
+                    f"model.args.{name}={getattr(self, name)} is too large. Use "
                     f"model.args.{name}={most} or less."
                 )
         if not 0 <= self.dropout < 1:

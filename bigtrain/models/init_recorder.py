@@ -144,7 +144,7 @@ class InitRecorder:
             leaves = tree_leaves((args, kwargs))
             read = [recording.spec(leaf).storage for leaf in leaves if _on_meta(leaf)]
             if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-                raise CannotDefer("it draws from a generator of its own")
+                raise CannotDefer("it draws random numbers from its own generator")
             changed = [recording.spec(tensor).storage for tensor in written]
             whole = overwrites and _covers_storage(written[0]) and read.count(changed[0]) == 1
             fresh = tuple(

@@ -130,7 +130,7 @@ class MemoryReport:
     def __str__(self) -> str:
         """A table of the fullest rank: its peak by parts, measured and predicted."""
         if not self.ranks:
-            return f"Peak memory, {self.strategy} on {self.device}: no rank has told its own"
+            return f"Peak memory, {self.strategy} on {self.device}: no rank has reported its peak"
         rank = max(self.ranks, key=lambda one: one.measured.peak.bytes if one.measured.peak else 0)
         fullest = f", the fullest of {len(self.ranks)}" if len(self.ranks) > 1 else ""
         measured, predicted = rank.measured.peak, rank.predicted

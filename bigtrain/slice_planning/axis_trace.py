@@ -266,7 +266,7 @@ class _Recorder(ForwardObserver):
         for record in self.records:
             for tensor in record.outputs:
                 for dim in tensor.dims if tensor not in used else ():
-                    block(dim, "the model could not be followed further")
+                    block(dim, "the model could not be traced further")
 
     def close(self, output: Any, class_dim: int | None) -> None:
         """Keep the returned tensors whole, except along the dim of the classes."""

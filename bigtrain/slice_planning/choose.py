@@ -328,9 +328,9 @@ class _Choice:
             least = total + points[-1].nbytes
             raise ConfigError(
                 f"mesh.tp={self._ranks}: the limit of a rank is {format_bytes(int(limit))}, and "
-                f"with everything sliced that can be it needs {format_bytes(int(least))} for "
-                "parameters, gradients, optimizer state and activations. Use more ranks, or a "
-                "smaller micro-batch."
+                "even with everything sliced that can be sliced it needs "
+                f"{format_bytes(int(least))} for parameters, gradients, optimizer state and "
+                "activations. Use more ranks, or a smaller micro-batch."
             )
         return list(fitting[0].taken)
 
@@ -391,7 +391,7 @@ class _Choice:
             reason = self._why_dim(held.name, n) or self._axis_classes.why_not(dim)
             if reason and dim:
                 reasons.append(f"dim {n}: {reason}")
-        return "; ".join(reasons) or "it is one number"
+        return "; ".join(reasons) or "it is a scalar"
 
     @cached_property
     def _used(self) -> set[Any]:
@@ -405,7 +405,9 @@ class _Choice:
                 continue
             if candidate.units < self._ranks:
                 few = f"it has {candidate.units} parts that stay together, for {self._ranks} ranks"
-                return few if candidate.units < 2 else f"{few}: mesh.tp={candidate.units} would do"
+                return (
+                    few if candidate.units < 2 else (f"{few}: mesh.tp={candidate.units} would work")
+                )
             for other, other_slices in candidate.slices.items():
                 taken = self._taken.get(other)
                 if taken is not None and (other == name or taken.dim != other_slices.dim):
@@ -436,7 +438,7 @@ class _Choice:
         if not self._keep.isdisjoint(largest):
             fix = "Leave modules out of strategy.slice.keep, or use mesh.tp=1."
         elif not self._trace.listed.keys().isdisjoint(largest):
-            fix = "Take each by its name there (self.layer.weight), or use mesh.tp=1."
+            fix = "Read each by its name in the model's code (self.layer.weight), or use mesh.tp=1."
         why = f" ({self._trace.failed})" if self._trace.failed else ""
         return (
             f"mesh.tp={self._ranks}: nothing of the model can be sliced{why}: "

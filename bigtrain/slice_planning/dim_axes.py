@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-MISFIT = "is viewed in ways that do not fit each other"
+MISFIT = "is viewed with shapes that do not fit each other"
 
 
 class DimAxis:

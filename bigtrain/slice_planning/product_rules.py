@@ -71,7 +71,7 @@ def convolved(op: OpCall) -> list[Dims]:
     known = op.dims(bias) if isinstance(bias, Tensor) else None
     if known is not None:
         unify(channels, known[0])
-    why = "a convolution goes along it"
+    why = "a convolution runs along it"
     for dim in (*dims[lead + 1 :], *kernel[2:]):
         op.block(dim, why)
     pixels = [op.blocked_dim(length, why) for length in result.shape[lead + 1 :]]
@@ -97,7 +97,7 @@ def attended(op: OpCall) -> list[Dims]:
             return opaque(op)
         unify(pieces[0], k[1])
     for dim in (k[2], v[2]):
-        op.block(dim, "attention goes along it")
+        op.block(dim, "attention runs along it")
     for dim in (q[3], k[3], v[3]):
         op.block(dim, "it is the width of a head")
     mask = op.arg("attn_bias") if op.arg("attn_bias") is not None else op.arg("attn_mask")

@@ -102,8 +102,8 @@ def _record(
         raise
     except Exception as error:
         raise ConfigError(
-            f"strategy.cut: {untraceable_message(error, recorder)}. Take what depends on values "
-            "out of the forward pass, or use a strategy without a cut."
+            f"strategy.cut: {untraceable_message(error, recorder)}. Move code that depends on "
+            "values out of the forward pass, or use a strategy without a cut."
         ) from error
 
 
@@ -139,7 +139,7 @@ def _watch_state(
     first, second = (repeat.signatures() for repeat in recorders)
     for index, call in enumerate(recorder.calls):
         if first.get((call.name, call.number)) != second.get((call.name, call.number)):
-            recorder.sealed[index] = f"{_named(call)} does other things from call to call"
+            recorder.sealed[index] = f"{_named(call)} behaves differently from call to call"
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
         label = f"{name}.{key}" if name else key

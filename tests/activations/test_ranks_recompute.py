@@ -106,6 +106,6 @@ class Flat(nn.Module):
 
 def test_nothing_to_keep_less_of_is_said():
     found = run_ranks(run, 1, Flat, rows(), WAYS["full"])[0]
-    assert any("this model has no blocks" in line for line in found[3])
+    assert any("this model has no repeated blocks" in line for line in found[3])
     found = run_ranks(run, 1, Flat, rows(), {f"{RECOMPUTE}.layers": ["unused"]})[0]
     assert any("unused is not called" in line for line in found[3])

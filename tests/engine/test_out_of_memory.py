@@ -84,7 +84,7 @@ def test_dry_run_says_beforehand_what_does_not_fit_and_what_would(tmp_path):
     words = ("--strategy", "single", "--dry-run", *GPT)
     done = bigtrain(tmp_path, "train", *words, "--cap", "60MiB")
     assert done.returncode == 0, done.stderr
-    assert "is more than the 60.0 MiB that a rank can take" in done.stdout
+    assert "is more than the 60.0 MiB that a rank may use" in done.stdout
     assert "train.micro_batch_size=" in done.stdout.split("is predicted to fit:")[1]
     roomy = bigtrain(tmp_path, "train", *words, "--cap", "4GiB")
     assert "predicted to fit" not in roomy.stdout

@@ -87,7 +87,7 @@ def test_reductions_are_those_of_all_tensors():
             for name in ("average", *plain):
                 got, whole = out[dtype, name], not (dtype.is_floating_point or dtype.is_complex)
                 if name == "average" and whole:
-                    assert "would be cut off. Give op=hvd.Sum" in got
+                    assert "would be truncated. Give op=hvd.Sum" in got
                 elif (dtype.is_complex and name in ("min", "max", "product")) or (
                     dtype is torch.bool and name == "sum"
                 ):
@@ -308,7 +308,7 @@ def test_ranks_without_data_take_part_with_zeros():
     assert found[0]["average"] == 1.0
     assert found[0]["half"] == [[3.0, 3.0]] * 2
     for name in ("gather", "broadcast", "min"):
-        assert "has joined, and takes part in sums and averages alone" in found[0][name]
+        assert "has joined, and takes part only in sums and averages" in found[0][name]
     assert "sparse_as_dense=True" in found[0]["gather"]
     assert "allreduce with op=min" in found[0]["min"]
     assert [(out["last"], out["after"], out["again"]) for out in found] == [(0, 1.0, True)] * 3
@@ -506,7 +506,7 @@ def test_one_process_has_all_of_it(alone):
 def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
     one = torch.ones(1)
     refused: dict[str, Callable[[], Any]] = {
-        "average=True and op='sum' are given, and both say how. Leave out average=True": (
+        "average=True and op='sum' are given, and both select the reduction": (
             lambda: hvd.allreduce(one, average=True, op=hvd.Sum)
         ),
         "op='mean' is not known. Use op=hvd.Average": lambda: hvd.allreduce(one, op="mean"),
@@ -517,14 +517,14 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
             lambda: hvd.allreduce(one, compression=torch.float16)
         ),
         "without dims has no rows. Give tensor.reshape(1)": lambda: hvd.allgather(torch.tensor(1)),
-        "without dims has no rows to share": lambda: hvd.reducescatter(torch.tensor(1.0)),
+        "without dims has no rows to divide": lambda: hvd.reducescatter(torch.tensor(1.0)),
         "splits=[2], and 1 numbers whose sum is the 1 rows": lambda: hvd.alltoall(one, [2]),
         "str is no tensor. Give torch.tensor(...), or use hvd.broadcast_object": (
             lambda: hvd.broadcast("x", 0)
         ),
         "int is no handle. Give what": lambda: hvd.synchronize(3),
         "is not a list of ranks, and communicators of MPI": lambda: hvd.ProcessSet(object()),
-        "a rank stands twice": lambda: hvd.ProcessSet([0, 0]),
+        "a rank occurs twice": lambda: hvd.ProcessSet([0, 0]),
         "hvd.mpi_ops is one module with Horovod": lambda: hvd.mpi_ops,
         "hvd.run starts processes. Start the script with torchrun": lambda: hvd.run,
         "has no 'alreduce', did you mean 'allreduce'?": lambda: hvd.alreduce,

@@ -58,7 +58,7 @@ class Pretrained(nn.Linear):
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random read": (one(lambda: torch.rand(3) / torch.rand(1).item()), "reads values that are ran"),
     "swallowed": (lambda: Swallows(2, 2), "reads values that are random"),
-    "generator": (one(_generator_weights), "draws from a generator of its own"),
+    "generator": (one(_generator_weights), "draws random numbers from its own generator"),
     "numpy": (one(_numpy_weights), "draws or seeds random numbers on the CPU"),
     "python": (one(lambda: torch.tensor(random.random())), "draws or seeds random numbers"),
     "torch on cpu": (one(lambda: torch.rand(3, device="cpu")), "random numbers on the CPU"),
@@ -67,7 +67,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "asks": (lambda: AsksForMeta(2, 2), "reset_parameters asks whether a tensor is on meta"),
     "loose": (lambda: One(_loose), r"keeps a tensor at 'cache\[0\]'"),
     "no kernel": (one(lambda: torch.unique(torch.arange(4))), "NotImplementedError: aten::_unique"),
-    "transformers": (lambda: Pretrained(2, 2), "leaves its initialisation out on meta"),
+    "transformers": (lambda: Pretrained(2, 2), "skips initialisation on the meta device"),
     "conjugate": (one(lambda: torch.ones(2, dtype=torch.cfloat).conj()), "lazily conjugated"),
 }
 

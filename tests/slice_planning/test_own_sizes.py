@@ -42,7 +42,7 @@ def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(way: str) -> No
 @pytest.mark.parametrize("way", ALL_LISTED)
 def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(way: str) -> None:
     message = rf"mesh.tp=2: nothing.*'qkv.weight' \(96, 32\) can be sliced not at all: {LISTED}"
-    with pytest.raises(ConfigError, match=rf"{message}.*Take each by its name there"):
+    with pytest.raises(ConfigError, match=rf"{message}.*Read each by its name in the model's code"):
         plan_slices(work(way), 2)
 
 
@@ -59,7 +59,7 @@ def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     plan = plan_slices(work("sizes", heads=2), 4)
     assert plan.sliced_share(OwnSizes("sizes")) > 0.9
     assert plan.slices["qkv.weight"].dim == 1, "by the input of the heads"
-    why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
+    why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would work"
     assert plan.whole_reasons["qkv.bias"] == why
     lines = {"qkv.weight": "0/3x:16"}
     message = r"mesh.tp=4: qkv.weight has 2 units of 16 along dim 0.*Use mesh.tp=2 or less"

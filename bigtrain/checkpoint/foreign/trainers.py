@@ -245,7 +245,7 @@ def _names_of_slots(
         plain = unwrapped_names(slots)
         by_number = {number: names.get(number, plain[number]) for number in slots}
         strange = next((name for name in by_number.values() if name not in state.model), None)
-        return f"it has {strange!r}, and the model has not" if strange else by_number
+        return f"it has {strange!r}, which the model does not have" if strange else by_number
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
     named = [name for group in groups for name in group.get("param_names") or ()]

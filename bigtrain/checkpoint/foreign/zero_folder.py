@@ -61,8 +61,8 @@ def open_zero_folder(folder: Path) -> ForeignState:
     wanted = max(counts) if isinstance(counts, list) else int(counts)
     if wanted != len(ranks):
         raise CheckpointError(
-            f"{folder} has the optimizer states of {len(ranks)} ranks, and {wanted} wrote it. "
-            "Copy the files of all ranks into one folder."
+            f"{folder} has the optimizer states of {len(ranks)} ranks, and {wanted} ranks wrote "
+            "it. Copy the files of all ranks into one folder."
         )
     make = _stage_3 if stage == 3 else _stage_2
     groups = make(described, states)

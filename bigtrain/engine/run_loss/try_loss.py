@@ -75,8 +75,8 @@ def try_formula(
     far = abs(found[0] - found[1])
     if far > _SAME * max(abs(found[0]), abs(found[1]), 1e-6):
         raise NoFormulaError(
-            f"of made-up outputs it is {found[0]:.6g} for {_ROWS} rows at once, and "
-            f"{found[1]:.6g} for two halves of them"
+            f"of random outputs it is {found[0]:.6g} for {_ROWS} rows at once, and {found[1]:.6g} "
+            "for two halves of them"
         )
 
 
@@ -190,7 +190,7 @@ class _KeepsItsTensors(TorchDispatchMode):
         for name in writes:
             for tensor in tree_tensors(named.get(name)):
                 if tensor.untyped_storage()._cdata not in self._made:
-                    raise RuntimeError("it changes a tensor that it keeps")
+                    raise RuntimeError("it changes a tensor that it stores between calls")
         result = func(*args, **kwargs)
         if not writes:
             inputs = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}

@@ -202,8 +202,8 @@ class TorchState(ObjectState):
         for name, state in states.items():
             if name not in self._parts:
                 raise CheckpointError(
-                    f"hvd.elastic: the commit has {name!r}, and the state has not. Give TorchState "
-                    "the same names as before, or remove the commit to begin anew."
+                    f"hvd.elastic: the commit has {name!r}, which the state does not have. Give "
+                    "TorchState the same names as before, or remove the commit to begin anew."
                 )
             self._parts[name].value.load_state_dict(state)
         super()._take(states, objects)

@@ -131,8 +131,8 @@ class FairscaleEngine(Zero):
         """Return one line if nothing is sharded, or sharding saves nothing."""
         if plan.dp == 1:
             return (
-                "one rank has nobody to shard its states with: strategy.replicate=zero runs as "
-                "single. Start more ranks, or use --strategy single."
+                "on one rank there is nothing to shard: strategy.replicate=zero runs as single. "
+                "Start more ranks, or use --strategy single."
             )
         # DDP would need whole gradients that are never freed.
         before = with_averaged_gradients(forecast, profile).peak().bytes
