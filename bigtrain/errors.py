@@ -39,7 +39,7 @@ class UnreadableError(ConfigError):
 
     def __init__(
         self,
-        place: object,
+        source: object,
         reason: str,
         fix: str = "",
         *,
@@ -47,7 +47,7 @@ class UnreadableError(ConfigError):
         system: bool = False,
         said: str | None = None,
     ) -> None:
-        shown = os.fspath(place) if isinstance(place, os.PathLike) else str(place)
+        shown = os.fspath(source) if isinstance(source, os.PathLike) else str(source)
         text = said or f"{plain_text(shown)} cannot be read: {reason}. {fix}".rstrip()
         super().__init__(text)
         self.reason = reason

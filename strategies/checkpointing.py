@@ -159,15 +159,15 @@ class Checkpointing(RecomputeStrategy):
         """See `RecomputeStrategy.limit`."""
         if self.budget is None or isinstance(self.budget, int):
             return self.budget
-        whole = device_capacity_bytes(torch.device(plan.device_type))
-        if whole is None:
+        capacity = device_capacity_bytes(torch.device(plan.device_type))
+        if capacity is None:
             raise ConfigError(
                 f"strategy.recompute.budget={self.budget} is a share of this device's memory, "
                 "whose size is not known. Give bytes: strategy.recompute.budget=6GiB."
             )
         # The ranks of a node share the host's memory; each rank has its own GPU.
         ranks = detect_rank_info(os.environ).local_world_size if plan.device_type == "cpu" else 1
-        return int(whole * self.budget / ranks)
+        return int(capacity * self.budget / ranks)
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> Checkpointing:
         """See `RecomputeStrategy.with_policies`."""
@@ -194,9 +194,9 @@ class Checkpointing(RecomputeStrategy):
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
         """Refuse blocks that change their input, or a saved result, in place."""
         missing = facts.untraceable or ""
-        kind, _, said = missing.partition(": ")
-        if kind == "ConfigError" and said.startswith("strategy.recompute"):
-            raise ConfigError(said)
+        kind, _, reason = missing.partition(": ")
+        if kind == "ConfigError" and reason.startswith("strategy.recompute"):
+            raise ConfigError(reason)
         if "modified by an inplace operation" in missing:
             raise ConfigError(
                 "strategy.recompute: a block of this model changes its input in place, and cannot "

@@ -66,8 +66,8 @@ class ModelChecks:
         called, only_used = self._uses.called, self._only_used
         if plan.dp == 1:
             return Routes(called=called, only_used=only_used)
-        found = self._routes
-        return replace(found, called=found.called or called, only_used=only_used)
+        routes = self._routes
+        return replace(routes, called=routes.called or called, only_used=only_used)
 
     @cached_property
     def _optimizer(self) -> WholeOptimizer:

@@ -96,10 +96,10 @@ def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
 
 def _compiled(plan: Plan) -> list[str]:
     """A line on the forecasts of a run with compiled blocks."""
-    said = (
+    note = (
         "train.compile=blocks: bytes are forecast for compiled blocks; blocks are timed as written"
     )
-    return [said] if plan.compiles_blocks else []
+    return [note] if plan.compiles_blocks else []
 
 
 def check_known(plan: Plan, unreached: Sequence[str]) -> None:

@@ -46,10 +46,10 @@ def gather_entries(
     state: Mapping[str, StateTensor], context: RunContext, owners: Iterable[int]
 ) -> list[TensorEntry]:
     """Return the entries of all ranks' tensors, each with the rank that writes it. Collective."""
-    held = {name: Held.of(tensor) for name, tensor in state.items()}
-    everyone = context.all_gather_objects(held)
-    there = [rank for rank in owners if everyone[rank] is not None]  # the others are lost
-    return plan_entries([one or {} for one in everyone], there)
+    local = {name: Held.of(tensor) for name, tensor in state.items()}
+    everyone = context.all_gather_objects(local)
+    present = [rank for rank in owners if everyone[rank] is not None]  # the others are lost
+    return plan_entries([entries or {} for entries in everyone], present)
 
 
 Round = Mapping[int, tuple[TensorFile, int]]
@@ -253,8 +253,8 @@ class FileWriting:
                 contribution.messages[owner] = room.copy(values)
             elif mine:
                 contribution.own = [
-                    (part, room.copy([one]) if keeps else one)
-                    for part, one in zip(mine, values, strict=True)
+                    (part, room.copy([tensor]) if keeps else tensor)
+                    for part, tensor in zip(mine, values, strict=True)
                 ]
         self._values.next_round()
         return contribution
@@ -263,7 +263,7 @@ class FileWriting:
         self,
         file: TensorFile,
         piece: int,
-        own: list[tuple[Part, Tensor]],
+        own_parts: list[tuple[Part, Tensor]],
         context: RunContext,
     ) -> None:
         """Assemble a piece, and pass it to the writer's threads."""
@@ -281,7 +281,7 @@ class FileWriting:
         header = file.header[begin : begin + PIECE_BYTES]
         if header:
             buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for part, values in own:
+        for part, values in own_parts:
             _place(buffer, part.extent, values)
         for source, theirs, message, work in arriving:
             with self._needing(source, context):

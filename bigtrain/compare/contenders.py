@@ -94,7 +94,7 @@ def find_strategies(
     for strategy in named_strategies(options.strategies):
         read_strategy(strategy, "--strategy")  # an unknown name is an error, not a row
         label = strategy_label(strategy)
-        same_label = sum(other.label.split("~")[0] == label for other in contenders)
+        same_label = sum(contender.label.split("~")[0] == label for contender in contenders)
         label = f"{label}~{same_label + 1}" if same_label else label
         try:
             job = load_job(options.job, strategy, words)

@@ -203,12 +203,12 @@ class Participation:
             BigtrainError: they differ, or a rank reported a problem; the same on these ranks.
         """
         if any(row[1] for row in rows):
-            said = self._gathered(self._problem, of_all=of_all)
-            raise BigtrainError(next(one for one in said if one))
+            problems = self._gathered(self._problem, of_all=of_all)
+            raise BigtrainError(next(problem for problem in problems if problem))
         # Compare equal places of all replicas: the dp axis varies slowest.
         replicas = max(1, self._context.dp_size)
         lanes = len(rows) // replicas if of_all else 1
-        if any(row[0] != rows[place % lanes][0] for place, row in enumerate(rows)):
+        if any(row[0] != rows[index % lanes][0] for index, row in enumerate(rows)):
             self._refuse_routes(of_all=of_all)
         self.stand_ins = any(row[2] for row in rows)
 
@@ -217,15 +217,15 @@ class Participation:
         self.check(self._context.all_gather_rows(self.row(), "dp"))
 
     def _refuse_routes(self, *, of_all: bool) -> NoReturn:
-        own = {} if self._units is None else self._units.counts()
+        own_counts = {} if self._units is None else self._units.counts()
         counts: dict[int, dict[str, int]] = dict(
-            self._gathered((self._context.rank, own), of_all=of_all)
+            self._gathered((self._context.rank, own_counts), of_all=of_all)
         )
         calls: dict[str, dict[int, int]] = {}  # a stage's units are on its ranks alone
-        for rank, one in counts.items():
-            for name, number in one.items():
+        for rank, rank_counts in counts.items():
+            for name, number in rank_counts.items():
                 calls.setdefault(name, {})[rank] = number
-        names = [n for n, found in calls.items() if len(set(found.values())) > 1] or [*calls]
+        names = [n for n, by_rank in calls.items() if len(set(by_rank.values())) > 1] or [*calls]
         ranks = ", ".join(f"rank {rank} {number}" for rank, number in calls[names[0]].items())
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise BigtrainError(
@@ -237,14 +237,14 @@ class Participation:
             "together, or use --strategy ddp with strategy.replicate.find_unused_parameters=true."
         )
 
-    def _gathered(self, own: Any, *, of_all: bool) -> list[Any]:
+    def _gathered(self, value: Any, *, of_all: bool) -> list[Any]:
         """The objects of all ranks that are compared."""
         if of_all or self._context.dp_size == self._context.world_size:
-            return self._context.all_gather_objects(own)
+            return self._context.all_gather_objects(value)
         if self._context.dp_size == 1:
-            return [own]
+            return [value]
         everyone: list[Any] = [None] * self._context.dp_size
-        torch.distributed.all_gather_object(everyone, own, group=self._context.group("dp"))
+        torch.distributed.all_gather_object(everyone, value, group=self._context.group("dp"))
         return everyone
 
 

@@ -110,15 +110,15 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
 
 
 def _loaded(role: Role, name: str, target: str) -> type[Strategy]:
-    found = load_object(target, f"strategy.{role}")
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
+    loaded = load_object(target, f"strategy.{role}")
+    if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
         raise ConfigError(f"strategy.{role}: {target} is not a subclass of bigtrain.Strategy.")
-    if found.role != role:
+    if loaded.role != role:
         raise ConfigError(
-            f"strategy.{role}: {name} plays the role {found.role!r}. "
-            f"Write strategy.{found.role}={name}."
+            f"strategy.{role}: {name} plays the role {loaded.role!r}. "
+            f"Write strategy.{loaded.role}={name}."
         )
-    return found
+    return loaded
 
 
 def techniques_of(role: Role) -> list[Strategy]:

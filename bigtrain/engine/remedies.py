@@ -55,8 +55,8 @@ class ForecastInputs:
         """The predicted peak after some changes; None if they cannot be run or forecast."""
         try:
             job = override_job(self.job, words)
-            held = self.resolved.plan
-            plan = make_plan(job, held.world_size, held.device_type)
+            current_plan = self.resolved.plan
+            plan = make_plan(job, current_plan.world_size, current_plan.device_type)
             rows, count = plan.batch.micro_size, self.workload.loss.count
             example = self.workload.micro_batch.first_rows(rows, count)
             workload = replace(self.workload, example=example)
@@ -91,8 +91,8 @@ class RemedySearch:
         """
         end = time.monotonic() + deadline_s
         self.begun = True
-        beside = non_tensor_reserve(subject.resolved.plan.device_type)
-        usable = Limit(limit, non_tensor_bytes=beside).for_tensors
+        reserve = non_tensor_reserve(subject.resolved.plan.device_type)
+        usable = Limit(limit, non_tensor_bytes=reserve).for_tensors
         for changes in _ways(subject, usable):
             candidates = changes()
             last: Remedy | None = None
@@ -106,9 +106,9 @@ class RemedySearch:
                 if time.monotonic() > end:
                     self.remedies += [last] if last is not None else []
                     return
-                found = self._tried(subject, words, usable)
-                if found is not None:
-                    last = found
+                remedy = self._tried(subject, words, usable)
+                if remedy is not None:
+                    last = remedy
                     break
             self.remedies += [last] if last is not None else []
             if len(self.remedies) == MAX_REMEDIES:
@@ -159,9 +159,9 @@ def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
 def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
     """The remedies of all techniques of a role, including a user's technique in the plan."""
     asked = techniques_of(role)
-    own = plan.techniques.get(role)
-    if own is not None and not any(isinstance(own, type(one)) for one in asked):
-        asked.append(own)
+    current = plan.techniques.get(role)
+    if current is not None and not any(isinstance(current, type(known)) for known in asked):
+        asked.append(current)
     return [words for technique in asked for words in technique.remedies(plan, most)]
 
 

@@ -186,4 +186,4 @@ def unreadable(
 
 
 def _kind(mode: int) -> str:
-    return next((said for test, said in _KINDS if test(mode)), "no file")
+    return next((words for test, words in _KINDS if test(mode)), "no file")

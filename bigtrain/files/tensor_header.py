@@ -75,13 +75,13 @@ def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, He
 
 
 def _read_exactly(descriptor: int, length: int) -> bytes:
-    parts, place = [], _LENGTH_BYTES
+    parts, position = [], _LENGTH_BYTES
     while length:
-        part = os.pread(descriptor, min(length, 1 << 24), place)
+        part = os.pread(descriptor, min(length, 1 << 24), position)
         if not part:
             break
         parts.append(part)
-        place, length = place + len(part), length - len(part)
+        position, length = position + len(part), length - len(part)
     return b"".join(parts)
 
 
@@ -96,15 +96,15 @@ def _entries(
     about = header.get(_METADATA, {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
         raise ValueError(f"{_METADATA} is not an object of strings")
-    found: dict[str, HeaderEntry] = {}
+    entries: dict[str, HeaderEntry] = {}
     spans: list[tuple[int, int, str]] = []
-    for name, one in header.items():
+    for name, entry in header.items():
         if name == _METADATA:
             continue
         shown = plain_text(ascii(name), 80)
-        if not isinstance(one, dict) or {*one} != {"dtype", "shape", "data_offsets"}:
+        if not isinstance(entry, dict) or {*entry} != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"{shown} must have exactly the keys dtype, shape and data_offsets")
-        code, shape, offsets = one["dtype"], one["shape"], one["data_offsets"]
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(code, str) or code not in itemsizes:
             raise ValueError(
                 f"{shown} has the type {plain_text(ascii(code), 40)}, known are "
@@ -119,7 +119,7 @@ def _entries(
                 f"{shown} has a number of bytes that does not match its type and shape"
             )
         spans.append((begin, end, shown))
-        found[name] = HeaderEntry(code, tuple(shape), start + begin)
+        entries[name] = HeaderEntry(code, tuple(shape), start + begin)
     position = 0
     for begin, end, shown in sorted(spans):
         if begin != position:
@@ -128,7 +128,7 @@ def _entries(
         position = end
     if start + position != size:
         raise ValueError(f"its tensors end at byte {start + position}, and the file at {size}")
-    return found
+    return entries
 
 
 def _is_counts(values: object) -> bool:

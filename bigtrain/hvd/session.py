@@ -106,14 +106,14 @@ def cross_size() -> int:
 
 def _beside() -> list[int]:
     mine = local_rank()
-    ranks = [n for n, place in enumerate(session.places) if place.local_rank == mine]
+    ranks = [n for n, placement in enumerate(session.places) if placement.local_rank == mine]
     return sorted(ranks, key=lambda n: session.places[n].node)
 
 
 def is_homogeneous() -> bool:
     """Whether every node has the same number of processes."""
     session.opened()
-    nodes = [place.node for place in session.places]
+    nodes = [placement.node for placement in session.places]
     return len({nodes.count(node) for node in nodes}) <= 1
 
 

@@ -394,8 +394,8 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
     except RuntimeError:  # nn.RNN holds weak references, which forbid a swap: replace the object
         for module in model.modules():
-            for name, held in (*module._parameters.items(), *module._buffers.items()):
-                if held is tensor:
+            for name, existing in (*module._parameters.items(), *module._buffers.items()):
+                if existing is tensor:
                     setattr(module, name, fresh)
         tensor = fresh
     # The swap exchanged autograd's metadata, which knows the hooks: register them again.

@@ -114,8 +114,11 @@ def _check_type(name: str, value: object, kind: str) -> None:
     elif kind == "float":
         fits, needed = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
     else:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number, at least 1"
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        fits, needed = (
+            is_whole and isinstance(value, int) and value >= 1,
+            "a whole number, at least 1",
+        )
     if not fits:
         raise ConfigError(f"model.args.{name}={value!r} needs {needed}.")
 

@@ -246,10 +246,10 @@ class SectionLibrary:
     def _whole(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
         """Return the part before the blocks, every block in order, and the part after them."""
         _, stands_for = self._runs.shortened(cut=cut)
-        places = {section.name: place for place, section in enumerate(recorded.sections)}
+        places = {section.name: index for index, section in enumerate(recorded.sections)}
         ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
         ordered.sort(key=lambda pair: pair[0])
-        blocks = [replace(recorded.sections[place], name=name) for place, name in ordered if place]
+        blocks = [replace(recorded.sections[index], name=name) for index, name in ordered if index]
         return (self._own(recorded.sections[0]), *blocks, self._own(recorded.sections[-1]))
 
     def _own(self, section: Section) -> Section:

@@ -197,11 +197,11 @@ class _Choice:
             self._taken |= part.slices
         taken = self._taken
         twins = self._unused_twins(taken)
-        taken |= {name: taken[other] for name, other in twins.items()}
+        taken |= {name: taken[twin] for name, twin in twins.items()}
         slices = {n: taken[h.name] for n, h in self._trace.state.items() if h.name in taken}
         layers = tuple(part for part in chosen if isinstance(part, SingleLayer))
         gathered = {next(iter(form.slices)) for form in layers if form.gathered}
-        gathered |= {name for name, other in twins.items() if other in gathered}
+        gathered |= {name for name, twin in twins.items() if twin in gathered}
         return SlicingPlan(
             ranks=self._ranks,
             slices=slices,
@@ -257,16 +257,16 @@ class _Choice:
 
     def _most_bytes(self) -> list[SliceCandidate]:
         """Choose the classes with most bytes; then single layers, the largest first."""
-        whole = sum(self._nbytes.values())
+        total = sum(self._nbytes.values())
         chosen = self._most_classes(alone=False)
-        if sum(map(self._sliced_bytes, chosen)) < ENOUGH * whole:
+        if sum(map(self._sliced_bytes, chosen)) < ENOUGH * total:
             chosen = self._most_classes(alone=True)
         sliced = sum(map(self._sliced_bytes, chosen))
         for candidate in sorted(chosen, key=self._sliced_bytes):
             nbytes = self._sliced_bytes(candidate)
             table = isinstance(candidate, SliceClass) and not candidate.flops
-            if table and nbytes < SMALL * whole and sliced - nbytes >= ENOUGH * whole:
-                chosen = [other for other in chosen if other is not candidate]
+            if table and nbytes < SMALL * total and sliced - nbytes >= ENOUGH * total:
+                chosen = [rest for rest in chosen if rest is not candidate]
                 sliced -= nbytes
         taken = {name for candidate in chosen for name in candidate.slices}
         kinds: dict[str, list[SingleLayer]] = {}
@@ -275,7 +275,7 @@ class _Choice:
             if form is not None:
                 kinds.setdefault(re.sub(r"\d+", "*", name), []).append(form)
         for forms in sorted(kinds.values(), key=lambda f: -sum(map(self._sliced_bytes, f))):
-            if sliced >= ENOUGH * whole:
+            if sliced >= ENOUGH * total:
                 break
             chosen += forms
             sliced += sum(map(self._sliced_bytes, forms))
@@ -379,16 +379,16 @@ class _Choice:
 
     def _why_whole(self, name: str) -> str:
         """Return why a parameter is not sliced."""
-        held = self._trace.state[name]
+        tensor = self._trace.state[name]
         if name in self._keep:
             return "as strategy.slice.keep says"
         if name in self._trace.listed:
             return listed_reason(self._trace.listed[name])
-        if held not in self._used:
+        if tensor not in self._used:
             return self._trace.failed or "this forward pass does not use it"
         reasons = []
-        for n, dim in enumerate(held.dims):
-            reason = self._why_dim(held.name, n) or self._axis_classes.why_not(dim)
+        for n, dim in enumerate(tensor.dims):
+            reason = self._why_dim(tensor.name, n) or self._axis_classes.why_not(dim)
             if reason and dim:
                 reasons.append(f"dim {n}: {reason}")
         return "; ".join(reasons) or "it is a scalar"
@@ -408,10 +408,10 @@ class _Choice:
                 return (
                     few if candidate.units < 2 else (f"{few}: mesh.tp={candidate.units} would work")
                 )
-            for other, other_slices in candidate.slices.items():
-                taken = self._taken.get(other)
-                if taken is not None and (other == name or taken.dim != other_slices.dim):
-                    return f"{other!r}, which goes with it, is sliced along dim {taken.dim}"
+            for other_name, other_slices in candidate.slices.items():
+                taken = self._taken.get(other_name)
+                if taken is not None and (other_name == name or taken.dim != other_slices.dim):
+                    return f"{other_name!r}, which goes with it, is sliced along dim {taken.dim}"
             share = candidate.parameter_bytes / sum(self._nbytes.values())
             sent = format_bytes(sum(sent.nbytes for sent in candidate.exchanged))
             return f"it is {share:.2%} of the parameters, and slices of it would send {sent}"

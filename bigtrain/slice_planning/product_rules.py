@@ -36,13 +36,13 @@ def _factors(op: OpCall) -> tuple[Tensor, Tensor]:
     return left, right
 
 
-def _sum_over(op: OpCall, one: Dim, other: Dim, factors: tuple[Tensor, Tensor]) -> None:
+def _sum_over(op: OpCall, first: Dim, second: Dim, factors: tuple[Tensor, Tensor]) -> None:
     """Unify a contracted dim; it may be sliced only if one of the factors is made of weights."""
-    unify(one, other)
+    unify(first, second)
     if any(map(op.of_weights, factors)):
-        op.summed.append(one)
+        op.summed.append(first)
     else:
-        op.block(one, "activations are summed over it")
+        op.block(first, "activations are summed over it")
 
 
 @axis_rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")

@@ -119,12 +119,12 @@ def concatenated(op: OpCall) -> list[Dims]:
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
     parts = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
-    held = [op.dims_or_new(tensor) for tensor in parts]
-    others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in held]
+    part_dims = [op.dims_or_new(tensor) for tensor in parts]
+    others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in part_dims]
     shape = [1 if n == dim else length for n, length in enumerate(result.shape)]
     dims = same_dims(shape, others)
-    whole = joined([own[dim] for own in held])
-    return [(*dims[:dim], whole, *dims[dim + 1 :])]
+    joined_dim = joined([dims_of_part[dim] for dims_of_part in part_dims])
+    return [(*dims[:dim], joined_dim, *dims[dim + 1 :])]
 
 
 @axis_rule("stack")
@@ -287,9 +287,9 @@ def along_numbers(op: OpCall) -> list[Dims]:
     why = f"{op.name} goes along it"
     dims = op.dims_or_new(tensor)
     others = [t for t in op.tensors if t is not tensor and op.dims(t) is not None]
-    if any(other.dim() != tensor.dim() for other in others):
+    if any(operand.dim() != tensor.dim() for operand in others):
         return opaque(op)
-    for known in (dims, *(op.dims_or_new(other) for other in others)):
+    for known in (dims, *(op.dims_or_new(operand) for operand in others)):
         op.block(known[dim], why)
     result_dims: list[Dim] = []
     for n, length in enumerate(result.shape):
@@ -301,8 +301,8 @@ def along_numbers(op: OpCall) -> list[Dims]:
             op.block(dims[n], why)
             result_dims.append(op.blocked_dim(length, why))
             continue
-        for other in others:
-            other_dim = op.dims_or_new(other)[n]
+        for operand in others:
+            other_dim = op.dims_or_new(operand)[n]
             if dim_length(other_dim) == length:
                 unify(dims[n], other_dim)
             else:

@@ -187,10 +187,10 @@ def _record(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / "record.json")
 
 
-def _each(one: list[float], two: list[float]) -> list[float]:
-    if len(one) != len(two):
+def _each(first: list[float], second: list[float]) -> list[float]:
+    if len(first) != len(second):
         return [math.inf]
-    return [relative_difference(a, b) for a, b in zip(one, two, strict=True)]
+    return [relative_difference(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def relative_difference(expected: float, actual: float) -> float:
@@ -206,8 +206,8 @@ _Before = Callable[[str], tuple[Tensor, Tensor]]
 class _Pair:
     """The same file of two recordings."""
 
-    def __init__(self, one: Path, two: Path) -> None:
-        self._one, self._two = tensors_of_file(one), tensors_of_file(two)
+    def __init__(self, first: Path, second: Path) -> None:
+        self._one, self._two = tensors_of_file(first), tensors_of_file(second)
         names = set(self._one), set(self._two)
         self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
 

@@ -119,11 +119,13 @@ def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
         head = next((head for head in heads if head in by_text), None)
         value = None if head is None else tree[by_text[head]]
         if head is None or not isinstance(value, Mapping):
-            inner = [name for name, one in by_text.items() if isinstance(tree[one], Mapping)]
-            what = f"{head!r} is not a dict" if head else f"there is no {parts[0]!r}"
+            inner = [
+                name for name, inner_key in by_text.items() if isinstance(tree[inner_key], Mapping)
+            ]
+            fault = f"{head!r} is not a dict" if head else f"there is no {parts[0]!r}"
             listed = ", ".join(map(repr, inner[:_MOST_KEYS])) or "none"
             raise ConfigError(
-                f"convert: --key {key}: {what} in {path}{did_you_mean(parts[0], inner)} Dicts "
+                f"convert: --key {key}: {fault} in {path}{did_you_mean(parts[0], inner)} Dicts "
                 f"there: {listed}."
             )
         left_out += [name for name in by_text if name != head]
@@ -141,12 +143,12 @@ def _holds_model(value: Any) -> bool:
     """Whether a value contains tensors and is not the state of an optimizer."""
     if not isinstance(value, Mapping) or _is_optimizer(value):
         return False
-    return any(is_tensor(one) or _holds_model(one) for one in value.values())
+    return any(is_tensor(item) or _holds_model(item) for item in value.values())
 
 
 def _count(value: Any) -> int:
     if isinstance(value, Mapping):
-        return sum(_count(one) for one in value.values())
+        return sum(_count(item) for item in value.values())
     return int(is_tensor(value))
 
 

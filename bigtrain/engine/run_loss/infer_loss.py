@@ -67,8 +67,8 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
 
 def own_loss(output: Any, _targets: Any = None) -> Any:
     """The loss in a model's output, a tensor without dims; None if there is none."""
-    found = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def _output(model: nn.Module, example: MicroBatch, device: torch.device) -> Any:

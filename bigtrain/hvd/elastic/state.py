@@ -115,11 +115,15 @@ class ObjectState(State):
 
     def sync(self, root_rank: int = 0) -> None:
         """Overwrite the state with that of a rank. Collective."""
-        own = {name: getattr(self, name) for name in self._saved}
-        if own:
+        attributes = {name: getattr(self, name) for name in self._saved}
+        if attributes:
             # The script's function is called in the way that Horovod calls it.
             is_ours = self._bcast_object is broadcast_object
-            received = self._bcast_object(own, root_rank) if is_ours else self._bcast_object(own)
+            received = (
+                self._bcast_object(attributes, root_rank)
+                if is_ours
+                else self._bcast_object(attributes)
+            )
             self._take({}, received)
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 

@@ -326,11 +326,11 @@ def _in_groups(
 ) -> Callable[..., torch.optim.Optimizer]:
     """Return a factory of the job's optimizer, which OSS calls with the groups of its share."""
     name_of = {id(p): n for n, p in parameters.items()}
-    whole = WholeOptimizer.of(make_optimizer, parameters)
+    whole_optimizer = WholeOptimizer.of(make_optimizer, parameters)
 
     def make(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         share = [parameter for group in groups for parameter in group["params"]]
-        return whole.put_on({name_of[id(parameter)]: [parameter] for parameter in share})
+        return whole_optimizer.put_on({name_of[id(parameter)]: [parameter] for parameter in share})
 
     return make
 
