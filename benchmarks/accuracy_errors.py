@@ -13,10 +13,10 @@ PROCESS_BAR = 0.1
 """The largest error of a process that is wanted."""
 
 
-def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The errors of all ranks, by engine and together; of each row that has any."""
     result: dict[str, Any] = {}
-    done = [row for row in found.values() if row.get("ranks")]
+    done = [row for row in rows.values() if row.get("ranks")]
     for engine in ("all", *BARS):
         chosen = [row for row in done if engine in ("all", row["engine"])]
         errors = [rank["error"] for row in chosen for rank in row["ranks"]]
@@ -37,8 +37,8 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if abs(row["error"]) > BARS[row["engine"]][0]
         or min(rank["error"] for rank in row["ranks"]) < -BARS[row["engine"]][1]
     ]
-    result["refused"] = sum("refused" in row for row in found.values())
-    result["failed"] = sum("failed" in row for row in found.values())
+    result["refused"] = sum("refused" in row for row in rows.values())
+    result["failed"] = sum("failed" in row for row in rows.values())
     return result
 
 
@@ -73,18 +73,18 @@ def _of_fullest(row: dict[str, Any]) -> float:
     return float(round(highest[0] / highest[1] - 1, 5))
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as Markdown, the largest error first; sizes in MiB."""
     lines = ["| row | engine | predicted | tracked | process | phases | error |"]
     lines.append("| --- | --- | ---: | ---: | ---: | --- | ---: |")
-    done = [row for row in found.values() if row.get("ranks")]
+    done = [row for row in rows.values() if row.get("ranks")]
     for row in sorted(done, key=lambda row: -abs(row["error"])):
         rank = max(row["ranks"], key=lambda rank: abs(rank["error"]))
         keys = ("predicted_bytes", "tracked_bytes", "process_bytes")
         cells = [row["name"], row["engine"], *(f"{(rank[k] or 0) / 2**20:.2f}" for k in keys)]
         cells.append(f"{rank['predicted_phase']}/{rank['tracked_phase']}")
         lines.append("| " + " | ".join([*cells, f"{100 * row['error']:+.2f} %"]) + " |")
-    for row in found.values():
+    for row in rows.values():
         for why in ("refused", "failed"):
             if why in row:
                 lines.append(f"| {row['name']} | {row['engine']} | {why}: {row[why]} |")

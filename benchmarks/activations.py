@@ -104,11 +104,11 @@ def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
         words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
     job = load_job("default", "single", words)
     parts = open_setup(job, make_plan(job, 1, "cpu"))
-    found = forecast_rank(parts.resolved, parts.workload)
-    if found.forecast is None:
-        raise SystemExit(f"the model cannot be forecast: {found.note}")
-    saved = sum(saved_bytes(found.profiles[0], found.forecast).values())
-    return found.forecast.peak().bytes, saved, parts.resolved.notes
+    rank_forecast = forecast_rank(parts.resolved, parts.workload)
+    if rank_forecast.forecast is None:
+        raise SystemExit(f"the model cannot be forecast: {rank_forecast.note}")
+    saved = sum(saved_bytes(rank_forecast.profiles[0], rank_forecast.forecast).values())
+    return rank_forecast.forecast.peak().bytes, saved, parts.resolved.notes
 
 
 def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """The rows as Markdown, sizes in MiB."""
     lines = ["| model | row | tracked | predicted | process | saved | time | most of the peak |"]
     lines += ["| --- | --- |" + " ---: |" * 5 + " --- |"]
-    for model, named in found.items():
+    for model, named in figures.items():
         for name, row in named.items():
             sizes = [row.get(f"{key}_bytes") for key in ("peak", "predicted_peak", "process_peak")]
             cells = [
@@ -161,29 +161,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     chosen = options.rows.split(",") if options.rows else None
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     words: dict[tuple[str, str], list[str]] = {}
     for model in options.models.split(","):
-        found[model] = {}
-        for name, said in rows(model):
+        figures[model] = {}
+        for name, row_words in rows(model):
             if chosen is None or name in chosen:
-                words[model, name] = said
-                _, saved, notes = foretold(said)
-                found[model][name] = {"saved_bytes": saved, "said": list(notes), "rounds": []}
+                words[model, name] = row_words
+                _, saved, notes = foretold(row_words)
+                figures[model][name] = {"saved_bytes": saved, "said": list(notes), "rounds": []}
     for number in range(options.rounds):
-        for (model, name), said in words.items():
-            once = measure(said, options.steps, options.limit)
-            row = found[model][name]
+        for (model, name), row_words in words.items():
+            once = measure(row_words, options.steps, options.limit)
+            row = figures[model][name]
             row["rounds"].append(once.pop("step_seconds", None))
             row.update(once)
-            base = found[model].get("none", {}).get("rounds", [])
+            base = figures[model].get("none", {}).get("rounds", [])
             pairs = [(a, b) for a, b in zip(row["rounds"], base, strict=False) if a and b]
             row["time"] = statistics.median(a / b for a, b in pairs) if pairs else None
             print(f"round {number + 1} {model} {name}: {row['rounds'][-1]} s", file=sys.stderr)
         if options.output:
-            kept = {**surroundings(THREADS), "steps": options.steps, "models": found}
-            options.output.write_text(json.dumps(kept, indent=1) + "\n")
-    print(table(found))
+            document = {**surroundings(THREADS), "steps": options.steps, "models": figures}
+            options.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(figures))
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ def main() -> int:
             for name in options.strategies
         }
     means = {name: mean(row["top1"] for row in rows) for name, rows in runs.items()}
-    within = {name: found >= means["ddp"] - WITHIN for name, found in means.items()}
-    for name, found in means.items():
-        beside = "" if within[name] else f", more than {WITHIN} below ddp"
-        print(f"{name}: top1 {found:.4f}, mean of {len(options.seeds)} runs{beside}")
+    within = {name: accuracy >= means["ddp"] - WITHIN for name, accuracy in means.items()}
+    for name, accuracy in means.items():
+        shortfall = "" if within[name] else f", more than {WITHIN} below ddp"
+        print(f"{name}: top1 {accuracy:.4f}, mean of {len(options.seeds)} runs{shortfall}")
     keep(options.output, {"job": "digits", "within": WITHIN, "mean_top1": means, "runs": runs})
     return 0 if all(within.values()) else 1
 
@@ -92,8 +92,8 @@ def run(name: str, seed: int, steps: int, folder: Path, limit_s: float) -> dict[
 
 def ages(pushes: Sequence[dict[str, Any]]) -> dict[str, float]:
     """How many updates of others came between a pull and the push that was made of it."""
-    found = [push["staleness"] for push in pushes]
-    return {"mean_staleness": round(mean(found), 3), "most_staleness": max(found)}
+    staleness = [push["staleness"] for push in pushes]
+    return {"mean_staleness": round(mean(staleness), 3), "most_staleness": max(staleness)}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -49,30 +49,30 @@ def run(ranks: int, words: Sequence[str]) -> tuple[RunOutcome, str, list[dict[st
 
 def caps_for(ranks: int) -> list[int]:
     """Bytes of the caps to try, the smallest first."""
-    said = run(ranks, ["--cap", TOO_SMALL])[1]
-    smallest = parse_bytes(said.partition("Use --cap ")[2].partition(",")[0])
+    message = run(ranks, ["--cap", TOO_SMALL])[1]
+    smallest = parse_bytes(message.partition("Use --cap ")[2].partition(",")[0])
     largest = 2 * _predicted(run(ranks, ["--dry-run"])[1])
     ratio = (largest / smallest) ** (1 / (NUM_CAPS - 1))
     return [round(smallest * ratio**k) for k in range(NUM_CAPS)]
 
 
-def _predicted(said: str) -> int:
-    match = re.search(r"predicted peak:? ([\d.]+) ([KMG]iB)", said)
+def _predicted(output: str) -> int:
+    match = re.search(r"predicted peak:? ([\d.]+) ([KMG]iB)", output)
     if match is None:
-        raise RuntimeError(f"no plan was chosen: {said[-400:]}")
+        raise RuntimeError(f"no plan was chosen: {output[-400:]}")
     return parse_bytes(match[1] + match[2])
 
 
 def rows(ranks: int, caps: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A row for each cap."""
     for cap in caps:
-        outcome, said, peaks = run(ranks, ["--cap", str(cap)])
-        plan = re.search(r"auto: (.+?): predicted peak", said)
+        outcome, output, peaks = run(ranks, ["--cap", str(cap)])
+        plan = re.search(r"auto: (.+?): predicted peak", output)
         row = {
             "ranks": ranks,
             "cap_bytes": cap,
             "plan": plan[1] if plan else None,
-            "predicted_bytes": _predicted(said) if plan else None,
+            "predicted_bytes": _predicted(output) if plan else None,
             "ran": outcome.status == 0,
             "out_of_memory": outcome.out_of_memory,
         }
@@ -92,15 +92,15 @@ def main() -> None:
     parser.add_argument("--caps", nargs="*", help="sizes instead of the twenty")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for ranks in options.ranks:
         caps = [parse_bytes(size) for size in options.caps or ()]
         for row in rows(ranks, caps or caps_for(ranks)):
-            found.append(row)
+            figures.append(row)
             text = f"{ranks} ranks, {row['cap_bytes'] / MIB:.1f} MiB, {row['plan']}: "
             print(text + ("ran" if row["ran"] else str(row["reason"])), flush=True)
-            wrong = sum(one["out_of_memory"] for one in found)
-            keep(options.output, {"steps": STEPS, "wrong": wrong, "rows": found})
+            wrong = sum(result["out_of_memory"] for result in figures)
+            keep(options.output, {"steps": STEPS, "wrong": wrong, "rows": figures})
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def numbers_of(command: list[str]) -> tuple[list[dict[str, float]], str]:
     done = subprocess.run(
         command, cwd=SCRIPTS, capture_output=True, text=True, timeout=LIMIT_S, env=environ
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    said = [line for line in done.stderr.splitlines() if "bigtrain: " in line or "Error" in line]
-    return found, (said or ["it said nothing"])[-1] if done.returncode else ""
+    numbers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    errors = [line for line in done.stderr.splitlines() if "bigtrain: " in line or "Error" in line]
+    return numbers, (errors or ["it said nothing"])[-1] if done.returncode else ""
 
 
 def run(name: str, strategy: str | None) -> tuple[list[dict[str, float]], str]:
@@ -78,14 +78,16 @@ def run(name: str, strategy: str | None) -> tuple[list[dict[str, float]], str]:
         # Of `resume` one process begins, and another goes on.
         runs = 2 if name == "resume" else 1
         parts = [numbers_of([*command, f"{folder}/saved"]) for _ in range(runs)]
-    return [one for found, _ in parts for one in found], next((f for _, f in parts if f), "")
+    return [number for numbers, _ in parts for number in numbers], next(
+        (f for _, f in parts if f), ""
+    )
 
 
-def largest_difference(found: list[dict[str, float]], want: list[dict[str, float]]) -> float:
+def largest_difference(measured: list[dict[str, float]], want: list[dict[str, float]]) -> float:
     """The largest relative difference of two scripts' numbers; infinite where they do not match."""
-    if [sorted(one) for one in found] != [sorted(one) for one in want]:
+    if [sorted(line) for line in measured] != [sorted(line) for line in want]:
         return float("inf")
-    pairs = [(a[key], b[key]) for a, b in zip(found, want, strict=True) for key in a]
+    pairs = [(a[key], b[key]) for a, b in zip(measured, want, strict=True) for key in a]
     return max(abs(a - b) / max(abs(b), 1e-6) for a, b in pairs)
 
 
@@ -93,15 +95,21 @@ def compare(name: str) -> dict[str, Any]:
     """One row: lines, and for each strategy how far its numbers are from the plain script's."""
     want, fault = run(name, None)
     assert not fault, f"plain_{name}.py: {fault}"
-    whole, gone, new = lines_changed(name)
+    plain_lines, gone, new = lines_changed(name)
     row: dict[str, Any] = {"name": name, "source": SOURCES[name], "numbers": len(want)}
-    row |= {"lines": whole, "lines_gone": gone, "lines_new": new, "differences": {}, "refused": {}}
+    row |= {
+        "lines": plain_lines,
+        "lines_gone": gone,
+        "lines_new": new,
+        "differences": {},
+        "refused": {},
+    }
     for strategy in STRATEGIES:
-        found, fault = run(name, strategy)
+        measured, fault = run(name, strategy)
         if fault:
             row["refused"][strategy] = fault
         else:
-            row["differences"][strategy] = largest_difference(found, want)
+            row["differences"][strategy] = largest_difference(measured, want)
     return row
 
 

@@ -47,7 +47,7 @@ LIMIT_S = 1500.0
 ROUNDS = 3
 
 
-def opened(context: RunContext, strategy: str, width: int, *, beside: bool) -> Any:
+def opened(context: RunContext, strategy: str, width: int, *, asynchronous: bool) -> Any:
     """What makes an engine of the model."""
     keys: dict[str, Any] = {
         "model.name": "gpt",
@@ -59,7 +59,7 @@ def opened(context: RunContext, strategy: str, width: int, *, beside: bool) -> A
         "train.micro_batch_size": 1,
         "memory.predict": False,
         "memory.track_steps": 0,
-        "checkpoint.asynchronous": beside,
+        "checkpoint.asynchronous": asynchronous,
         "checkpoint.keep": 1,
     }
     job = job_from_keys(strategy, keys)
@@ -102,8 +102,8 @@ def save_all(
     context: RunContext, _: Any, strategy: str, width: int, folder: Path, rounds: int
 ) -> dict[str, Any]:
     """Save by each tool in turn."""
-    parts, meter = opened(context, strategy, width, beside=True), Meter(context)
-    found: dict[str, list[dict[str, float]]] = {}
+    parts, meter = opened(context, strategy, width, asynchronous=True), Meter(context)
+    by_tool: dict[str, list[dict[str, float]]] = {}
     with parts.engine(context) as engine:
         batches = iter(parts.training_steps(context, 0))
         engine.step(next(batches))
@@ -111,15 +111,15 @@ def save_all(
         tools = ways_to_save(engine, strategy, folder)
         for number in range(rounds + 1):
             for name, (begin, end) in tools.items():
-                place = folder / name.replace(" ", "-")
+                tool_folder = folder / name.replace(" ", "-")
                 if context.is_main:
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(tool_folder, ignore_errors=True)
                 dist.barrier()
                 row = meter(begin, end)
-                row["disk_bytes"] = on_disk(place)
+                row["disk_bytes"] = on_disk(tool_folder)
                 if number:  # the first warms everything up
-                    found.setdefault(name, []).append(row)
-    return {"step": before_step, "tools": found}
+                    by_tool.setdefault(name, []).append(row)
+    return {"step": before_step, "tools": by_tool}
 
 
 def ways_to_save(
@@ -127,10 +127,10 @@ def ways_to_save(
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]]:
     """By name: what begins a save, and what waits until it is on the disk."""
 
-    def ours(*, beside: bool) -> Callable[[], Any]:
+    def ours(*, asynchronous: bool) -> Callable[[], Any]:
         def save() -> Any:
-            engine.saver._asynchronous = beside
-            name = "bigtrain-asynchronous" if beside else "bigtrain"
+            engine.saver._asynchronous = asynchronous
+            name = "bigtrain-asynchronous" if asynchronous else "bigtrain"
             return engine.save(folder / name)
 
         return save
@@ -139,8 +139,8 @@ def ways_to_save(
         engine.saver.wait()
 
     tools: dict[str, Any] = {
-        "bigtrain": (ours(beside=False), None),
-        "bigtrain asynchronous": (ours(beside=True), wait),
+        "bigtrain": (ours(asynchronous=False), None),
+        "bigtrain asynchronous": (ours(asynchronous=True), wait),
     }
     if strategy == "fsdp":
 
@@ -151,14 +151,17 @@ def ways_to_save(
         def at_once() -> Any:
             return dcp_save(states(), checkpoint_id=folder / "DCP")
 
-        def beside() -> Any:
+        def in_background() -> Any:
             return dcp_async_save(states(), checkpoint_id=folder / "DCP-asynchronous")
 
         tools["DCP"] = (at_once, None)
-        tools["DCP asynchronous"] = (beside, lambda future: future.result())
+        tools["DCP asynchronous"] = (in_background, lambda future: future.result())
     else:
-        theirs: Any = vars(engine.runner)["_engine"]
-        tools["DeepSpeed"] = (lambda: theirs.save_checkpoint(str(folder / "DeepSpeed")), None)
+        deepspeed_engine: Any = vars(engine.runner)["_engine"]
+        tools["DeepSpeed"] = (
+            lambda: deepspeed_engine.save_checkpoint(str(folder / "DeepSpeed")),
+            None,
+        )
     return tools
 
 
@@ -166,12 +169,12 @@ def load_all(
     context: RunContext, _: Any, strategy: str, width: int, folder: Path
 ) -> dict[str, Any]:
     """Resume from what each tool has saved."""
-    parts, meter = opened(context, strategy, width, beside=False), Meter(context)
-    found: dict[str, Any] = {}
+    parts, meter = opened(context, strategy, width, asynchronous=False), Meter(context)
+    by_tool: dict[str, Any] = {}
     with parts.engine(context) as engine:
         engine.step(next(iter(parts.training_steps(context, 0))))
         source = next((folder / "bigtrain").glob("step-*"))
-        found["bigtrain"] = meter(lambda: engine.load(source))
+        by_tool["bigtrain"] = meter(lambda: engine.load(source))
         if strategy == "fsdp":
 
             def load() -> None:
@@ -185,18 +188,18 @@ def load_all(
                     optim_state_dict=states["optimizer"],
                 )
 
-            found["DCP"] = meter(load)
+            by_tool["DCP"] = meter(load)
         elif (folder / "DeepSpeed").exists():
-            theirs: Any = vars(engine.runner)["_engine"]
+            deepspeed_engine: Any = vars(engine.runner)["_engine"]
 
             def load_theirs() -> None:
-                theirs.load_checkpoint(str(folder / "DeepSpeed"))
+                deepspeed_engine.load_checkpoint(str(folder / "DeepSpeed"))
 
             try:
-                found["DeepSpeed"] = meter(load_theirs)
+                by_tool["DeepSpeed"] = meter(load_theirs)
             except Exception as error:  # noqa: BLE001 - what it says is the figure
-                found["DeepSpeed"] = {"refused": (str(error).splitlines() or [repr(error)])[0]}
-    return found
+                by_tool["DeepSpeed"] = {"refused": (str(error).splitlines() or [repr(error)])[0]}
+    return by_tool
 
 
 def nothing(*_: Any) -> None:
@@ -239,17 +242,19 @@ def main() -> int:
                 others = [ranks] if strategy == "zero3" else []
                 others.append(2 if ranks == 4 else 4)
                 loads = {}
-                for other in others:
+                for num_ranks in others:
                     task = forked.Task(
-                        f"{strategy}.{other}", nothing, load_all, args, other, 1, LIMIT_S
+                        f"{strategy}.{num_ranks}", nothing, load_all, args, num_ranks, 1, LIMIT_S
                     )
-                    loaded = next(iter(forked.run_all([task], at_once=other)))
-                    loads[other] = loaded.values[0] if loaded.values else {"failed": loaded.failed}
+                    loaded = next(iter(forked.run_all([task], at_once=num_ranks)))
+                    loads[num_ranks] = (
+                        loaded.values[0] if loaded.values else {"failed": loaded.failed}
+                    )
             if not saved.values:
                 failed += 1
                 print(strategy, ranks, saved.refused or saved.failed)
                 continue
-            tools = {name: median(found) for name, found in saved.values[0]["tools"].items()}
+            tools = {name: median(rounds) for name, rounds in saved.values[0]["tools"].items()}
             row = {"strategy": strategy, "ranks": ranks, "step": saved.values[0]["step"]}
             rows.append({**row, "saves": tools, "resumes": loads})
             show(rows[-1])
@@ -266,8 +271,8 @@ def show(row: dict[str, Any]) -> None:
             f"{figures['disk_bytes'] / 2**20:.0f} MiB on disk",
             flush=True,
         )
-    for ranks, found in row["resumes"].items():
-        print(f"  resumed on {ranks}: {found}", flush=True)
+    for ranks, resume_figures in row["resumes"].items():
+        print(f"  resumed on {ranks}: {resume_figures}", flush=True)
 
 
 if __name__ == "__main__":

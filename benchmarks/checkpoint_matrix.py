@@ -109,7 +109,7 @@ def go_on(
 
     Where it is the strategy's own on as many ranks, the state is saved beside it, to be compared.
     """
-    found: dict[str, Any] = {}
+    losses_by_source: dict[str, Any] = {}
     for source in sources:
         job, parts = opened(context, strategy)
         losses = []
@@ -122,13 +122,13 @@ def go_on(
                     break
             if source == f"{strategy}.{context.world_size}":
                 engine.save(folder / f"{source}.again")
-        found[source] = losses
-    return found
+        losses_by_source[source] = losses
+    return losses_by_source
 
 
 def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]]:
     """Losses of continuations under `single` that have lost something, by what."""
-    found = {}
+    losses = {}
     for lost in ("nothing", "moments", "position"):
         _job, parts = opened(context, "single")
         with parts.engine(context) as engine:
@@ -139,8 +139,8 @@ def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]
                         state[key].zero_()
             rows = KEYS["train.global_batch_size"] if lost == "position" else 0
             batches = iter(parts.training_steps(context, engine.samples_seen + rows))
-            found[lost] = [engine.step(next(batches)).loss for _ in range(AFTER)]
-    return found
+            losses[lost] = [engine.step(next(batches)).loss for _ in range(AFTER)]
+    return losses
 
 
 def opened(context: RunContext, strategy: str) -> Any:
@@ -160,11 +160,13 @@ def nothing(*_: Any) -> None:
 
 def same_bytes(folder: Path, source: str) -> bool:
     """Whether the state after the last step is the uninterrupted run's, byte for byte."""
-    whole, again = (
+    uninterrupted, again = (
         Manifest.open(folder / name / f"step-{BEFORE + AFTER}")
         for name in (source, f"{source}.again")
     )
-    return all(whole.files[name] == again.files[name] for name in whole.tensor_files)
+    return all(
+        uninterrupted.files[name] == again.files[name] for name in uninterrupted.tensor_files
+    )
 
 
 def ranks_of_source(strategy: str) -> int:
@@ -183,18 +185,24 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
             name, tp = f"{strategy}.{count}", tp_of(strategy, count)
             task = forked.Task(name, nothing, begin, args, count, pp, LIMIT_S, tp=tp)
             first[task.name] = task
-        whole = {}
+        uninterrupted = {}
         for outcome in forked.run_all(first.values(), at_once=4):
             print("saved", outcome.name, outcome.refused or outcome.failed or "", flush=True)
             if outcome.values:
-                whole[outcome.name] = outcome.values[0]
-        one = (folder / next(iter(whole)),)
-        wrong = forked.Task("control", nothing, go_wrong, one, 1, 1, LIMIT_S)
+                uninterrupted[outcome.name] = outcome.values[0]
+        checkpoint = (folder / next(iter(uninterrupted)),)
+        wrong = forked.Task("control", nothing, go_wrong, checkpoint, 1, 1, LIMIT_S)
         control = controls(next(iter(forked.run_all([wrong], at_once=1))))
         print("what is lost would show as", control, flush=True)
         tasks = [
             forked.Task(
-                *(f"{strategy}.{count}", nothing, go_on, (strategy, list(whole), folder), count),
+                *(
+                    f"{strategy}.{count}",
+                    nothing,
+                    go_on,
+                    (strategy, list(uninterrupted), folder),
+                    count,
+                ),
                 *(pp_of(strategy, count), LIMIT_S, strategy in REPLICAS, tp_of(strategy, count)),
             )
             for strategy in targets
@@ -203,12 +211,17 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
         ]
         cells = {}
         for outcome in forked.run_all(tasks, at_once=4):
-            cell = cells[outcome.name] = compared(outcome, whole)
-            if outcome.name in whole and "differences" in cell:
+            cell = cells[outcome.name] = compared(outcome, uninterrupted)
+            if outcome.name in uninterrupted and "differences" in cell:
                 cell["same_bytes"] = same_bytes(folder, outcome.name)
             print(outcome.name, said(cell), cell.get("same_bytes", ""), flush=True)
             shutil.rmtree(folder / f"{outcome.name}.again", ignore_errors=True)
-    return {"steps": [BEFORE, AFTER], "sources": list(whole), "control": control, "cells": cells}
+    return {
+        "steps": [BEFORE, AFTER],
+        "sources": list(uninterrupted),
+        "control": control,
+        "cells": cells,
+    }
 
 
 def controls(outcome: forked.Outcome) -> dict[str, float]:
@@ -224,12 +237,16 @@ def furthest(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
 
 
-def compared(outcome: forked.Outcome, whole: dict[str, list[float]]) -> dict[str, Any]:
+def compared(outcome: forked.Outcome, uninterrupted: dict[str, list[float]]) -> dict[str, Any]:
     """One target on one number of ranks against all sources."""
     if not outcome.values:
         return {"refused": outcome.refused} if outcome.refused else {"failed": outcome.failed}
     losses = outcome.values[0]
-    return {"differences": {source: furthest(losses[source], whole[source]) for source in losses}}
+    return {
+        "differences": {
+            source: furthest(losses[source], uninterrupted[source]) for source in losses
+        }
+    }
 
 
 def said(cell: dict[str, Any]) -> str:
@@ -239,13 +256,13 @@ def said(cell: dict[str, Any]) -> str:
     return "-" if "refused" in cell else f"FAILED {cell['failed']}"
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(matrix: dict[str, Any]) -> list[str]:
     """The table, in Markdown."""
-    ranks = sorted({int(name.rpartition(".")[2]) for name in found["cells"]}, reverse=True)
+    ranks = sorted({int(name.rpartition(".")[2]) for name in matrix["cells"]}, reverse=True)
     lines = ["| continues under | " + " | ".join(f"{n} ranks" for n in ranks) + " | same bytes |"]
     lines.append("| --- |" + " --: |" * (len(ranks) + 1))
-    for strategy in dict.fromkeys(name.rpartition(".")[0] for name in found["cells"]):
-        cells = [found["cells"].get(f"{strategy}.{n}", {"refused": ""}) for n in ranks]
+    for strategy in dict.fromkeys(name.rpartition(".")[0] for name in matrix["cells"]):
+        cells = [matrix["cells"].get(f"{strategy}.{n}", {"refused": ""}) for n in ranks]
         same = next((c["same_bytes"] for c in cells if "same_bytes" in c), None)
         last = "-" if same is None else "yes" if same else "no"
         lines.append(f"| `{strategy}` | " + " | ".join([*map(said, cells), last]) + " |")
@@ -262,19 +279,19 @@ def main() -> int:
     options = parser.parse_args()
     forked.load_everything()
     ranks = [int(n) for n in options.ranks.split(",")]
-    found = measure(options.sources.split(","), options.targets.split(","), ranks)
-    print("\n".join(table(found)))
-    keep(options.output, found)
-    cells = found["cells"].values()
+    matrix = measure(options.sources.split(","), options.targets.split(","), ranks)
+    print("\n".join(table(matrix)))
+    keep(options.output, matrix)
+    cells = matrix["cells"].values()
     largest = [max(c["differences"].values()) for c in cells if "differences" in c]
-    blind = [lost for lost, by in found["control"].items() if by < 100 * TOLERANCE]
+    blind = [lost for lost, by in matrix["control"].items() if by < 100 * TOLERANCE]
     failed = sum("failed" in c for c in cells)
-    above = sum(one > TOLERANCE for one in largest)
+    above = sum(difference > TOLERANCE for difference in largest)
     differ = sum(c.get("same_bytes") is False for c in cells)
     print(
         json.dumps(
             {
-                "cells": len(largest) * len(found["sources"]),
+                "cells": len(largest) * len(matrix["sources"]),
                 "failed": failed,
                 "above": above,
                 "other_bytes": differ,

@@ -163,8 +163,8 @@ def draw(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 def draw_job(above: Axes, below: Axes, job: ClassicJob, rows: dict[str, Any]) -> None:
     """The curves of one job, a colour for each strategy."""
     for colour, width, (strategy, row) in zip(COLOURS, WIDTHS, rows.items(), strict=False):
-        steps = [one["step"] for one in row["validation"]]
-        reached = [one[job.figure] for one in row["validation"]]
+        steps = [validation["step"] for validation in row["validation"]]
+        reached = [validation[job.figure] for validation in row["validation"]]
         label = f"{strategy}: {reached[-1]:.3f}"
         above.plot(steps, reached, color=colour, linewidth=width, label=label)
         losses = row["losses"]

@@ -95,10 +95,10 @@ def measure(case: tuple[str, ...], compile_what: str) -> dict[str, int | None]:
         tracked = engine.meter.measured().peak
         module = engine.runner.module
         slots = engine.runner.optimizer.state.values()
-        held = [*module.parameters(), *module.buffers(), *batch]
-        held += [tensor for state in slots for tensor in state.values()]
-        held += [p.grad for p in module.parameters() if p.grad is not None]
-        nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+        allocated = [*module.parameters(), *module.buffers(), *batch]
+        allocated += [tensor for state in slots for tensor in state.values()]
+        allocated += [p.grad for p in module.parameters() if p.grad is not None]
+        nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in allocated}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             engine.step(batch)
     return {

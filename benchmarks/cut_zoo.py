@@ -165,8 +165,8 @@ class Squares:
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
-        found = [t for t in tree_tensors(output) if t.is_floating_point()]
-        return torch.stack([(t**2).mean() + t.mean() for t in found]).sum()
+        tensors = [t for t in tree_tensors(output) if t.is_floating_point()]
+        return torch.stack([(t**2).mean() + t.mean() for t in tensors]).sum()
 
     def count(self, target: Any) -> int:
         del target
@@ -202,28 +202,28 @@ def of_timm(name: str) -> tuple[nn.Module, Any]:
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
     """A cut with as much work in each stage, and how many places there were."""
-    found, _ = traced_model.trace(micro_batch, training=True)
+    trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
-    points, refused = legal_points(found)
+    points, refused = legal_points(trace)
     others, also = legal_points(evaluated)
-    there = {(point.name, point.number) for point in others}
-    points = [point for point in points if (point.name, point.number) in there]
+    common = {(point.name, point.number) for point in others}
+    points = [point for point in points if (point.name, point.number) in common]
     if len(points) < stages - 1:
         why = sorted({*refused.values(), *also.values()})
         raise RuntimeError(f"{len(points)} places to cut: {'; '.join(why)}")
-    work = [(cost.tick, cost.flops + cost.nbytes) for cost in found.costs]
+    work = [(cost.tick, cost.flops + cost.nbytes) for cost in trace.costs]
     total = sum(amount for _, amount in work)
     before = {p.call: sum(amount for tick, amount in work if tick < p.tick) for p in points}
     chosen: set[int] = set()
     for stage in range(1, stages):
         left = [call for call in before if call not in chosen]
         chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
-    return cut_at(found, sorted(chosen), traced_model), len(points)
+    return cut_at(trace, sorted(chosen), traced_model), len(points)
 
 
 def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[str, Tensor]:
     """All that comes out of a step of training, and of an evaluation."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for training in (True, False):
         torch.manual_seed(0)
         buffers = dict(model.named_buffers())
@@ -242,24 +242,24 @@ def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[
                     buffers |= dict(stage.named_buffers())  # it may have assigned new ones
         if training:
             result.backward()
-            found["loss"] = result.detach()
-            found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            tensors["loss"] = result.detach()
+            tensors |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             buffers = buffers if cut is not None else dict(model.named_buffers())
-            found |= {f"{n} after": b.clone() for n, b in buffers.items()}
+            tensors |= {f"{n} after": b.clone() for n, b in buffers.items()}
         else:
-            found |= {f"output {i}": tensor for i, tensor in enumerate(tree_tensors(result))}
-    return found
+            tensors |= {f"output {i}": tensor for i, tensor in enumerate(tree_tensors(result))}
+    return tensors
 
 
-def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def largest(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
     """The largest difference, relative to the largest number of the same tensor where above 1."""
-    if one.keys() != other.keys():
-        raise RuntimeError(f"only one of the two has {sorted(one.keys() ^ other.keys())[:3]}")
+    if expected.keys() != actual.keys():
+        raise RuntimeError(f"only one of the two has {sorted(expected.keys() ^ actual.keys())[:3]}")
     worst = 0.0
-    for key, tensor in one.items():
+    for key, tensor in expected.items():
         if tensor.numel():
             scale = max(1.0, float(tensor.to(torch.complex128).abs().max()))
-            gap = (tensor.to(torch.complex128) - other[key].to(torch.complex128)).abs()
+            gap = (tensor.to(torch.complex128) - actual[key].to(torch.complex128)).abs()
             worst = max(worst, float(gap.max()) / scale)
     return worst
 
@@ -279,13 +279,13 @@ def check(make: Callable[[str], tuple[nn.Module, Any]], name: str) -> dict[str, 
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         micro_batch = MicroBatch(inputs, torch.zeros(2), 1, 2)
         traced_model = TracedModel(model, Squares(), CPU, Numerics())
-        whole = None
+        reference = None
         for stages in (2, 4):
             cut, row["legal_cuts"] = balanced(traced_model, micro_batch, stages)
-            whole = whole or outcome(copy.deepcopy(model), micro_batch, None)
-            gap = largest(whole, outcome(copy.deepcopy(model), micro_batch, cut))
+            reference = reference or outcome(copy.deepcopy(model), micro_batch, None)
+            gap = largest(reference, outcome(copy.deepcopy(model), micro_batch, cut))
             row[f"difference_{stages}"] = gap
-            row[f"places_{stages}"] = [place for place, _ in cut.call_sites]
+            row[f"places_{stages}"] = [call_site for call_site, _ in cut.call_sites]
             if not gap <= (1e-9 if double else 1e-4):
                 raise RuntimeError(f"{stages} stages differ by {gap:.2g}")
         row["works"] = True
@@ -307,9 +307,9 @@ def show(row: dict[str, Any]) -> None:
 
 def save(row: dict[str, Any]) -> None:
     """Put one row into the file, in the place of an older one of the same model."""
-    found = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    mine = (row["library"], row["name"])
-    rows = [r for r in found if (r["library"], r["name"]) != mine] + [row]
+    stored = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    key = (row["library"], row["name"])
+    rows = [r for r in stored if (r["library"], r["name"]) != key] + [row]
     order = [*MODELS, *TIMM]
     rows.sort(key=lambda r: (r["library"] == "timm", order.index(r["name"])))
     versions = {"torch": torch.__version__, "python": platform.python_version()}

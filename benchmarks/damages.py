@@ -103,14 +103,14 @@ class DamagedRuns:
         with contextlib.ExitStack() as stack:
             if name.startswith("system"):
                 target = draw.choice(sorted((checkpoints / f"step-{NEW}").iterdir()))
-                what = stack.enter_context(_failing(draw, name, target))
+                description = stack.enter_context(_failing(draw, name, target))
             else:
-                what = KINDS[name](draw, checkpoints)
+                description = KINDS[name](draw, checkpoints)
             problem = self._problem(checkpoints, pointers_only=name == "pointer")
         seconds = time.monotonic() - began
         if problem is None and seconds > LIMIT_S:
             problem = f"it took {seconds:.1f} s"
-        return {"number": number, "kind": name, "what": what, "problem": problem}
+        return {"number": number, "kind": name, "what": description, "problem": problem}
 
     def _problem(self, checkpoints: Path, *, pointers_only: bool) -> str | None:
         new = checkpoints / f"step-{NEW}"
@@ -118,11 +118,11 @@ class DamagedRuns:
         signal.alarm(LIMIT_S)
         try:
             if not pointers_only:
-                said = _refusal(new)
-                if said is None:
+                refusal = _refusal(new)
+                if refusal is None:
                     return "it was opened as if it were whole"
-                if "\n" in said or str(new) not in said:
-                    return f"what is said names no file, or not in one line: {said[:300]}"
+                if "\n" in refusal or str(new) not in refusal:
+                    return f"what is said names no file, or not in one line: {refusal[:300]}"
             self._engine.load(self._written / "checkpoints" / f"step-{NEW}")
             lines = resume(self._engine.job, self._engine, self._copy)
         except Exception as error:  # noqa: BLE001 - every other error is what is looked for
@@ -136,16 +136,16 @@ class DamagedRuns:
         if self._engine.steps_done != expected and not pointers_only:
             return f"went on from step {self._engine.steps_done}, step {expected} is whole"
         state = self._engine.runner.module.state_dict()
-        held = self._states[self._engine.steps_done]
-        if not all(torch.equal(value, held[name]) for name, value in state.items()):
+        saved = self._states[self._engine.steps_done]
+        if not all(torch.equal(value, saved[name]) for name, value in state.items()):
             return "other weights than those that were saved"
         return None
 
 
 def _refusal(path: Path) -> str | None:
     try:
-        found = Checkpoint(path)
-        len(found.tensors)
+        checkpoint = Checkpoint(path)
+        len(checkpoint.tensors)
     except CheckpointError as error:
         return str(error)
     return None
@@ -169,8 +169,8 @@ def _any_file(draw: random.Random, checkpoints: Path) -> Path:
 def _flipped(draw: random.Random, checkpoints: Path) -> str:
     path = _any_file(draw, checkpoints)
     data, count = bytearray(path.read_bytes()), draw.choice((1, 1, 1, 2, 40))
-    for place in draw.sample(range(8 * len(data)), min(count, 8 * len(data))):
-        data[place // 8] ^= 1 << place % 8
+    for bit in draw.sample(range(8 * len(data)), min(count, 8 * len(data))):
+        data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
     return f"{count} bits of {path.name}"
 
@@ -207,23 +207,23 @@ def _gone(draw: random.Random, checkpoints: Path) -> str:
 
 def _swapped(draw: random.Random, checkpoints: Path) -> str:
     pairs = [(a, b) for a in _files(checkpoints) for b in _files(checkpoints) if a < b]
-    one, two = draw.choice([(a, b) for a, b in pairs if a.read_bytes() != b.read_bytes()])
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
-    return f"{one.name} and {two.name} swapped"
+    first, second = draw.choice([(a, b) for a, b in pairs if a.read_bytes() != b.read_bytes()])
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    return f"{first.name} and {second.name} swapped"
 
 
 def _of_the_other(draw: random.Random, checkpoints: Path) -> str:
     """A file of the older checkpoint, in place of the same of the newer one."""
-    other = checkpoints / f"step-{OLD}"
+    older = checkpoints / f"step-{OLD}"
     names = [
         path.name
         for path in _files(checkpoints)
-        if (other / path.name).read_bytes() != path.read_bytes()
+        if (older / path.name).read_bytes() != path.read_bytes()
     ]
     name = draw.choice(names)
-    shutil.copy(other / name, checkpoints / f"step-{NEW}" / name)
+    shutil.copy(older / name, checkpoints / f"step-{NEW}" / name)
     return f"{name} of the older one"
 
 
@@ -250,8 +250,8 @@ def _bind_socket(path: Path) -> None:
     here = os.getcwd()
     os.chdir(path.parent)  # a socket's path may have a hundred bytes
     try:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as unix_socket:
+            unix_socket.bind(path.name)
     finally:
         os.chdir(here)
 
@@ -266,8 +266,8 @@ def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
     doomed.add((state.st_dev, state.st_ino))
 
     def is_doomed(descriptor: int) -> bool:
-        found = os.fstat(descriptor)
-        return (found.st_dev, found.st_ino) in doomed
+        status = os.fstat(descriptor)
+        return (status.st_dev, status.st_ino) in doomed
 
     def refuse_open(path: Any, *args: Any, **options: Any) -> int:
         if os.fspath(path) == str(target):
@@ -311,10 +311,10 @@ def _header(draw: random.Random, checkpoints: Path) -> str:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    what, text, body = broken_header(draw, header, body)
+    description, text, body = broken_header(draw, header, body)
     path.write_bytes(text + body)
     _rehash(checkpoints)
-    return f"{path.name}: {what}"
+    return f"{path.name}: {description}"
 
 
 def broken_header(
@@ -328,16 +328,16 @@ def broken_header(
     name = draw.choice([n for n in header if n != "__metadata__" and header[n]["shape"]])
     entry_ways = _entry_ways(draw, header, body, name)
     way = draw.choice([*entry_ways, *_LENGTHS, *_TEXTS, "a name twice", "a gap", "bytes behind"])
-    one = dict(header[name])
+    entry = dict(header[name])
     if way in entry_ways:
         entry_ways[way]()
     elif way == "a gap":
-        body = _with_gap(header, one["data_offsets"][1], body)
+        body = _with_gap(header, entry["data_offsets"][1], body)
     elif way == "bytes behind":
         body += bytes(8)
     text = json.dumps(header, separators=(",", ":")).encode()
     if way == "a name twice":
-        text = text[:-1] + b"," + json.dumps({name: one}).encode()[1:]
+        text = text[:-1] + b"," + json.dumps({name: entry}).encode()[1:]
     text = _TEXTS[way](text) if way in _TEXTS else text
     length = _LENGTHS[way](len(text), len(body)) if way in _LENGTHS else len(text)
     return way, struct.pack("<Q", length) + text, body
@@ -345,9 +345,9 @@ def broken_header(
 
 def _with_gap(header: dict[str, Any], end: int, body: bytes) -> bytes:
     """Eight bytes that belong to nobody behind a tensor; behind the last one: at the end."""
-    for other in header.values():
-        if "data_offsets" in other and other["data_offsets"][0] >= end:
-            other["data_offsets"] = [place + 8 for place in other["data_offsets"]]
+    for entry in header.values():
+        if "data_offsets" in entry and entry["data_offsets"][0] >= end:
+            entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
     return body[:end] + bytes(8) + body[end:]
 
 
@@ -355,12 +355,12 @@ def _entry_ways(
     draw: random.Random, header: dict[str, Any], body: bytes, name: str
 ) -> dict[str, Callable[[], Any]]:
     """What can be wrong with what a header says of a tensor."""
-    one = header[name]
-    (begin, end), shape = one["data_offsets"], one["shape"]
+    entry = header[name]
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
     over = 4 if begin == 0 else -4
 
     def change(**values: Any) -> Callable[[], Any]:
-        return lambda: one.update(values)
+        return lambda: entry.update(values)
 
     return {
         "begins before the tensors": change(data_offsets=[begin - 8, end - 8]),
@@ -382,7 +382,7 @@ def _entry_ways(
         "a type that is a list": change(dtype=["F32"]),
         "another type": change(dtype="U8"),
         "one key more": change(more=1),
-        "one key less": lambda: one.pop(draw.choice(("dtype", "shape", "data_offsets"))),
+        "one key less": lambda: entry.pop(draw.choice(("dtype", "shape", "data_offsets"))),
         "no object": lambda: header.update({name: [1, 2]}),
         "metadata of numbers": lambda: header.update(__metadata__={"format": 1}),
         "metadata as a list": lambda: header.update(__metadata__=[1]),
@@ -447,8 +447,8 @@ def _manifest(draw: random.Random, checkpoints: Path) -> str:
         return f"manifest: {way}"
     ways[way]()
     content.pop("sha256", None)
-    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**content, "sha256": own}))
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256": digest}))
     return f"manifest: {way}"
 
 
@@ -529,11 +529,11 @@ def damage_all(number: int, seed: int, say: Callable[[str], None] = print) -> di
         scratch = Path(name)
         runs = DamagedRuns(written_run(scratch / "written"), scratch)
         for n in range(number):
-            found = runs.one(n, seed)
-            counts[found["kind"]] += 1
-            if found["problem"] is not None:
-                failed.append(found)
-                say(f"{n} {found['kind']}: {found['what']}: {found['problem']}")
+            outcome = runs.one(n, seed)
+            counts[outcome["kind"]] += 1
+            if outcome["problem"] is not None:
+                failed.append(outcome)
+                say(f"{n} {outcome['kind']}: {outcome['what']}: {outcome['problem']}")
     by_kind = {
         kind: {"damages": counts[kind], "failed": sum(f["kind"] == kind for f in failed)}
         for kind in KINDS

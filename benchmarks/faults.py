@@ -218,18 +218,18 @@ class FaultRuns:
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], environ: Mapping[str, str], place: Path
+    command: Sequence[str], environ: Mapping[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher, ended with its ranks at the end of the block.
 
     Args:
         command: of the launcher.
         environ: all of its variables.
-        place: where each rank's model writes its process number, as `pid-RANK-LIFE`.
+        folder: where each rank's model writes its process number, as `pid-RANK-LIFE`.
     """
     process = subprocess.Popen(
         command,
-        env={**environ, "FAULT_FOLDER": str(place)},
+        env={**environ, "FAULT_FOLDER": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -239,7 +239,7 @@ def started(
     finally:
         if process.poll() is None:
             process.kill()
-            for path in place.glob("pid-*"):
+            for path in folder.glob("pid-*"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(path.read_text()), signal.SIGKILL)
             process.communicate()
@@ -266,22 +266,22 @@ def _words(setting: Setting) -> list[str]:
 
 
 def _problem(
-    place: Path,
+    folder: Path,
     expected: list[tuple[int, float, float]],
     status: int,
-    said: str,
+    errors: str,
     latest: str,
     begun: int | None,
 ) -> str | None:
     if status:
-        return f"exit status {status}: {said[-1500:]}"
-    found = curve(place / "runs" / "r")
-    if found != expected:
-        wrong = [n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
-        first = wrong[0] if wrong else min(len(found), len(expected))
-        pair = [rows[first : first + 1] for rows in (found, expected)]
+        return f"exit status {status}: {errors[-1500:]}"
+    measured = curve(folder / "runs" / "r")
+    if measured != expected:
+        wrong = [n for n, (a, b) in enumerate(zip(measured, expected, strict=False)) if a != b]
+        first = wrong[0] if wrong else min(len(measured), len(expected))
+        pair = [rows[first : first + 1] for rows in (measured, expected)]
         return (
-            f"{len(found)} steps, not those of the run without a fault from line {first + 1}: "
+            f"{len(measured)} steps, not those of the run without a fault from line {first + 1}: "
             f"{pair[0]} and {pair[1]}"
         )
     announced = int(latest.removeprefix("step-")) if latest.startswith("step-") else 0
@@ -290,16 +290,16 @@ def _problem(
     return None
 
 
-def _latest(place: Path) -> str:
+def _latest(folder: Path) -> str:
     try:
-        return (place / "runs" / "r" / "checkpoints" / "latest").read_text().strip()
+        return (folder / "runs" / "r" / "checkpoints" / "latest").read_text().strip()
     except OSError:
         return "none"
 
 
-def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
+def _wait_for(folder: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
     """Wait until the fault's step is done; false where the run ended before."""
-    metrics, begun = place / "runs" / "r" / "metrics.jsonl", place / f"pid-{fault.rank}-0"
+    metrics, begun = folder / "runs" / "r" / "metrics.jsonl", folder / f"pid-{fault.rank}-0"
     end = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < end:
         if begun.exists() and begun.read_text():
@@ -310,9 +310,9 @@ def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str], limit_s
     return False
 
 
-def _strike(place: Path, fault: Fault) -> bool:
+def _strike(folder: Path, fault: Fault) -> bool:
     """Send the signal; false where the rank has ended by then."""
-    pid = int((place / f"pid-{fault.rank}-0").read_text())
+    pid = int((folder / f"pid-{fault.rank}-0").read_text())
     try:
         os.kill(pid, getattr(signal, fault.kind))
     except ProcessLookupError:
@@ -358,8 +358,10 @@ def main() -> int:
         for done in as_completed(threads.submit(runs.drawn, n, options.seed) for n in numbers):
             outcome = done.result()
             outcomes[outcome.number] = {**asdict(outcome), "commit": commit}
-            held = outcome.problem or ("held" if outcome.came else "held, came too late")
-            print(outcome.number, outcome.setting, outcome.fault, held, outcome.seconds, flush=True)
+            verdict = outcome.problem or ("held" if outcome.came else "held, came too late")
+            print(
+                outcome.number, outcome.setting, outcome.fault, verdict, outcome.seconds, flush=True
+            )
             every = [outcomes[number] for number in sorted(outcomes)]
             keep_runs(options.output, options.seed, python, every)
     print(table(list(outcomes.values())))
@@ -371,22 +373,22 @@ def damage(number: int, seed: int, output: Path | None) -> int:
     from damages import damage_all
     from harness import keep
 
-    found = damage_all(number, seed)
-    keep(output, found)
-    for kind, row in found["by_kind"].items():
+    document = damage_all(number, seed)
+    keep(output, document)
+    for kind, row in document["by_kind"].items():
         print(f"{kind:12} {row['damages']:5} damages, {row['failed']} failed")
-    print(f"{number} damages, {found['failed']} loaded or not said, {found['seconds']} s")
-    return 1 if found["failed"] else 0
+    print(f"{number} damages, {document['failed']} loaded or not said, {document['seconds']} s")
+    return 1 if document["failed"] else 0
 
 
 def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:
     """The runs that a file has, by their numbers, where they were made alike."""
     if path is None or not path.exists():
         return {}
-    found = json.loads(path.read_text())
-    if (found.get("seed"), found.get("python")) != (seed, python):
+    document = json.loads(path.read_text())
+    if (document.get("seed"), document.get("python")) != (seed, python):
         return {}
-    return {outcome["number"]: outcome for outcome in found["outcomes"]}
+    return {outcome["number"]: outcome for outcome in document["outcomes"]}
 
 
 def keep_runs(
@@ -395,7 +397,7 @@ def keep_runs(
     """Write the file anew, with all runs so far."""
     from harness import keep
 
-    found = {
+    document = {
         "python": python,
         "seed": seed,
         "runs": len(outcomes),
@@ -404,24 +406,26 @@ def keep_runs(
         "by_setting": {" ".join(key): row for key, row in _rows(outcomes).items()},
         "outcomes": list(outcomes),
     }
-    keep(path, found)
+    keep(path, document)
 
 
 def _rows(outcomes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
     """Of each setting and kind how many held, of how many that were hit; others in brackets."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for strategy in STRATEGIES:
-        for beside, word in ((False, "at once"), (True, "beside")):
+        for asynchronous, word in ((False, "at once"), (True, "beside")):
             row = {}
             for kind in KINDS:
-                one = [
+                outcomes_of_kind = [
                     o
                     for o in outcomes
-                    if o["setting"] == {"strategy": strategy, "asynchronous": beside}
+                    if o["setting"] == {"strategy": strategy, "asynchronous": asynchronous}
                     and o["fault"]["kind"] == kind
                 ]
-                held = sum(o["came"] and o["problem"] is None for o in one)
-                row[kind] = f"{held} of {sum(o['came'] or bool(o['problem']) for o in one)}"
+                passed = sum(o["came"] and o["problem"] is None for o in outcomes_of_kind)
+                row[kind] = (
+                    f"{passed} of {sum(o['came'] or bool(o['problem']) for o in outcomes_of_kind)}"
+                )
             rows[strategy, word] = row
     return rows
 

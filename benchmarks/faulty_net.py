@@ -48,8 +48,8 @@ def _count() -> None:
     _made[0] += 1
     if f"{_RANK}:{_made[0]}" == os.environ.get("FAULT_CALL") and _LIFE == "0":
         latest = _FOLDER / "runs" / "r" / "checkpoints" / "latest"
-        said = latest.read_bytes() if latest.exists() else b""
-        (_FOLDER / "fault").write_bytes(said or b"none")
+        name = latest.read_bytes() if latest.exists() else b""
+        (_FOLDER / "fault").write_bytes(name or b"none")
         os.kill(os.getpid(), signal.SIGKILL)
     (_FOLDER / f"calls-{_RANK}").write_text(str(_made[0]))
 

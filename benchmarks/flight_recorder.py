@@ -102,9 +102,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(options.steps)
-    print(json.dumps(found, indent=1))
-    keep(options.output, found)
+    figures = measure(options.steps)
+    print(json.dumps(figures, indent=1))
+    keep(options.output, figures)
 
 
 if __name__ == "__main__":

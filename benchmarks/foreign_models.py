@@ -146,8 +146,8 @@ def side_of(library: str, model: nn.Module) -> int:
     if library != "timm":
         return SIDE
     described: Any = getattr(model, "default_cfg", {})
-    own = int(described["input_size"][-1])
-    return own if described.get("fixed_input_size") else min(own, SIDE)
+    native_side = int(described["input_size"][-1])
+    return native_side if described.get("fixed_input_size") else min(native_side, SIDE)
 
 
 def words_of(model: dict[str, Any]) -> list[str]:
@@ -245,8 +245,8 @@ def main() -> None:
         for row in drawn(library):
             rows.append(row)
             print(library, row["name"], row.get("left_out", ""), file=sys.stderr, flush=True)
-    whole = {"seed": SEED, "versions": versions, "models": rows}
-    FILE.write_text(json.dumps(whole, indent=1) + "\n")
+    document = {"seed": SEED, "versions": versions, "models": rows}
+    FILE.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -109,21 +109,21 @@ def run_all(tasks: Iterable[Task], at_once: int) -> Iterator[Outcome]:
     going: list[_Going] = []
     try:
         while waiting or going:
-            busy = sum(one.task.ranks for one in going)
+            busy = sum(run.task.ranks for run in going)
             if waiting and (not going or busy + waiting[0].ranks <= at_once):
                 going.append(_Going(waiting.pop(0)))
                 continue
-            left = min(one.deadline for one in going) - time.monotonic()
-            wait([one.pipe for one in going], max(0.0, left))
-            for one in list(going):
-                outcome = one.look()
+            left = min(run.deadline for run in going) - time.monotonic()
+            wait([run.pipe for run in going], max(0.0, left))
+            for run in list(going):
+                outcome = run.look()
                 if outcome is not None:
-                    going.remove(one)
-                    one.end()
+                    going.remove(run)
+                    run.end()
                     yield outcome
     finally:
-        for one in going:
-            one.end()
+        for run in going:
+            run.end()
 
 
 class _Going:
@@ -132,19 +132,19 @@ class _Going:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.deadline = time.monotonic() + task.limit_s
-        self.pipe, theirs = _FORK.Pipe(duplex=False)
-        self._process = _FORK.Process(target=_lead, args=(task, theirs))
+        self.pipe, child_pipe = _FORK.Pipe(duplex=False)
+        self._process = _FORK.Process(target=_lead, args=(task, child_pipe))
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def look(self) -> Outcome | None:
         """The outcome, when there is one."""
         if self.pipe.poll():
             try:
-                found: Outcome = pickle.loads(self.pipe.recv_bytes())
+                outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
             except EOFError:
                 return Outcome(self.task.name, failed="its leader ended without a word")
-            return found
+            return outcome
         if time.monotonic() > self.deadline:
             return Outcome(self.task.name, failed=f"not done after {self.task.limit_s:.0f} s")
         return None
@@ -176,28 +176,28 @@ def _lead(task: Task, pipe: Connection) -> None:
 
 
 def _apart(run: Callable[[], Any]) -> tuple[str, Any]:
-    mine, theirs = _FORK.Pipe(duplex=False)
+    parent_pipe, child_pipe = _FORK.Pipe(duplex=False)
 
     def answer() -> None:
-        theirs.send_bytes(pickle.dumps(_answer(run)))
+        child_pipe.send_bytes(pickle.dumps(_answer(run)))
         os._exit(0)
 
     _FORK.Process(target=answer).start()
-    theirs.close()
+    child_pipe.close()
     try:
-        found: tuple[str, Any] = pickle.loads(mine.recv_bytes())
+        kind_and_value: tuple[str, Any] = pickle.loads(parent_pipe.recv_bytes())
     except EOFError:
         return "failed", "it ended without a word while it was prepared"
-    return found
+    return kind_and_value
 
 
 def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
     ranks: dict[Connection, int] = {}
     for rank in range(task.ranks):
-        mine, theirs = _FORK.Pipe(duplex=False)
-        _FORK.Process(target=_rank, args=(task, prepared, rank, folder, theirs)).start()
-        theirs.close()
-        ranks[mine] = rank
+        parent_pipe, child_pipe = _FORK.Pipe(duplex=False)
+        _FORK.Process(target=_rank, args=(task, prepared, rank, folder, child_pipe)).start()
+        child_pipe.close()
+        ranks[parent_pipe] = rank
     values: dict[int, Any] = {}
     silent: list[int] = []
     while ranks:
@@ -212,18 +212,18 @@ def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
                 silent.append(rank)
                 continue
             if kind != "done":
-                said = value if kind == "refused" else f"rank {rank}: {value}"
-                return _outcome(task, kind, said)
+                reason = value if kind == "refused" else f"rank {rank}: {value}"
+                return _outcome(task, kind, reason)
             values[rank] = value
     if silent:
         return Outcome(task.name, failed=f"rank {silent[0]} ended without a word")
     return Outcome(task.name, tuple(values[rank] for rank in range(task.ranks)))
 
 
-def _outcome(task: Task, kind: str, said: str) -> Outcome:
+def _outcome(task: Task, kind: str, reason: str) -> Outcome:
     if kind == "refused":
-        return Outcome(task.name, refused=said)
-    return Outcome(task.name, failed=said)
+        return Outcome(task.name, refused=reason)
+    return Outcome(task.name, failed=reason)
 
 
 def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) -> None:
@@ -278,5 +278,5 @@ def _answer(run: Callable[[], Any]) -> tuple[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is one row
         lines = str(error).strip().splitlines() or [""]
         where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        return "failed", f"{type(error).__name__}: {lines[0]} ({place})"
+        source_line = f"{Path(where.filename).name}:{where.lineno}"
+        return "failed", f"{type(error).__name__}: {lines[0]} ({source_line})"

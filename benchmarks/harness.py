@@ -24,12 +24,12 @@ def surroundings(threads: int = 1) -> dict[str, Any]:
     """The hardware, the versions and the commit that the figures belong to."""
     command = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    found = {**found_surroundings(), "commit": commit.stdout.strip()}
-    found["hardware"] += f"; {threads} thread{'s' * (threads > 1)} a rank"
-    return found
+    facts = {**found_surroundings(), "commit": commit.stdout.strip()}
+    facts["hardware"] += f"; {threads} thread{'s' * (threads > 1)} a rank"
+    return facts
 
 
-def keep(path: Path | None, found: dict[str, Any], threads: int = 1) -> None:
+def keep(path: Path | None, figures: dict[str, Any], threads: int = 1) -> None:
     """Write figures and their surroundings as JSON where a path is given."""
     if path is not None:
-        path.write_text(json.dumps({**surroundings(threads), **found}, indent=1) + "\n", "utf-8")
+        path.write_text(json.dumps({**surroundings(threads), **figures}, indent=1) + "\n", "utf-8")

@@ -230,20 +230,20 @@ def _bomb(draw: random.Random) -> str:
 def _mutated(draw: random.Random, data: bytes) -> bytes:
     """Changed, cut, repeated, or with something put in between."""
     for _ in range(draw.randint(1, 4)):
-        place = draw.randrange(len(data) + 1)
-        other = draw.randrange(len(data) + 1)
-        first, last = sorted((place, other))
+        begin = draw.randrange(len(data) + 1)
+        end = draw.randrange(len(data) + 1)
+        first, last = sorted((begin, end))
         odd = draw.choice(
             (b"\0", b"\xff", b"\t", b"\r", b"\xef\xbb\xbf", b":", b"- ", b"{", b"]", b"&a", b"\n\n")
             + (b'"', b"\\ud800", b"\x85", b"\xe2\x80\xa8", b"<<: ", b"!!int ", b"9" * 50, b"e999")
         )
         data = draw.choice(
             (
-                data[:place] + odd + data[place:],
+                data[:begin] + odd + data[begin:],
                 data[:first] + data[last:],
-                data[:place] + data[first:last] * 2 + data[place:],
-                data[:place],
-                data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :],
+                data[:begin] + data[first:last] * 2 + data[begin:],
+                data[:begin],
+                data[:begin] + bytes([draw.randrange(256)]) + data[begin + 1 :],
             )
         )
     return data
@@ -382,9 +382,9 @@ def _json_text(draw: random.Random, right: Any) -> bytes:
         return draw.choice(values).encode()
     if way < 0.65:
         places = [n for n, c in enumerate(text) if c == ":"]
-        place = draw.choice(places)
-        end = min(n for n in (text.find(",", place), text.find("}", place)) if n > 0)
-        return (text[: place + 1] + draw.choice(values) + text[end:]).encode()
+        position = draw.choice(places)
+        end = min(n for n in (text.find(",", position), text.find("}", position)) if n > 0)
+        return (text[: position + 1] + draw.choice(values) + text[end:]).encode()
     if way < 0.75:
         return text.replace("{", '{"a": 1, "a": 2, ', draw.randint(1, 2)).encode()
     return _mutated(draw, text.encode())
@@ -412,9 +412,9 @@ def _cache(draw: random.Random) -> HostileInput:
 
 def _header(draw: random.Random) -> HostileInput:
     damages = importlib.import_module("damages")
-    one = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     two = {"dtype": "I64", "shape": [4], "data_offsets": [24, 56]}
-    header, body = {"__metadata__": {"format": "pt"}, "a": one, "b": two}, bytes(range(56))
+    header, body = {"__metadata__": {"format": "pt"}, "a": entry, "b": two}, bytes(range(56))
     if draw.random() < 0.6:
         _, head, body = damages.broken_header(draw, header, body)
         data = head + body
@@ -551,21 +551,21 @@ class HostileRuns:
 
     def one(self, number: int, seed: int) -> dict[str, Any]:
         """The input with this number; `problem` is None where everything held."""
-        given = drawn_input(number, seed)
-        place = self._folder / f"input-{number}"
-        place.mkdir()
-        (place / "text.txt").write_text("a text of some letters, " * 40)
-        for name, data in given.files.items():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_bytes(data)
+        drawn = drawn_input(number, seed)
+        folder = self._folder / f"input-{number}"
+        folder.mkdir()
+        (folder / "text.txt").write_text("a text of some letters, " * 40)
+        for name, data in drawn.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
         # Ranks of one launch keep each other quiet, and all inputs are started by one process.
-        own = {"PMIX_NAMESPACE": f"{seed}-{number}-{os.getpid()}"}
-        own |= {"XDG_CACHE_HOME": str(place / "cache"), "HOME": str(place)}
-        environ = {**self._environ, **own, **given.environ}
+        own_environ = {"PMIX_NAMESPACE": f"{seed}-{number}-{os.getpid()}"}
+        own_environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
+        environ = {**self._environ, **own_environ, **drawn.environ}
         began = time.monotonic()
         status, problem = None, None
         try:
-            done = self._run(given.words, cwd=place, env=environ, timeout=3 * self._limit_s)
+            done = self._run(drawn.words, cwd=folder, env=environ, timeout=3 * self._limit_s)
             status, problem = done.returncode, _fault(done)
         except subprocess.TimeoutExpired:
             problem = f"not done after {3 * self._limit_s:.0f} s"
@@ -574,29 +574,31 @@ class HostileRuns:
         seconds = time.monotonic() - began
         if problem is None and seconds > self._limit_s:
             problem = f"it took {seconds:.1f} s"
-        shutil.rmtree(place, ignore_errors=True)
-        row = {"number": number, "kind": given.kind, "status": status, "problem": problem}
+        shutil.rmtree(folder, ignore_errors=True)
+        row = {"number": number, "kind": drawn.kind, "status": status, "problem": problem}
         if problem is not None:
-            row["words"] = [word[:120] for word in given.words if word not in SMALL]
-            row["files"] = {name: repr(data[:300]) for name, data in given.files.items()}
-            row["environ"] = {name: value[:100] for name, value in given.environ.items()}
+            row["words"] = [word[:120] for word in drawn.words if word not in SMALL]
+            row["files"] = {name: repr(data[:300]) for name, data in drawn.files.items()}
+            row["environ"] = {name: value[:100] for name, value in drawn.environ.items()}
         return row
 
 
 def _fault(done: subprocess.CompletedProcess[str]) -> str | None:
-    said = done.stderr
-    if "Traceback (most recent call last)" in said + done.stdout:
-        lines = [line for line in said.splitlines() if line.strip()]
+    errors = done.stderr
+    if "Traceback (most recent call last)" in errors + done.stdout:
+        lines = [line for line in errors.splitlines() if line.strip()]
         where = [line.strip() for line in lines if line.startswith("  File ")]
         return f"traceback: {lines[-1][:200]} ({where[-1] if where else ''})"
     if done.returncode not in (0, 2):
-        return f"exit status {done.returncode}: {(said or done.stdout)[-300:]}"
+        return f"exit status {done.returncode}: {(errors or done.stdout)[-300:]}"
     if done.returncode == 2:
-        own = [line for line in said.splitlines() if line.startswith(("bigtrain: ", "usage: "))]
-        if not own:
-            return f"exit status 2 without a line: {said[-200:]}"
-        if max(map(len, own)) > _MOST_LETTERS:
-            return f"a line of {max(map(len, own))} letters: {own[0][:200]}"
+        own_lines = [
+            line for line in errors.splitlines() if line.startswith(("bigtrain: ", "usage: "))
+        ]
+        if not own_lines:
+            return f"exit status 2 without a line: {errors[-200:]}"
+        if max(map(len, own_lines)) > _MOST_LETTERS:
+            return f"a line of {max(map(len, own_lines))} letters: {own_lines[0][:200]}"
     return None
 
 
@@ -647,12 +649,12 @@ def main() -> int:
             rows.append(row)
             if row["problem"] is not None:
                 print(json.dumps(row), flush=True)
-    found = summary_of(rows, options.seed, time.monotonic() - began)
-    keep(options.output, found)
-    for kind, row in found["by_kind"].items():
+    document = summary_of(rows, options.seed, time.monotonic() - began)
+    keep(options.output, document)
+    for kind, row in document["by_kind"].items():
         print(f"{kind:12} {row['ran']:5} ran, {row['refused']:5} refused, {row['failed']} failed")
-    print(f"{found['inputs']} inputs, {found['failed']} failed, {found['seconds']} s")
-    return 1 if found["failed"] else 0
+    print(f"{document['inputs']} inputs, {document['failed']} failed, {document['seconds']} s")
+    return 1 if document["failed"] else 0
 
 
 if __name__ == "__main__":

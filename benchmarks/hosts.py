@@ -142,13 +142,13 @@ class World:
             "{hosts}": ",".join(f"host{n}" for n in range(self.hosts)),
             "{hostfile}": str(self.hostfile),
         }
-        found = []
-        for given in command:
-            word = given
+        filled = []
+        for word_of_command in command:
+            word = word_of_command
             for key, value in known.items():
                 word = word.replace(key, value)
-            found.append(word)
-        return found
+            filled.append(word)
+        return filled
 
     def start(
         self,
@@ -167,7 +167,7 @@ class World:
         """
         core = self._cores[host % len(self._cores)]
         enter = ["nsenter", f"--net={_NAMESPACES / self.names[host]}", "unshare", "--uts"]
-        place = ["--mount", "sh", "-c", _SETTLE, f"host{host}", str(self.folder / "hosts")]
+        namespace = ["--mount", "sh", "-c", _SETTLE, f"host{host}", str(self.folder / "hosts")]
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
 
         def settle() -> None:
@@ -175,7 +175,7 @@ class World:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         return subprocess.Popen(
-            [*enter, *place, *self.words(command, host)],
+            [*enter, *namespace, *self.words(command, host)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -204,28 +204,30 @@ class World:
         running = [self.start(n, command, environs[n], output) for n in places]
         deadline = None if limit_s is None else time.monotonic() + limit_s
         try:
-            while any(one.poll() is None for one in running):
-                if any(one.poll() not in (None, 0) for one in running):
+            while any(program.poll() is None for program in running):
+                if any(program.poll() not in (None, 0) for program in running):
                     break
                 if deadline is not None and time.monotonic() > deadline:
                     return 124
                 time.sleep(0.05)
         finally:
             self.end_programs(running)
-        return max((abs(one.returncode or 0) for one in running), default=0)
+        return max((abs(program.returncode or 0) for program in running), default=0)
 
     def end_programs(self, started: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         """End all that runs on the hosts: asked to first, by force where that does not do."""
-        if any(one.poll() not in (None, 0) for one in started):
+        if any(program.poll() not in (None, 0) for program in started):
             self._wait(END_S)  # the others find out by themselves
         for number in (signal.SIGTERM, signal.SIGKILL):
-            own = [one.pid for one in started if one.poll() is None]  # not there yet, perhaps
-            for pid in {*own, *self._programs()}:
+            pids = [
+                program.pid for program in started if program.poll() is None
+            ]  # not there yet, perhaps
+            for pid in {*pids, *self._programs()}:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             self._wait(END_S)
-        for one in started:
-            one.wait(END_S)
+        for program in started:
+            program.wait(END_S)
 
     def _wait(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -290,10 +292,10 @@ class World:
 def remove_leftovers() -> list[str]:
     """Remove namespaces and folders whose maker is gone, and end what runs there; their names."""
     places = (_NAMESPACES, Path(tempfile.gettempdir()))
-    found = [path for place in places for path in sorted(place.glob(f"{PREFIX}*"))]
+    leftovers = [path for parent in places for path in sorted(parent.glob(f"{PREFIX}*"))]
     gone = [
         path
-        for path in found
+        for path in leftovers
         if not Path("/proc", path.name.removeprefix(PREFIX).partition("-")[0]).exists()
     ]
     for path in gone:
@@ -362,10 +364,10 @@ def parse_delay(text: str) -> float:
 
 
 def _parse(option: str, text: str, units: Mapping[str, float], example: str, least: float) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
-    if found is None or found[2] not in units or float(found[1]) * units[found[2]] < least:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
+    if match is None or match[2] not in units or float(match[1]) * units[match[2]] < least:
         raise ConfigError(f"{option} {text}: a number and a unit are needed. Write {example}")
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]
 
 
 def main() -> int:

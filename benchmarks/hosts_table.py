@@ -97,10 +97,10 @@ def predicted(name: str, words: list[str], cluster: Cluster, hosts: int) -> dict
         job = load_job(None, name, words)
         parts = open_setup(job, make_plan(job, hosts, "cpu"))
         given = (job, parts.resolved, parts.workload, StepTimer(cluster))
-        found = RunClock(*given, at_once=hosts, script=SCRIPT).forecast()
+        forecast = RunClock(*given, at_once=hosts, script=SCRIPT).forecast()
     except BigtrainError as error:
         return {"predicted_seconds": None, "why": str(error)}
-    return {"predicted_seconds": found.seconds, "predicted_parts": found.parts}
+    return {"predicted_seconds": forecast.seconds, "predicted_parts": forecast.parts}
 
 
 def chosen_plan(cluster: Cluster, hosts: int) -> tuple[str, str, float]:
@@ -117,8 +117,11 @@ def chosen_plan(cluster: Cluster, hosts: int) -> tuple[str, str, float]:
     )
     answer = ask(question)
     best = answer.result.best[0]
-    one = best.candidate
-    name = f"{best.label} pp {one.pp} x dp {one.dp}, {one.rows} x {one.micro_batches}"
+    candidate = best.candidate
+    name = (
+        f"{best.label} pp {candidate.pp} x dp {candidate.dp}, {candidate.rows} x "
+        f"{candidate.micro_batches}"
+    )
     return name, plan_text(answer, best, "benchmarks/hosts.py --table"), best.seconds.total
 
 
@@ -144,7 +147,7 @@ def measured(world: World, words: list[str], steps: int) -> dict[str, Any]:
 def of_link(base: Cluster, hosts: int, rate: float, steps: int) -> Iterator[dict[str, Any]]:
     """A row for each strategy, and the planner's."""
     cluster = hosts_cluster(base, hosts, rate, DELAY_S)
-    found, text, seconds = chosen_plan(cluster, hosts)
+    plan, text, seconds = chosen_plan(cluster, hosts)
     with World(hosts, rate, DELAY_S) as world, tempfile.TemporaryDirectory() as folder:
         for name in NAMES:
             if name in preset_names("strategies"):
@@ -152,7 +155,7 @@ def of_link(base: Cluster, hosts: int, rate: float, steps: int) -> Iterator[dict
                 yield {"strategy": name, **told, **measured(world, ["--strategy", name], steps)}
         path = Path(folder) / "plan.yaml"
         path.write_text(text)
-        told = {"plan": found, "predicted_seconds": seconds}
+        told = {"plan": plan, "predicted_seconds": seconds}
         yield {"strategy": "planner", **told, **measured(world, ["--plan", str(path)], steps)}
 
 
@@ -175,7 +178,7 @@ def make_table(hosts: int, steps: int, output: Path | None, figures: str | None)
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     base = load_cluster(figures) if figures else measure_local_cluster(hosts)
-    found: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
     for name, rate in LINKS.items():
         rows: list[dict[str, Any]] = []
         for row in of_link(base, hosts, rate, steps):
@@ -185,10 +188,12 @@ def make_table(hosts: int, steps: int, output: Path | None, figures: str | None)
         chosen = rows[-1]["step_seconds"]
         best = min(ran, key=lambda row: float(row["step_seconds"])) if ran else None
         ratio = chosen / best["step_seconds"] if chosen and best else None
-        said = "-" if ratio is None or best is None else f"{ratio:.3f}; best {best['strategy']}"
-        print(f"{name}: planner over best {said}", flush=True)
+        ratio_words = (
+            "-" if ratio is None or best is None else f"{ratio:.3f}; best {best['strategy']}"
+        )
+        print(f"{name}: planner over best {ratio_words}", flush=True)
         link = {"link": name, "bits_per_second": rate, "delay_seconds": DELAY_S}
-        found.append({**link, "chosen_over_best": ratio, "rows": rows})
+        links.append({**link, "chosen_over_best": ratio, "rows": rows})
         command = shlex.join(["python", "benchmarks/hosts.py", "--table"])
-        keep(output, {"command": command, "hosts": hosts, "steps": steps, "links": found})
-    return 0 if any(row["step_seconds"] for link in found for row in link["rows"]) else 1
+        keep(output, {"command": command, "hosts": hosts, "steps": steps, "links": links})
+    return 0 if any(row["step_seconds"] for link in links for row in link["rows"]) else 1

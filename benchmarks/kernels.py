@@ -45,8 +45,8 @@ def run(words: list[str], threads: int) -> dict[str, Any]:
         )
         if failed is not None:
             return {"failed": failed}
-        found = json.loads((Path(folder) / "one" / "memory.json").read_text("utf-8"))
-    return {"seconds": found["step"]["measured_seconds"], "busy": found["step"]["busy"]}
+        report = json.loads((Path(folder) / "one" / "memory.json").read_text("utf-8"))
+    return {"seconds": report["step"]["measured_seconds"], "busy": report["step"]["busy"]}
 
 
 def main() -> None:
@@ -63,11 +63,12 @@ def main() -> None:
             for _ in range(options.rounds)
         ]
         for name in keys:
-            runs = [one[name] for one in rounds]
+            runs = [runs_of_round[name] for runs_of_round in rounds]
             ratios = [
-                one[name]["seconds"] / one["as written"]["seconds"]
-                for one in rounds
-                if "failed" not in one[name] and "failed" not in one["as written"]
+                runs_of_round[name]["seconds"] / runs_of_round["as written"]["seconds"]
+                for runs_of_round in rounds
+                if "failed" not in runs_of_round[name]
+                and "failed" not in runs_of_round["as written"]
             ]
             share = statistics.median(ratios) if ratios else None
             rows.append({"job": job, "kernels": name, "share_of_written": share, "runs": runs})

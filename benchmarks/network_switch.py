@@ -87,11 +87,11 @@ class Wires:
 
     def arrived(self, now: float) -> list[tuple[Port, bytes]]:
         """The frames that have arrived, in order."""
-        found = []
+        frames = []
         while self._waiting and self._waiting[0][0] <= now:
             _, _, port, frame = heapq.heappop(self._waiting)
-            found.append((port, frame))
-        return found
+            frames.append((port, frame))
+        return frames
 
     def takes(self, source: Port, now: float) -> bool:
         """Whether an interface takes more: not with much to send, nor while any receiver has."""
@@ -102,8 +102,8 @@ class Wires:
 def open_port(namespace: Path, name: str, mac: bytes) -> Port:
     """Make an interface in a namespace; what goes through it is read and written here."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/proc/self/ns/net").open() as own, namespace.open() as there:
-        if libc.setns(there.fileno(), _CLONE_NEWNET):
+    with Path("/proc/self/ns/net").open() as own_namespace, namespace.open() as host_namespace:
+        if libc.setns(host_namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
         try:
             fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -111,7 +111,7 @@ def open_port(namespace: Path, name: str, mac: bytes) -> Port:
             fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
             fcntl.ioctl(fd, _TUNSETOFFLOAD, _CHECKSUM | _TSO4 | _TSO6)
         finally:
-            libc.setns(own.fileno(), _CLONE_NEWNET)
+            libc.setns(own_namespace.fileno(), _CLONE_NEWNET)
     return Port(fd, mac)
 
 
@@ -120,22 +120,22 @@ def mac_of(number: int) -> bytes:
     return bytes((0x02, 0, 0, 0, number // 256, number % 256))
 
 
-def forward(ports: list[Port], wires: Wires) -> None:
+def forward(ports: list[Port], links: Wires) -> None:
     """Take frames and deliver them, for ever."""
     by_fd = {port.fd: port for port in ports}
     while True:
         now = time.monotonic()
-        for port, frame in wires.arrived(now):
+        for port, frame in links.arrived(now):
             with suppress(OSError):  # the interface is not up yet
                 os.write(port.fd, frame)
-        open_fds = [port.fd for port in ports if wires.takes(port, now)]
-        then = wires.next_arrival()
+        open_fds = [port.fd for port in ports if links.takes(port, now)]
+        then = links.next_arrival()
         wait = 1.0 if then is None else max(0.0, then - time.monotonic())
         if len(open_fds) < len(ports):
             wait = min(wait, MOST_WAITING_S / 4)
         for fd in select.select(open_fds, [], [], wait)[0]:
             with suppress(OSError):
-                wires.take(by_fd[fd], os.read(fd, LARGEST_FRAME), time.monotonic())
+                links.take(by_fd[fd], os.read(fd, LARGEST_FRAME), time.monotonic())
 
 
 def main() -> None:

@@ -68,7 +68,10 @@ def pair(ranks: int, words: list[str], repeats: int, scratch: str) -> dict[str, 
     for _ in range(repeats):
         runs["device"].append(measure(ranks, words, scratch))
         runs["disk"].append(measure(ranks, [*words, DISK], scratch))
-    best = {k: min(found, key=lambda run: run["step_seconds"]) for k, found in runs.items()}
+    best = {
+        k: min(repeated_runs, key=lambda run: run["step_seconds"])
+        for k, repeated_runs in runs.items()
+    }
     # AdamW's two numbers for each parameter; its step counts (4 bytes a tensor) are not moved.
     state = best["device"]["breakdown"]["parameters"] * 2
     device, disk = best["device"], best["disk"]

@@ -45,14 +45,14 @@ def main() -> int:
     for name, keys in RUNS.items():
         losses[name] = run(keys, options.steps, options.batch, options.limit)
         print(name, [round(value, 3) for value in at_steps(losses[name]).values()], flush=True)
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         **surroundings(),
         "job": f"configs/jobs/default.yaml, {options.steps} steps of {options.batch} samples",
         "mean_loss_of_the_last_steps": WINDOW,
         "table": {name: at_steps(curve) for name, curve in losses.items()},
         "losses": {name: [round(v, 5) for v in curve] for name, curve in losses.items()},
     }
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
     options.output.with_suffix(".svg").write_text(picture(losses))
     return 0
 

@@ -147,27 +147,27 @@ def measure_peak(context: RunContext, which: str) -> dict[str, Any]:
     return {"peak_bytes": tracker.peak_bytes}
 
 
-def rank_main(what: str, steps: int, output: Path) -> None:
+def rank_main(measurement: str, steps: int, output: Path) -> None:
     with bigtrain.connect(bigtrain.detect_rank_info(os.environ), device="cpu") as context:
         torch.set_num_threads(1)
         measures = {"speed": measure_speed, "meter": measure_meter}
-        if what in measures:
-            found = measures[what](context, steps)
+        if measurement in measures:
+            figures = measures[measurement](context, steps)
         else:
-            found = measure_peak(context, what)
+            figures = measure_peak(context, measurement)
         if context.is_main:
-            output.write_text(json.dumps(found))
+            output.write_text(json.dumps(figures))
 
 
-def start(what: str, steps: int) -> dict[str, Any]:
+def start(measurement: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", __file__, "--rank", what]
+        command += ["--nproc-per-node", "2", __file__, "--rank", measurement]
         command += ["--steps", str(steps), "--output", str(output)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads(output.read_text())
-        return found
+        figures: dict[str, Any] = json.loads(output.read_text())
+        return figures
 
 
 def main() -> None:

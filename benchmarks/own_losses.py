@@ -78,8 +78,8 @@ class OwnLoss(nn.Module):
 def model_of(name: str) -> nn.Module:
     """The model, its weights by the seed, its dropout off."""
     torch.manual_seed(0)
-    library, _, own = name.partition("/")
-    model = OwnLoss(own) if library == "transformers" else foreign_models.of_timm(own)
+    library, _, model_name = name.partition("/")
+    model = OwnLoss(model_name) if library == "transformers" else foreign_models.of_timm(model_name)
     disable_dropout(model)
     config = getattr(getattr(model, "model", None), "config", None)
     for key, value in vars(config).items() if config is not None else ():
@@ -91,8 +91,8 @@ def model_of(name: str) -> nn.Module:
 def batch_of(name: str, step: int, side: int) -> tuple[Any, Any]:
     """A batch as users make them: padded to its longest row, padding not counted."""
     draw = torch.Generator().manual_seed(step)
-    library, _, own = name.partition("/")
-    head = own.split(":")[0] if library == "transformers" else "timm"
+    library, _, model_name = name.partition("/")
+    head = model_name.split(":")[0] if library == "transformers" else "timm"
     if head in ("timm", "IMAGE_CLASSIFICATION"):
         images = torch.randn(ROWS, 3, side, side, generator=draw)
         labels = torch.randint(foreign_models.CLASSES, (ROWS,), generator=draw)
@@ -147,13 +147,13 @@ def train(context: RunContext, _: Any, name: str, side: int, strategy: str) -> l
     job = job_from_keys(strategy, {**keys, "memory.track_steps": 0, "device": "cpu"})
     plan = make_plan(job, context.world_size, "cpu")
     rows = ROWS // context.dp_size
-    own = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
+    rank_rows = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
     loss = as_loss(loss_of(name))
     first = example_batch(_rows(batch_of(name, 0, side), slice(0, 2)), loss, job, plan)
     losses = []
     with Engine(model_of(name), loss, optimizer_of, job, context, example=first) as engine:
         for step in range(STEPS):
-            losses.append(engine.step(_rows(batch_of(name, step, side), own)).loss)
+            losses.append(engine.step(_rows(batch_of(name, step, side), rank_rows)).loss)
     return losses
 
 
@@ -268,10 +268,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     foreign_models.load()
     torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
+    rows_done: list[dict[str, Any]] = []
     counts: dict[str, Counter[str]] = {strategy: Counter() for strategy in STRATEGIES}
     for row in rows(number):
-        found.append(row)
+        rows_done.append(row)
         if "left_out" in row:
             continue
         row["strategies"] = {}
@@ -288,9 +288,9 @@ def main() -> None:
         shown = {s: v["verdict"] for s, v in row["strategies"].items()}
         print(row["model"], shown, file=sys.stderr, flush=True)
         versions = {module.__name__: module.__version__ for module in (timm, transformers)}
-        whole = {**surroundings(), "seed": SEED, "versions_of_models": versions, "same": SAME}
-        whole |= {"counts": {s: dict(c) for s, c in counts.items()}, "models": found}
-        file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        document = {**surroundings(), "seed": SEED, "versions_of_models": versions, "same": SAME}
+        document |= {"counts": {s: dict(c) for s, c in counts.items()}, "models": rows_done}
+        file.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     print(json.dumps({s: dict(c) for s, c in counts.items()}))
 
 

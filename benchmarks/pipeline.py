@@ -62,7 +62,7 @@ def efficiency(options: argparse.Namespace, schedule: str, micro_batches: int) -
     for _ in range(options.rounds):
         alone.append(run("single", 1, micro_batches, options.steps, options.limit)[0])
         both.append(run(schedule, 2, micro_batches, options.steps, options.limit)[0])
-    reached = [one / (2 * two) for one, two in zip(alone, both, strict=True)]
+    reached = [single_seconds / (2 * two) for single_seconds, two in zip(alone, both, strict=True)]
     bound = micro_batches / (micro_batches + 1)
     return {
         "schedule": schedule,
@@ -78,24 +78,24 @@ def efficiency(options: argparse.Namespace, schedule: str, micro_batches: int) -
 
 def flights(options: argparse.Namespace, schedule: str) -> list[dict[str, Any]]:
     """What each stage holds with 2, 4 and 8 micro-batches."""
-    found = []
+    figures = []
     for micro_batches in (2, 4, 8):
         _, ranks = run(schedule, 2, micro_batches, 1, options.limit)
         orders = schedule_orders(schedule, 2, 1, micro_batches)
         for rank, actions in zip(ranks, orders, strict=True):
-            (held,) = peak_in_flight(actions).values()
-            found.append(
+            (in_flight,) = peak_in_flight(actions).values()
+            figures.append(
                 {
                     "schedule": schedule,
                     "micro_batches": micro_batches,
                     "stage": rank["rank"],
-                    "in_flight": held,
+                    "in_flight": in_flight,
                     "activation_bytes": rank["breakdown"]["activations"],
                     "peak_bytes": rank["peak_bytes"],
                     "predicted_peak_bytes": rank["predicted_peak_bytes"],
                 }
             )
-    return found
+    return figures
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -175,8 +175,8 @@ class Row:
     def name(self) -> str:
         """As it is selected and stored."""
         parts = (self.model, f"{self.strategy}.{self.places}", self.keep, self.precision)
-        own = [self.optimizer] if self.optimizer else []
-        return "-".join((*parts, f"m{self.micro}x{self.accumulation}", *own))
+        optimizer_words = [self.optimizer] if self.optimizer else []
+        return "-".join((*parts, f"m{self.micro}x{self.accumulation}", *optimizer_words))
 
     @property
     def pp(self) -> int:
@@ -201,8 +201,10 @@ class Row:
     def words(self) -> list[str]:
         """The keys of the job, but for what a block keeps."""
         size = self.micro * self.accumulation * self.processes // self.pp // self.tp
-        own = MODELS.get(self.model) or foreign_models.words_of(foreign_models.chosen()[self.model])
-        words = [*own, f"train.global_batch_size={size}"]
+        model_words = MODELS.get(self.model) or foreign_models.words_of(
+            foreign_models.chosen()[self.model]
+        )
+        words = [*model_words, f"train.global_batch_size={size}"]
         words += [f"train.micro_batch_size={self.micro}", f"train.precision={self.precision}"]
         words += [
             f"memory.track_steps={self.steps}",
@@ -222,20 +224,20 @@ def rows() -> list[Row]:
     """The selection, the same each time."""
     places = [(s, 1) for s in ONE] + [(s, 2) for s in REPLICAS]
     places += [(s, p) for p in (2, 4) for s in (*PIPELINES, *DEVICES)] + [(s, 4) for s in BOTH]
-    found = []
+    selection = []
     models = tuple(model for model in MODELS if model != "blocks")
     for number, (strategy, ranks) in enumerate(places):
         # Five turns have a model each; the last two repeat two of them with another keep. Four
         # stages have what two have shown, more ranks and no more to say.
-        for turn in range(5 if _stages(strategy, ranks) == 4 else 7):
-            model = models[(turn + (number if turn > 4 else 0)) % len(models)]
-            keep = KEEPS[(turn + number) % len(KEEPS)]
-            precision = PRECISIONS[(turn // 2 + number // 4) % 2]
-            micro = MICRO[(turn + turn // 4 + number // 2) % 2]
-            few = 1 + (turn + number) % 2
+        for offset in range(5 if _stages(strategy, ranks) == 4 else 7):
+            model = models[(offset + (number if offset > 4 else 0)) % len(models)]
+            keep = KEEPS[(offset + number) % len(KEEPS)]
+            precision = PRECISIONS[(offset // 2 + number // 4) % 2]
+            micro = MICRO[(offset + offset // 4 + number // 2) % 2]
+            few = 1 + (offset + number) % 2
             accumulation = {1: few, 2: 4, 4: 8}[max(1, _stages(strategy, ranks))]
             micro = SMALLEST.get(model, micro) if micro == 1 else micro
-            found.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
+            selection.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
         if ranks < 4:
             # One more, of a model that no strategy refuses: pipelines do the others' blocks again
             # only as a whole, as they change what they are given.
@@ -243,12 +245,12 @@ def rows() -> list[Row]:
             keep, precision = KEEPS[(number + 2) % len(KEEPS)], PRECISIONS[(number // 3) % 2]
             accumulation = {1: 2, 2: 4}[max(1, _stages(strategy, ranks))]
             micro = MICRO[(number // 2) % 2]
-            found.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
+            selection.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
     for strategy in ("gpipe", "1f1b", "gpipe_fairscale"):
         for keep, model in (("always", "gpt"), ("except_last", "gpt"), ("except_last", "resnet50")):
             if (strategy, keep) != ("1f1b", "except_last") or model == "gpt":
-                found.append(Row(model, strategy, 2, keep, "fp32", 4, 4))
-    return list({row.name: row for row in found}.values())
+                selection.append(Row(model, strategy, 2, keep, "fp32", 4, 4))
+    return list({row.name: row for row in selection}.values())
 
 
 def foreign_rows() -> list[Row]:
@@ -330,16 +332,16 @@ def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]
         for batch in parts.training_steps(context, 0):
             if engine.step(batch).step == row.steps:
                 break
-        found, predicted = engine.meter.measured(), engine.prediction.peak
+        measured, predicted = engine.meter.measured(), engine.prediction.peak
         note = engine.prediction.note
-    tracked = found.peak
+    tracked = measured.peak
     if predicted is None or tracked is None:
         raise RuntimeError(f"no prediction: {note}")
     return {
         "predicted_bytes": predicted.bytes,
         "tracked_bytes": tracked.bytes,
-        "process_bytes": found.process_peak_bytes,
-        "process_base_bytes": found.process_base_bytes,
+        "process_bytes": measured.process_peak_bytes,
+        "process_base_bytes": measured.process_base_bytes,
         "predicted_phase": predicted.phase,
         "tracked_phase": tracked.phase,
         "error": round(predicted.bytes / tracked.bytes - 1, 5),
@@ -350,25 +352,25 @@ def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]
 
 
 def _result(row: Row, outcome: forked.Outcome) -> dict[str, Any]:
-    found = {**vars(row), "name": row.name, "engine": row.engine}
+    result = {**vars(row), "name": row.name, "engine": row.engine}
     if outcome.refused is not None:
-        return {**found, "refused": outcome.refused}
+        return {**result, "refused": outcome.refused}
     if outcome.failed is not None:
-        return {**found, "failed": outcome.failed}
+        return {**result, "failed": outcome.failed}
     ranks = list(outcome.values)
     error = max((rank["error"] for rank in ranks), key=abs)
-    found["words"] = ranks[0]["words"]
-    kept = [{k: v for k, v in rank.items() if k != "words"} for rank in ranks]
-    return {**found, "error": error, "ranks": kept}
+    result["words"] = ranks[0]["words"]
+    rank_figures = [{k: v for k, v in rank.items() if k != "words"} for rank in ranks]
+    return {**result, "error": error, "ranks": rank_figures}
 
 
-def _write(path: Path, found: dict[str, dict[str, Any]], order: Sequence[str]) -> None:
-    ordered = {name: found[name] for name in order if name in found}
-    whole = {**surroundings(), "summary": summary(found), "rows": ordered}
+def _write(path: Path, results: dict[str, dict[str, Any]], order: Sequence[str]) -> None:
+    ordered = {name: results[name] for name in order if name in results}
+    document = {**surroundings(), "summary": summary(results), "rows": ordered}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(whole, indent=1) + "\n")
-    beside.replace(path)  # an interruption leaves the old file or the new one
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(document, indent=1) + "\n")
+    draft.replace(path)  # an interruption leaves the old file or the new one
 
 
 def _run(chosen: Sequence[Row], ranks_at_once: int) -> Iterable[forked.Outcome]:
@@ -395,30 +397,36 @@ def main() -> None:
     if options.foreign:
         foreign_models.load()
     patterns = options.rows.split(",") if options.rows else ["*"]
-    own = optimizer_rows if options.optimizers else foreign_rows if options.foreign else rows
-    every = {row.name: row for row in own()}
+    rows_of_kind = (
+        optimizer_rows if options.optimizers else foreign_rows if options.foreign else rows
+    )
+    every = {row.name: row for row in rows_of_kind()}
     chosen = [r for r in every.values() if any(fnmatchcase(r.name, p) for p in patterns)]
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     if options.resume and options.output and options.output.exists():
         before = json.loads(options.output.read_text())["rows"]
-        found = {name: row for name, row in before.items() if "failed" not in row}
+        results = {name: row for name, row in before.items() if "failed" not in row}
     chosen = chosen[: options.limit]
-    for outcome in _run([row for row in chosen if row.name not in found], options.ranks_at_once):
-        row = found[outcome.name] = _result(every[outcome.name], outcome)
-        said = row.get("refused") or row.get("failed") or f"{100 * row['error']:+.2f} %"
-        print(f"{len(found)}/{len(every)} {outcome.name}: {said}", file=sys.stderr, flush=True)
+    for outcome in _run([row for row in chosen if row.name not in results], options.ranks_at_once):
+        row = results[outcome.name] = _result(every[outcome.name], outcome)
+        outcome_words = row.get("refused") or row.get("failed") or f"{100 * row['error']:+.2f} %"
+        print(
+            f"{len(results)}/{len(every)} {outcome.name}: {outcome_words}",
+            file=sys.stderr,
+            flush=True,
+        )
         if options.output:
-            _write(options.output, found, list(every))
+            _write(options.output, results, list(every))
     for _ in range(AGAIN):
-        for outcome in _run([row for row in chosen if is_late(found[row.name])], 1):
-            row = again(found[outcome.name], _result(every[outcome.name], outcome))
-            found[outcome.name] = row
-            said = f"again: {100 * row['error']:+.2f} %"
-            print(f"{outcome.name} {said}", file=sys.stderr, flush=True)
+        for outcome in _run([row for row in chosen if is_late(results[row.name])], 1):
+            row = again(results[outcome.name], _result(every[outcome.name], outcome))
+            results[outcome.name] = row
+            outcome_words = f"again: {100 * row['error']:+.2f} %"
+            print(f"{outcome.name} {outcome_words}", file=sys.stderr, flush=True)
             if options.output:
-                _write(options.output, found, list(every))
-    print(table(found))
-    print(json.dumps(summary(found), indent=1))
+                _write(options.output, results, list(every))
+    print(table(results))
+    print(json.dumps(summary(results), indent=1))
 
 
 if __name__ == "__main__":

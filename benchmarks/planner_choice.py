@@ -72,8 +72,8 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     """The planner's answer under a cap."""
     words = WORDS if cap is None else [*WORDS, f"memory.cap={cap}"]
     job, cluster = load_job(None, "single", words), measure_local_cluster(ranks)
-    kept = None if cap is None else str(cap)
-    memory, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=kept)
+    cap_words = None if cap is None else str(cap)
+    memory, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=cap_words)
     question = Question(
         job=job,
         cluster=cluster,
@@ -93,20 +93,20 @@ def prepare(ranks: int, shares: Sequence[float]) -> list[tuple[int, int, list[di
     smallest = roomy.search.smallest()
     low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0
     high = max(low, roomy.result.best[0].peak.bytes)
-    found = []
+    by_cap = []
     for share in shares:
         wanted = round(low + (high - low) * share) + MIB
         cap = Limit(0).memory_for(wanted) - 1
         answer = planned(ranks, cap)
         limit = answer.question.limit
         plans = [*answer.result.best[:1], *_fitting(answer, limit)]
-        found.append((cap, limit, [_told(one) for one in plans]))
-    return found
+        by_cap.append((cap, limit, [_told(plan) for plan in plans]))
+    return by_cap
 
 
-def _fitting(found: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
-    judge = found.search.evaluator
-    for candidate in found.search.space.candidates():
+def _fitting(planned: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
+    judge = planned.search.evaluator
+    for candidate in planned.search.space.candidates():
         try:
             judged = judge.evaluate(candidate, judge.plan_of(candidate), limit)
         except ConfigError:  # a technique refuses it
@@ -116,15 +116,16 @@ def _fitting(found: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
 
 
 def _told(judged: EvaluatedPlan) -> dict[str, Any]:
-    one = judged.candidate
+    candidate = judged.candidate
     less = sorted(judged.recomputed.items())
     return {
-        "plan": f"{one.label} pp {one.pp} x dp {one.dp}, {one.rows} x {one.micro_batches}",
+        "plan": f"{candidate.label} pp {candidate.pp} x dp {candidate.dp}, {candidate.rows} x "
+        f"{candidate.micro_batches}",
         "computed_again": len(less),
         "cuts": judged.cuts,
         "predicted_bytes": judged.peak.bytes,
         "predicted_seconds": judged.seconds.total,
-        "key": repr((one, less, judged.cuts)),
+        "key": repr((candidate, less, judged.cuts)),
         "job": judged.job,
     }
 
@@ -186,11 +187,11 @@ def of_ranks(ranks: int, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
         for plan in plans:
             if plan["key"] not in known:
                 known[plan["key"]] = measured(ranks, plan)
-        ran = [one for one in plans if "seconds" in known[one["key"]]]
-        chosen, best = plans[0], min(ran, key=lambda one: known[one["key"]]["seconds"])
+        ran = [ran_plan for ran_plan in plans if "seconds" in known[ran_plan["key"]]]
+        chosen, best = plans[0], min(ran, key=lambda ran_plan: known[ran_plan["key"]]["seconds"])
         ratio = 1.0 if chosen["key"] == best["key"] else beside(ranks, chosen, best)
         fields = ("plan", "computed_again", "predicted_bytes", "predicted_seconds")
-        rows = [{k: one[k] for k in fields} | known[one["key"]] for one in plans[1:]]
+        rows = [{k: ran_plan[k] for k in fields} | known[ran_plan["key"]] for ran_plan in plans[1:]]
         yield {
             "ranks": ranks,
             "cap_bytes": cap,
@@ -213,8 +214,8 @@ def correlation(rows: list[dict[str, Any]]) -> float | None:
     """Spearman's, of predicted and measured seconds; None of fewer than three plans."""
     if len(rows) < 3:
         return None
-    found = [torch.tensor([r[k] for r in rows]) for k in ("predicted_seconds", "seconds")]
-    places = torch.stack([each.argsort().argsort().double() for each in found])
+    seconds = [torch.tensor([r[k] for r in rows]) for k in ("predicted_seconds", "seconds")]
+    places = torch.stack([each.argsort().argsort().double() for each in seconds])
     return float(torch.corrcoef(places)[0, 1])
 
 
@@ -237,12 +238,12 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="see SHARES")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found = []
+    rows = []
     for ranks in options.ranks:
         for row in of_ranks(ranks, options.shares):
-            found.append(row)
+            rows.append(row)
             print(line(row), flush=True)
-            keep(options.output, {"rows": found})
+            keep(options.output, {"rows": rows})
 
 
 if __name__ == "__main__":

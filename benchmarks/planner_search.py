@@ -55,13 +55,13 @@ def main() -> None:
     if options.case is not None:
         json.dump(measured(options.case), sys.stdout)
         return
-    found = []
+    rows = []
     for name in CASES:
         command = [sys.executable, __file__, "--case", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append({"case": name, **json.loads(done.stdout)})
-        print(line(found[-1]), flush=True)
-    keep(options.output, {"rows": found})
+        rows.append({"case": name, **json.loads(done.stdout)})
+        print(line(rows[-1]), flush=True)
+    keep(options.output, {"rows": rows})
 
 
 def line(row: dict[str, Any]) -> str:

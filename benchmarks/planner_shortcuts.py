@@ -127,17 +127,17 @@ def row_of(
     def cpu_seconds(which: str) -> float:
         return float(statistics.median(run["cpu_seconds"] for run in runs[case, which]))
 
-    found, usual = runs[case, name], runs[case, ""]
+    searches, usual = runs[case, name], runs[case, ""]
     return {
         "case": case,
         "without": name,
         "cpu_seconds": cpu_seconds(name),
-        "wall_seconds": statistics.median(run["wall_seconds"] for run in found),
+        "wall_seconds": statistics.median(run["wall_seconds"] for run in searches),
         "ratio": cpu_seconds(name) / cpu_seconds(""),
-        "runs_on_fakes": found[0]["runs_on_fakes"],
-        "forecast": found[0]["forecast"],
-        "best_seconds": found[0]["best_seconds"],
-        "is_same_plan": found[0]["best"] == usual[0]["best"],
+        "runs_on_fakes": searches[0]["runs_on_fakes"],
+        "forecast": searches[0]["forecast"],
+        "best_seconds": searches[0]["best_seconds"],
+        "is_same_plan": searches[0]["best"] == usual[0]["best"],
     }
 
 

@@ -122,11 +122,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found = []
+    figures = []
     for row in rows(options.jobs, options.strategies, options.repeats):
-        found.append(row)
+        figures.append(row)
         print(json.dumps(row), flush=True)
-        keep(options.output, {"steps": STEPS, "allocator": tcmalloc(), "rows": found})
+        keep(options.output, {"steps": STEPS, "allocator": tcmalloc(), "rows": figures})
 
 
 if __name__ == "__main__":

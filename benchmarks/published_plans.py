@@ -118,8 +118,8 @@ def plan(
 
 def seconds(judge: PlanEvaluator, candidate: Candidate) -> dict[str, float]:
     """The parts of its step, all blocks computed again."""
-    found = judge.seconds_with(candidate, judge.plan_of(candidate), "full")
-    return {**vars(found), "total": found.total}
+    parts = judge.seconds_with(candidate, judge.plan_of(candidate), "full")
+    return {**vars(parts), "total": parts.total}
 
 
 def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
@@ -136,7 +136,7 @@ def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
 def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
     """A row of table 1: published, predicted, and what the planner would do."""
     judge, answer = evaluator(row.model), None
-    found: list[dict[str, Any]] = []
+    forecasts: list[dict[str, Any]] = []
     if searched:
         answer = ask(question(row.model, row.devices, row.batch))
         judge = answer.search.evaluator
@@ -144,10 +144,13 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
         try:
             parts = seconds(judge, candidate)
         except ConfigError as error:
-            found.append({"refused": str(error), "micro_batch": candidate.rows})
+            forecasts.append({"refused": str(error), "micro_batch": candidate.rows})
             continue
-        found.append({"micro_batch": candidate.rows, "stages_per_rank": count, **parts})
-    fastest = min((one for one in found if "total" in one), key=lambda one: one["total"])
+        forecasts.append({"micro_batch": candidate.rows, "stages_per_rank": count, **parts})
+    fastest = min(
+        (forecast for forecast in forecasts if "total" in forecast),
+        key=lambda forecast: forecast["total"],
+    )
     work = flops(row.model.layers, row.model.width, row.batch) / row.devices / 1e12
     result = {
         **row._asdict(),
@@ -157,7 +160,7 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
         "predicted_tflops": work / fastest["total"],
         "error": row.tflops * fastest["total"] / work - 1,
         "micro_batch": fastest["micro_batch"],
-        "forecasts": found,
+        "forecasts": forecasts,
     }
     if answer is not None:
         best = answer.result.best[0]
@@ -193,50 +196,52 @@ def throughputs(
     model: Model, meshes: list[tuple[int, int, int]], batch: int, replicate: str = "zero1_torch"
 ) -> dict[str, float]:
     """TFLOP/s a device of each mesh (tp, pp, dp), one sequence a micro-batch."""
-    judge, found = evaluator(model), {}
+    judge, by_mesh = evaluator(model), {}
     for tp, pp, dp in meshes:
         candidate = plan((tp, pp, dp), batch, 1, 1, replicate)
         work = flops(model.layers, model.width, batch) / (tp * pp * dp) / 1e12
-        found[mesh_words(pp, dp, tp)] = work / seconds(judge, candidate)["total"]
-    return found
+        by_mesh[mesh_words(pp, dp, tp)] = work / seconds(judge, candidate)["total"]
+    return by_mesh
 
 
 def crossovers() -> Iterator[dict[str, Any]]:
     """Which plan is the fastest in figures 13, 14, 15 and 10, as forecast and as published."""
     pairs = [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2)]
     for batch in (32, 128):
-        found = throughputs(GPT_162B, [(tp, pp, 1) for tp, pp in pairs], batch)
-        holds = max(found, key=found.__getitem__) == mesh_words(8, 1, 8)
-        yield _case(f"figure 13, batch {batch}", "tp 8 x pp 8 is the fastest", found, holds=holds)
+        by_mesh = throughputs(GPT_162B, [(tp, pp, 1) for tp, pp in pairs], batch)
+        holds = max(by_mesh, key=by_mesh.__getitem__) == mesh_words(8, 1, 8)
+        yield _case(f"figure 13, batch {batch}", "tp 8 x pp 8 is the fastest", by_mesh, holds=holds)
     for figure, meshes in (
         ("figure 14", [(1, pp, dp) for pp, dp in pairs]),
         ("figure 15", [(tp, 1, dp) for tp, dp in pairs]),
     ):
         for batch in (32, 128, 512):
-            found = throughputs(GPT_6B, meshes, batch)
-            first = next(iter(found))
-            holds = max(found, key=found.__getitem__) == first
-            said = f"{first} is the fastest, with the most replicas"
-            yield _case(f"{figure}, batch {batch}", said, found, holds=holds)
+            by_mesh = throughputs(GPT_6B, meshes, batch)
+            first = next(iter(by_mesh))
+            holds = max(by_mesh, key=by_mesh.__getitem__) == first
+            published = f"{first} is the fastest, with the most replicas"
+            yield _case(f"{figure}, batch {batch}", published, by_mesh, holds=holds)
     yield _figure_10()
 
 
 def _figure_10() -> dict[str, Any]:
-    judge, batch, found = evaluator(GPT_175B), 1536, {}
+    judge, batch, by_devices = evaluator(GPT_175B), 1536, {}
     for devices in TABLE_2:
         work = flops(GPT_175B.layers, GPT_175B.width, batch) / devices / 1e12
         sharded = plan((1, 1, devices), batch, batch // devices, 1, "fsdp")
         sliced = plan((8, 12, devices // 96), batch, 1, 2)
-        found[str(devices)] = [work / seconds(judge, one)["total"] for one in (sharded, sliced)]
-    ratios = [there / here for there, here in found.values()]
+        by_devices[str(devices)] = [
+            work / seconds(judge, candidate)["total"] for candidate in (sharded, sliced)
+        ]
+    ratios = [zero3 / here for zero3, here in by_devices.values()]
     holds = ratios == sorted(ratios, reverse=True) and max(ratios) < 1
-    said = "ZeRO-3 is slower than tp 8 x pp 12, and falls behind as devices double"
+    statement = "ZeRO-3 is slower than tp 8 x pp 12, and falls behind as devices double"
     published = {str(devices): pair for devices, pair in TABLE_2.items()}
-    return {**_case("figure 10", said, found, holds=holds), "published": published}
+    return {**_case("figure 10", statement, by_devices, holds=holds), "published": published}
 
 
-def _case(figure: str, said: str, found: Any, *, holds: bool) -> dict[str, Any]:
-    return {"figure": figure, "published_says": said, "tflops": found, "holds": holds}
+def _case(figure: str, statement: str, figures: Any, *, holds: bool) -> dict[str, Any]:
+    return {"figure": figure, "published_says": statement, "tflops": figures, "holds": holds}
 
 
 def main() -> None:

@@ -72,14 +72,12 @@ def main() -> None:
     parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
     options = parser.parse_args()
     cluster = a100_nodes(options.efficiency)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for row in ROWS:
         work = flops(row.layers, row.width, row.batch)
         parts, published = predicted(row, cluster), work / row.devices / row.tflops / 1e12
         seconds = sum(parts.values())
-        found.append(
-            {**row._asdict(), "published": published, "predicted": seconds, "parts": parts}
-        )
+        rows.append({**row._asdict(), "published": published, "predicted": seconds, "parts": parts})
         shape = f"{row.layers} x {row.width}, {row.strategy} on {row.devices}"
         print(
             f"{row.source}: {shape}, micro-batch {row.micro_batch}: published {published:.2f} s, "
@@ -87,7 +85,7 @@ def main() -> None:
             {name: round(part, 2) for name, part in parts.items()},
             flush=True,
         )
-        keep(options.output, {"efficiency": cluster.device.efficiency, "rows": found})
+        keep(options.output, {"efficiency": cluster.device.efficiency, "rows": rows})
 
 
 if __name__ == "__main__":

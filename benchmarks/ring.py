@@ -47,16 +47,18 @@ def compare(
 ) -> dict[str, float]:
     """Seconds of two ways and the median ratio of neighbours, of the slowest rank."""
     taken: tuple[list[float], list[float]] = ([], [])
-    for turn in range(WARM + pairs):
+    for round_number in range(WARM + pairs):
         for way, seconds in zip(ways, taken, strict=True):
             context.barrier()
             begin = time.perf_counter()
             way()
-            own = time.perf_counter() - begin
-            slowest = max(context.all_gather_numbers(own))
-            if turn >= WARM:
+            elapsed = time.perf_counter() - begin
+            slowest = max(context.all_gather_numbers(elapsed))
+            if round_number >= WARM:
                 seconds.append(slowest)
-    ratios = [one / other for one, other in zip(*taken, strict=True)]
+    ratios = [
+        first_seconds / second_seconds for first_seconds, second_seconds in zip(*taken, strict=True)
+    ]
     return {
         "ring_seconds": statistics.median(taken[0]),
         "other_seconds": statistics.median(taken[1]),
@@ -127,19 +129,19 @@ def main() -> int:
             if outcome.failed or outcome.refused:
                 print(outcome.failed or outcome.refused, file=sys.stderr)
                 return 1
-            found = outcome.values[0]
-            for one in found["averages"]:
-                mine, theirs = one["ring_seconds"] * 1e3, one["other_seconds"] * 1e3
+            figures = outcome.values[0]
+            for average in figures["averages"]:
+                ring_ms, gloo_ms = average["ring_seconds"] * 1e3, average["other_seconds"] * 1e3
                 print(
-                    f"{ranks} ranks, {one['bytes'] / KIB:.0f} KiB: ring {mine:.2f} ms, "
-                    f"gloo {theirs:.2f} ms, ratio {one['ratio']:.2f}"
+                    f"{ranks} ranks, {average['bytes'] / KIB:.0f} KiB: ring {ring_ms:.2f} ms, "
+                    f"gloo {gloo_ms:.2f} ms, ratio {average['ratio']:.2f}"
                 )
-            one = found["step"]
+            average = figures["step"]
             print(
-                f"{ranks} ranks, a step: ring {one['ring_seconds'] * 1e3:.1f} ms, ddp "
-                f"{one['other_seconds'] * 1e3:.1f} ms, ratio {one['ratio']:.3f}"
+                f"{ranks} ranks, a step: ring {average['ring_seconds'] * 1e3:.1f} ms, ddp "
+                f"{average['other_seconds'] * 1e3:.1f} ms, ratio {average['ratio']:.3f}"
             )
-            rows.append({"ranks": ranks, **found})
+            rows.append({"ranks": ranks, **figures})
     keep(options.output, {"model": GPT, "rows": rows})
     return 0
 

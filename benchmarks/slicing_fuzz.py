@@ -97,7 +97,7 @@ def of_rank(
         run(copy.deepcopy(model))[1].backward()
     except Exception as error:  # noqa: BLE001 - the table says what it was
         return [{"left_out": f"whole, in float64: {error}"[:300], "difference": 0.0}]
-    found = []
+    results = []
     for seed in seeds:
         group = slice_group(context, sequence_dim)
         begin = time.perf_counter()
@@ -105,17 +105,17 @@ def of_rank(
             try:
                 slices, gathered = planned(row, group.size)
             except ConfigError as error:
-                found.append({"seed": seed, "refused": str(error), "difference": 0.0})
+                results.append({"seed": seed, "refused": str(error), "difference": 0.0})
                 continue
         else:
             slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
             gathered = frozenset()
         result = compared(copy.deepcopy(model), run, slices, group, gathered=gathered)
         if "bigtrain.errors.ConfigError: strategy.slice" in result.error:
-            said = result.error.strip().splitlines()[-1]
-            found.append({"seed": seed, "refused": said, "difference": 0.0})
+            message = result.error.strip().splitlines()[-1]
+            results.append({"seed": seed, "refused": message, "difference": 0.0})
             continue
-        found.append(
+        results.append(
             {
                 **{"seed": seed, "sliced": len(slices), "difference": result.worst},
                 **{"where": result.where, "gathers": result.gathers, "error": result.error},
@@ -123,8 +123,8 @@ def of_rank(
             }
         )
         if _any(result.worst > TOLERANCE, group):
-            found[-1]["alone"] = _alone(model, run, slices, context, sequence_dim)
-    return found
+            results[-1]["alone"] = _alone(model, run, slices, context, sequence_dim)
+    return results
 
 
 def planned(row: dict[str, Any], ranks: int) -> tuple[dict[str, Any], frozenset[str]]:
@@ -156,11 +156,11 @@ def _alone(
     from support.sliced import compared, slice_group
 
     names = []
-    for name, own in slices.items():
+    for name, slices_of_tensor in slices.items():
         group = slice_group(context, sequence_dim)
-        result = compared(copy.deepcopy(model), run, {name: own}, group)
+        result = compared(copy.deepcopy(model), run, {name: slices_of_tensor}, group)
         if _any(result.worst > TOLERANCE, group):
-            names.append(f"{name} {own}: {result.where} {result.error[-600:]}")
+            names.append(f"{name} {slices_of_tensor}: {result.where} {result.error[-600:]}")
             if len(names) == 3:
                 break
     return names
@@ -170,7 +170,7 @@ def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
     """Models that run, so many of each library."""
     import foreign_models as zoo
 
-    found = []
+    rows = []
     for library in libraries:
         names = zoo.names_of(library)
         random.Random(f"{seed}:{library}").shuffle(names)
@@ -179,11 +179,11 @@ def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
             row = zoo.tried(library, name)
             if "left_out" in row:
                 continue
-            found.append(row)
+            rows.append(row)
             left -= 1
             if not left:
                 break
-    return found
+    return rows
 
 
 def main() -> None:
@@ -213,7 +213,7 @@ def main() -> None:
     for row in rows:
         if options.only not in row["name"]:
             continue
-        whole = {key: row.get(key) for key in ("library", "name", "side")}
+        identity = {key: row.get(key) for key in ("library", "name", "side")}
         try:
             ranks = run_ranks(
                 *(slicing_fuzz.of_rank, options.ranks, row, seeds, options.sequence),
@@ -221,21 +221,21 @@ def main() -> None:
                 timeout_s=300,
             )
         except Exception as error:  # noqa: BLE001 - the table says what it was
-            results.append({**whole, "raised": str(error)[-1500:]})
+            results.append({**identity, "raised": str(error)[-1500:]})
             failed += 1
             print("RAISED", row["name"], results[-1]["raised"], flush=True)
             continue
         for of_ranks in zip(*ranks, strict=True):
-            worst = max(of_ranks, key=lambda one: one["difference"])
-            results.append({**whole, **worst})
+            worst = max(of_ranks, key=lambda result: result["difference"])
+            results.append({**identity, **worst})
             is_wrong = not worst["difference"] < TOLERANCE
             failed += is_wrong
             if "left_out" in worst or "refused" in worst:
                 print(row["name"], worst.get("left_out", worst.get("refused")), flush=True)
                 continue
             total = sum(worst["gathers"].values())
-            said = (worst["seed"], worst["difference"], worst["where"], total)
-            print(row["name"], *said, flush=True)
+            figures = (worst["seed"], worst["difference"], worst["where"], total)
+            print(row["name"], *figures, flush=True)
             if is_wrong:
                 print("WRONG", worst["error"][-900:], *worst.get("alone", []), sep="\n", flush=True)
     print(f"{len(results)} runs, {failed} wrong")

@@ -72,29 +72,31 @@ def listed(library: str, name: str) -> tuple[nn.Module, Any]:
 
 def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
     """How much is sliced, and what of the rest is largest."""
-    own = {id(p): name for name, p in model.named_parameters()}
-    sliced = {name for name in plan.slices if name in own.values()}
-    holders = [m for m in model.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+    names = {id(p): name for name, p in model.named_parameters()}
+    sliced = {name for name in plan.slices if name in names.values()}
+    holders = [
+        m for m in model.modules() if any(id(p) in names for p in m.parameters(recurse=False))
+    ]
     inside = [
         module
         for module in holders
-        if any(own[id(p)] in sliced for p in module.parameters(recurse=False))
+        if any(names[id(p)] in sliced for p in module.parameters(recurse=False))
     ]
     total = sum(p.numel() for p in model.parameters())
-    kept = {
+    whole_shares = {
         name: round(p.numel() / total, 4)
         for name, p in model.named_parameters()
         if name not in sliced
     }
     parts: list[Any] = [*plan.classes, *plan.single_layers]
-    largest = sorted(kept, key=lambda name: -kept[name])[:3]
+    largest = sorted(whole_shares, key=lambda name: -whole_shares[name])[:3]
     return {
         "parameters": round(plan.sliced_share(model), 4),
         "operations": round(min(1.0, sum(part.flops for part in parts) / max(1, plan.flops)), 4),
         "modules": f"{len(inside)} of {len(holders)}",
         "classes": len(plan.classes),
         "by_themselves": len(plan.single_layers),
-        "kept": {name: f"{kept[name]:.2%}: {plan.whole_reasons[name]}" for name in largest},
+        "kept": {name: f"{whole_shares[name]:.2%}: {plan.whole_reasons[name]}" for name in largest},
     }
 
 
@@ -102,12 +104,12 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
     """Of how many classes the units can be shuffled, and how far the output is from before."""
     groups = AxisClasses(trace_axes(model, inputs, -1))
     classes = [
-        own
-        for own in groups.classes.values()
-        if own.units > 1
-        and own.in_activations
-        and not own.is_table
-        and all(sent.kind != "all_gather" for sent in own.exchanged)
+        slice_class
+        for slice_class in groups.classes.values()
+        if slice_class.units > 1
+        and slice_class.in_activations
+        and not slice_class.is_table
+        and all(sent.kind != "all_gather" for sent in slice_class.exchanged)
     ]
     count = len(classes)
     most = OF_LARGE if sum(p.numel() for p in model.parameters()) > LARGE else MOST_SHUFFLED
@@ -127,7 +129,10 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
     except RuntimeError:  # operations that are not there in float64
         model.float()
         precise, bound = inputs, 1e-3
-    gaps = {own.name: difference(model, lambda: run(precise), own.slices) for own in classes}
+    gaps = {
+        slice_class.name: difference(model, lambda: run(precise), slice_class.slices)
+        for slice_class in classes
+    }
     others = {name: gap for name, gap in gaps.items() if not gap <= bound}
     return {
         "classes": count,
@@ -156,12 +161,15 @@ def tried(library: str, name: str, origin: str, made: tuple[nn.Module, Any]) -> 
 
 
 def show(row: dict[str, Any]) -> None:
-    found = [row[f"tp{degree}"] for degree in DEGREES]
-    shown = [f"{own.get('parameters', 0):.3f} {own.get('operations', 0):.3f}" for own in found]
-    own, differ = row["sound"], len(row["sound"]["differ"])
+    figures = [row[f"tp{degree}"] for degree in DEGREES]
+    shown = [
+        f"{degree_figures.get('parameters', 0):.3f} {degree_figures.get('operations', 0):.3f}"
+        for degree_figures in figures
+    ]
+    degree_figures, differ = row["sound"], len(row["sound"]["differ"])
     print(
-        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {own['shuffled']:4} {differ:3} "
-        f"{row.get('failed', '')[:80]}{found[0].get('refused', '')[:80]}",
+        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {degree_figures['shuffled']:4} "
+        f"{differ:3} {row.get('failed', '')[:80]}{figures[0].get('refused', '')[:80]}",
         flush=True,
     )
 
@@ -174,24 +182,24 @@ def save(row: dict[str, Any]) -> None:
     rows.sort(key=lambda old: [old[k] for k in ("origin", "library", "name")])
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     versions |= {"transformers": transformers.__version__, "timm": timm.__version__}
-    whole = {"versions": versions, "summary": summary(rows), "rows": rows}
-    RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
+    document = {"versions": versions, "summary": summary(rows), "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How many models clear the bar, by where they come from and over how many ranks."""
-    found: dict[str, Any] = {}
+    by_origin: dict[str, Any] = {}
     for origin in ("drawn", "listed"):
-        own = [row for row in rows if row["origin"] == origin]
-        counts: Counter[str] = Counter(models=len(own))
-        for row in own:
+        rows_of_origin = [row for row in rows if row["origin"] == origin]
+        counts: Counter[str] = Counter(models=len(rows_of_origin))
+        for row in rows_of_origin:
             for degree in DEGREES:
                 counts[f"tp{degree}"] += row[f"tp{degree}"].get("parameters", 0.0) >= BAR
             counts["shuffled classes"] += row["sound"]["shuffled"]
             unexplained = row["sound"]["differ"] and row["name"] not in LIKE_ALIBI
             counts["unsound classes"] += len(row["sound"]["differ"]) if unexplained else 0
-        found[origin] = dict(counts)
-    return found
+        by_origin[origin] = dict(counts)
+    return by_origin
 
 
 def main() -> None:
@@ -204,15 +212,15 @@ def main() -> None:
 
     for row in foreign_models.chosen().values():
         if wanted(row["name"]):
-            found = tried(row["library"], row["name"], "drawn", drawn(row))
-            show(found)
-            save(found)
+            row_tried = tried(row["library"], row["name"], "drawn", drawn(row))
+            show(row_tried)
+            save(row_tried)
     pairs = [("transformers", name) for name in cut_zoo.MODELS]
     for library, name in (*pairs, *(("timm", name) for name in cut_zoo.TIMM)):
         if wanted(name):
-            found = tried(library, name, "listed", listed(library, name))
-            show(found)
-            save(found)
+            row_tried = tried(library, name, "listed", listed(library, name))
+            show(row_tried)
+            save(row_tried)
     print(json.dumps(summary(json.loads(RESULTS.read_text())["rows"]), indent=1))
 
 

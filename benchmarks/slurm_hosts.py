@@ -100,15 +100,15 @@ PartitionName=hosts Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubs
 
 def _idle(world: World, environ: Mapping[str, str]) -> int:
     """How many hosts are known and free."""
-    with (world.folder / "slurm" / "sinfo").open("w+b") as found:
-        asked = world.start(0, ["sinfo", "-h", "-N", "-o", "%T"], environ, found.fileno())
+    with (world.folder / "slurm" / "sinfo").open("w+b") as output:
+        asked = world.start(0, ["sinfo", "-h", "-N", "-o", "%T"], environ, output.fileno())
         try:
             asked.wait(10.0)
         except subprocess.TimeoutExpired:
             asked.kill()
             return 0
-        found.seek(0)
-        return found.read().split().count(b"idle")
+        output.seek(0)
+        return output.read().split().count(b"idle")
 
 
 def _wait_for(condition: Callable[[], bool], folder: Path) -> None:

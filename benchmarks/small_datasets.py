@@ -102,9 +102,9 @@ def photographs() -> list[Image.Image]:
     import matplotlib
     from sklearn.datasets import load_sample_images
 
-    found = [Image.fromarray(picture) for picture in load_sample_images().images]
+    pictures = [Image.fromarray(picture) for picture in load_sample_images().images]
     with Image.open(Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")) as third:
-        return [*found, third.convert("RGB")]
+        return [*pictures, third.convert("RGB")]
 
 
 def write_mnist(
@@ -157,18 +157,18 @@ def write_imagenet(
         for label, word in enumerate(WORDS):
             inner = folder / part / word
             inner.mkdir(parents=True, exist_ok=True)
-            those = np.flatnonzero(digits.labels == label)
+            indices = np.flatnonzero(digits.labels == label)
             for index in range(round(number * share)):
                 width, height = (int(random.integers(96, 161)) for _ in range(2))
                 scene = crop(pictures, (width, height), random)
                 side = int(random.integers(72, 97))
-                place = (
+                position = (
                     int(random.integers(0, width - side + 1)),
                     int(random.integers(0, height - side + 1)),
                     side,
                 )
-                digit = digits.drawn(those[index % len(those)], side)
-                paste_plate(scene, digit, place, any_colours(random))
+                digit = digits.drawn(indices[index % len(indices)], side)
+                paste_plate(scene, digit, position, any_colours(random))
                 scene.save(inner / f"{word}_{index}.JPEG", quality=90)
 
 
@@ -178,8 +178,8 @@ def write_voc(
     """400 images to train with and 80 held out, of 64 to 88 pixels on a side."""
     inner = folder / "VOCdevkit" / "VOC2012"
     lists = inner / "ImageSets" / "Segmentation"
-    for place in (inner / "JPEGImages", inner / "SegmentationClass", lists):
-        place.mkdir(parents=True, exist_ok=True)
+    for subfolder in (inner / "JPEGImages", inner / "SegmentationClass", lists):
+        subfolder.mkdir(parents=True, exist_ok=True)
     pictures = photographs()
     for part, digits, number in (("train", train, 400), ("val", held_out, 80)):
         names = [f"2012_{part}_{index:06d}" for index in range(round(number * share))]
@@ -233,9 +233,9 @@ def colours_of(label: int, random: np.random.Generator) -> Colours:
     return colour(np.round(255 * np.asarray(ground))), (0, 0, 0)
 
 
-def paste_plate(scene: Image.Image, digit: Image.Image, place: Place, colours: Colours) -> None:
+def paste_plate(scene: Image.Image, digit: Image.Image, position: Place, colours: Colours) -> None:
     """Draw a rounded square with a digit in it."""
-    left, top, side = place
+    left, top, side = position
     ground, ink = colours
     box = (left, top, left + side - 1, top + side - 1)
     ImageDraw.Draw(scene).rounded_rectangle(box, radius=side // 6, fill=ground)
@@ -274,8 +274,8 @@ def voc_palette() -> list[int]:
     values = []
     for number in range(256):
         for channel in range(3):
-            bits = [(number >> (3 * place + channel)) & 1 for place in range(3)]
-            values.append(sum(bit << (7 - place) for place, bit in enumerate(bits)))
+            bits = [(number >> (3 * bit_number + channel)) & 1 for bit_number in range(3)]
+            values.append(sum(bit << (7 - bit_number) for bit_number, bit in enumerate(bits)))
     return values
 
 

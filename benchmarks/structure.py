@@ -102,9 +102,9 @@ def count(top: Path) -> dict[str, Any]:
     modules = [name for name, path in product.items() if path.stem != "__init__"]
     rooms = Counter(name.rpartition(".")[0] for name in modules)
     arrows = {
-        (name.rpartition(".")[0], other.rpartition(".")[0])
+        (name.rpartition(".")[0], imported.rpartition(".")[0])
         for name, tree in trees.items()
-        for other in imported_modules(tree, set(product))
+        for imported in imported_modules(tree, set(product))
     }
     tests = python_files(top, "tests")
     page = top / "docs" / "internals" / "architecture.md"

@@ -36,22 +36,22 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="with the tests marked full")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    whole: dict[str, Any] = {"runs": {"check": _timed(["make", "check"])}}
-    failed = int(whole["runs"]["check"].pop("status") != 0)
+    document: dict[str, Any] = {"runs": {"check": _timed(["make", "check"])}}
+    failed = int(document["runs"]["check"].pop("status") != 0)
     seconds: Counter[str] = Counter()
     for marks, words in RUNS.items():
-        found, took = _run(marks, [*words, *(["--full"] if options.full else [])])
-        seconds.update(found)
+        tests, took = _run(marks, [*words, *(["--full"] if options.full else [])])
+        seconds.update(tests)
         failed |= int(took.pop("status") != 0)
-        whole["runs"][marks] = {**took, "tests": len(found)}
+        document["runs"][marks] = {**took, "tests": len(tests)}
     by_file: Counter[str] = Counter()
     for name, spent in seconds.items():
         by_file.update({name.partition("::")[0]: spent})
-    whole["slowest"] = {name: round(s, 1) for name, s in seconds.most_common(SLOWEST)}
-    whole["files"] = {name: round(s, 1) for name, s in by_file.most_common()}
-    whole["tests"] = {name: round(s, 2) for name, s in sorted(seconds.items())}
-    print(json.dumps({key: whole[key] for key in ("runs", "slowest")}, indent=1))
-    keep(options.output, whole)
+    document["slowest"] = {name: round(s, 1) for name, s in seconds.most_common(SLOWEST)}
+    document["files"] = {name: round(s, 1) for name, s in by_file.most_common()}
+    document["tests"] = {name: round(s, 2) for name, s in sorted(seconds.items())}
+    print(json.dumps({key: document[key] for key in ("runs", "slowest")}, indent=1))
+    keep(options.output, document)
     return 1 if failed else 0
 
 

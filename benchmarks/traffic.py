@@ -173,19 +173,19 @@ def row_of(case: Case, outcome: forked.Outcome) -> dict[str, Any]:
     row: dict[str, Any] = {"strategy": case.label, "world_size": case.ranks}
     if outcome.refused is not None or outcome.failed is not None:
         return {**row, "refused": outcome.refused, "failed": outcome.failed}
-    found = outcome.values[0]
-    sent = [rank["sent_bytes"] for rank in found["ranks"]]
-    told = [rank["predicted_sent_bytes"] for rank in found["ranks"]]
+    figures = outcome.values[0]
+    sent = [rank["sent_bytes"] for rank in figures["ranks"]]
+    told = [rank["predicted_sent_bytes"] for rank in figures["ranks"]]
     return {
         **row,
-        **found,
+        **figures,
         "busiest": {"counted": max(sent), "predicted": max(told)},
         "mean": sum(sent) / len(sent),
-        "textbook_mean": case.textbook(found["gradient_bytes"]),
+        "textbook_mean": case.textbook(figures["gradient_bytes"]),
         "unforeseen": case.unforeseen,
         "equal": all(
             rank[way] == rank[f"predicted_{way}"] + case.unforeseen
-            for rank in found["ranks"]
+            for rank in figures["ranks"]
             for way in ("sent_bytes", "received_bytes")
         ),
     }
@@ -220,10 +220,10 @@ def line(row: dict[str, Any]) -> str:
         return name + (row["refused"] or f"failed: {row['failed']}")
     counted, told = row["busiest"]["counted"], row["busiest"]["predicted"]
     share, formula = (row[key] / row["gradient_bytes"] for key in ("mean", "textbook_mean"))
-    said = f"{counted} bytes sent by the busiest rank, predicted {told}"
-    said += f" and {row['unforeseen']} known to be missing" if row["unforeseen"] else ""
-    said += f"; mean {share:.4f} P, textbook {formula:.4f} P"
-    return name + said + (", equal on all ranks" if row["equal"] else ", NOT EQUAL")
+    text = f"{counted} bytes sent by the busiest rank, predicted {told}"
+    text += f" and {row['unforeseen']} known to be missing" if row["unforeseen"] else ""
+    text += f"; mean {share:.4f} P, textbook {formula:.4f} P"
+    return name + text + (", equal on all ranks" if row["equal"] else ", NOT EQUAL")
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -235,12 +235,12 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with plot_style():
         figure = Figure(figsize=(7.4, 0.42 * len(labels) + 1.2), layout="constrained")
         axes = figure.add_subplot()
-        for turn, size in enumerate(sizes):
-            own = [row for row in shown if row["world_size"] == size]
-            places = [labels.index(row["strategy"]) + (turn - 1) * height for row in own]
-            counted = [row["busiest"]["counted"] / row["gradient_bytes"] for row in own]
-            told = [row["busiest"]["predicted"] / row["gradient_bytes"] for row in own]
-            colour = list(COLOURS.values())[turn]
+        for index, size in enumerate(sizes):
+            rows_of_size = [row for row in shown if row["world_size"] == size]
+            places = [labels.index(row["strategy"]) + (index - 1) * height for row in rows_of_size]
+            counted = [row["busiest"]["counted"] / row["gradient_bytes"] for row in rows_of_size]
+            told = [row["busiest"]["predicted"] / row["gradient_bytes"] for row in rows_of_size]
+            colour = list(COLOURS.values())[index]
             axes.barh(places, counted, height, color=colour, label=f"{size} ranks, counted")
             axes.plot(told, places, "|", color="black", markersize=7, markeredgewidth=1.4)
         axes.plot([], [], "|", color="black", label="predicted")

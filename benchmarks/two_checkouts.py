@@ -102,15 +102,15 @@ def main() -> None:
     for strategy in STRATEGIES:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
         for number in range(options.rounds):
-            turns = [("old", old), ("new", new)]
-            for name, checkout in turns if number % 2 == 0 else reversed(turns):
+            checkouts = [("old", old), ("new", new)]
+            for name, checkout in checkouts if number % 2 == 0 else reversed(checkouts):
                 seconds[name].append(median_step(checkout, strategy, 1))
         ratios = [b / a for a, b in zip(seconds["old"], seconds["new"], strict=True)]
         twice = [median_step(new, strategy, 2) for _ in range(options.rounds)]
         rows[strategy] = {**seconds, "ratio": statistics.median(ratios), "twice": twice}
         print(f"{strategy}: {rows[strategy]['ratio']:.4f}", file=sys.stderr, flush=True)
-    found = {"old_commit": commit_of(old), "new_commit": commit_of(new), "strategies": rows}
-    harness.keep(options.output, found)
+    document = {"old_commit": commit_of(old), "new_commit": commit_of(new), "strategies": rows}
+    harness.keep(options.output, document)
     print(json.dumps(rows))
 
 

@@ -59,14 +59,14 @@ def measure(job: str, precision: str, strategies: str) -> list[dict[str, Any]]:
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """The largest figure of each kind for each job and precision."""
-    found: dict[str, dict[str, float]] = {}
+    by_job: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["differences"] is not None:
             kind = f"{row['job']}, {row['precision']}"
-            most = found.setdefault(kind, dict.fromkeys(FIGURES, 0.0))
+            most = by_job.setdefault(kind, dict.fromkeys(FIGURES, 0.0))
             for key in FIGURES:
                 most[key] = max(most[key], row["differences"][key] or 0.0)
-    return found
+    return by_job
 
 
 def _of_others(output: Path | None, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,9 +94,9 @@ def main() -> None:
         for row in measure(job, precision, options.strategies)
     ]
     rows = [*_of_others(options.output, rows), *rows]
-    found = {"largest": largest(rows), "rows": rows}
-    print(json.dumps(found["largest"], indent=1))
-    keep(options.output, found)
+    document = {"largest": largest(rows), "rows": rows}
+    print(json.dumps(document["largest"], indent=1))
+    keep(options.output, document)
 
 
 if __name__ == "__main__":

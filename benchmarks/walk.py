@@ -71,9 +71,9 @@ class Walk:
         opened: set[int] = set()
         stays: list[tuple[str, list[str]]] = []
         for chain in self.calls:
-            beside = next((n for n, place in enumerate(chain) if place not in path), len(chain))
+            depth_left = next((n for n, place in enumerate(chain) if place not in path), len(chain))
             file, name, line = self.functions[chain[-1]]
-            if len(chain) - beside > depth or chain[-1] in opened or _is_short(file, line):
+            if len(chain) - depth_left > depth or chain[-1] in opened or _is_short(file, line):
                 continue
             opened.add(chain[-1])
             short = os.path.relpath(file, self._top)
@@ -86,13 +86,13 @@ class Walk:
 @cache
 def _lengths(file: str) -> dict[int, int]:
     """By first line, the statements of each function of a file, its docstring apart."""
-    found = {}
+    lengths = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            found[first] = len(body) if not _has_block(body) else 2
-    return found
+            lengths[first] = len(body) if not _has_block(body) else 2
+    return lengths
 
 
 def _has_block(body: list[ast.stmt]) -> bool:

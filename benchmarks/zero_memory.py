@@ -109,14 +109,14 @@ class Row:
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """The selected rows, of the presets that there are: DDP first in each part of the table."""
-    there = set(preset_names("strategies"))
+    presets = set(preset_names("strategies"))
     chosen = options.rows.split(",") if options.rows else None
     for precision in options.precisions.split(","):
         for ranks in map(int, options.ranks.split(",")):
             for preset in STAGES:
                 row = Row(preset, ranks, precision)
                 wanted = chosen is None or preset in chosen or row.name in chosen
-                if wanted and preset in there and ONLY_ON.get(preset, ranks) == ranks:
+                if wanted and preset in presets and ONLY_ON.get(preset, ranks) == ranks:
                     yield row
 
 
@@ -177,13 +177,13 @@ def state_bytes(row: Row, elements: int) -> int:
     return round(bytes_each * elements)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as Markdown, sizes in MiB."""
     heads = ["strategy", "precision", "ranks", "peak", "process", "predicted", "floor"]
     heads += ["peak/floor", "step", "note"]
     lines = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * 7 + " --- |"]
     keys = ("peak_bytes", "process_peak_bytes", "predicted_peak_bytes", "floor_bytes")
-    for row in found.values():
+    for row in rows.values():
         cells = [row["strategy"], row["precision"], str(row["ranks"])]
         cells += [f"{row[key] / 2**20:.0f}" if row.get(key) else "-" for key in keys]
         peak, seconds = row.get("peak_bytes"), row.get("step_seconds")
@@ -204,25 +204,25 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
+    rows_done: dict[str, dict[str, Any]] = {}
     floors: dict[str, tuple[int, int]] = {}
     for row in rows(options):
         if row.precision not in floors:
             floors[row.precision] = activation_bytes(row.precision)
         activations, elements = floors[row.precision]
-        found[row.name] = {
+        rows_done[row.name] = {
             **{"strategy": row.preset, "precision": row.precision, "ranks": row.ranks},
             "floor_bytes": state_bytes(row, elements) + activations,
             "floor_activation_bytes": activations,
             "parameters": elements,
             **measure(row, options.steps, options.limit),
         }
-        print(row.name, found[row.name], file=sys.stderr, flush=True)
+        print(row.name, rows_done[row.name], file=sys.stderr, flush=True)
         if options.output:  # after each row: a long benchmark may be stopped
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            result = {**surroundings(), "steps": options.steps, "rows": found}
+            result = {**surroundings(), "steps": options.steps, "rows": rows_done}
             options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(found))
+    print(table(rows_done))
 
 
 if __name__ == "__main__":
