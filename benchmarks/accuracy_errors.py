@@ -1,4 +1,4 @@
-"""What the rows of `planner_accuracy.py` say together: errors by engine, bars, late rows."""
+"""Summaries and tables of the rows of `planner_accuracy.py`: errors by engine, and late rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROCESS_BAR = 0.1
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The errors of all ranks, by engine and together; of each row that has any."""
+    """Return the errors of all ranks, by engine and together, and the counts of rows."""
     result: dict[str, Any] = {}
     done = [row for row in rows.values() if row.get("ranks")]
     for engine in ("all", *BARS):
@@ -43,7 +43,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def of_processes(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The errors of the forecast on top of what the process had, beside its highest."""
+    """Return the errors of predicted process memory: base plus forecast, against the highest."""
     known = [rank for rank in ranks if rank.get("process_base_bytes") and rank["process_bytes"]]
     errors = [
         (rank["process_base_bytes"] + rank["predicted_bytes"])
@@ -63,7 +63,7 @@ def of_processes(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _of_fullest(row: dict[str, Any]) -> float:
-    """The error of the highest prediction beside the highest tracked peak.
+    """Return the error of the highest predicted peak against the highest tracked peak.
 
     Fairscale deals states out unevenly, and its forecasts are of the fullest rank.
     """
@@ -74,7 +74,7 @@ def _of_fullest(row: dict[str, Any]) -> float:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown, the largest error first; sizes in MiB."""
+    """Return the rows as a Markdown table, the largest error first; sizes in MiB."""
     lines = ["| row | engine | predicted | tracked | process | phases | error |"]
     lines.append("| --- | --- | ---: | ---: | ---: | --- | ---: |")
     done = [row for row in rows.values() if row.get("ranks")]
@@ -92,14 +92,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def is_late(row: dict[str, Any]) -> bool:
-    """Whether more was tracked than was foretold, by more than torch's bar: see the top."""
+    """Whether a tracked peak exceeds its prediction by more than the limit for torch."""
     if not row.get("ranks") or row["engine"] != "torch" or row.get("runs", 1) > AGAIN:
         return False
     return bool(min(rank["error"] for rank in row["ranks"]) < -BARS["torch"][1])
 
 
 def again(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """A row that was run once more: of each rank the lower peak."""
+    """Merge a row with a second run of it: keep the lower peak of each rank."""
     if not now.get("ranks"):
         return before
     ranks = []

@@ -1,18 +1,20 @@
-"""What activations, gradients and optimizer state need, and what each way to need less costs.
+"""Measure the memory of activations, gradients and optimizer state, and the cost of saving it.
 
     python benchmarks/activations.py --output benchmarks/results/activations.json
     python benchmarks/activations.py --models gpt --rows none,full --rounds 3
 
-Every row is a run of its own through the `bigtrain` command, in one process, fp32 unless it says
+Every row is a separate run of the `bigtrain` command in one process, in fp32 unless the row says
 otherwise: a GPT of 49 million parameters (6 blocks, 768 wide, vocabulary 8192) on micro-batches
-of 4 samples of 512 tokens, and ResNet-50 on 8 images of 224 x 224. A round is one run of each row,
-so that what slows the machine down slows all; `time` is the median over the rounds of a row's
-median step against that of `none` in the same round. Peaks: `tracked` is of all tensors, beside
-what was predicted before the run; `process` is of the process's resident memory above what it
-was before the model was built; `saved` is what the blocks save of one micro-batch.
+of 4 samples of 512 tokens, and ResNet-50 on 8 images of 224 x 224. A round runs each row once, so
+a machine that slows down slows all rows. `time` is the median over the rounds of (the median step
+of the row / that of `none` in the same round).
 
-The budgets are set to the predicted peaks of hand-picked rows, so that their time can be held
-against those rows', and half way between `full` and `every 2`.
+Peaks: `tracked` is of all tensors, shown with the prediction made before the run; `process` is the
+resident memory above that before the model was built; `saved` is what the blocks save for the
+backward pass of one micro-batch.
+
+The budgets equal the predicted peaks of rows with hand-picked policies, so that their times can be
+compared, and one lies half-way between `full` and `every 2`.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ ON_LEAN = {
 
 
 def rows(model: str) -> Iterator[tuple[str, list[str]]]:
-    """The rows of a model with their words."""
+    """Return the rows of a model, each with its command-line words."""
     common = [*MODELS[model], "optim.warmup_steps=0", "optim.clip_norm=null"]
     plain = [PLAIN] if model == "gpt" else []
     for name, words in WAYS.items():
@@ -99,7 +101,7 @@ def rows(model: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
-    """The predicted peak of a row, what its blocks save, and what was said of a budget."""
+    """Return the predicted peak of a row, the bytes that its blocks save, and notes on its budget."""
     if not any(word.startswith(("strategy.recompute", DISK)) for word in words):
         words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
     job = load_job("default", "single", words)
@@ -112,7 +114,7 @@ def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
 
 
 def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
-    """Run one row once; bytes and seconds, or only `note`, the reason why it failed."""
+    """Run one row once; return bytes and seconds, or only `note`, the reason for its failure."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["train", "--strategy", "single", *words]
         command += [f"train.steps={steps}", f"memory.track_steps={TRACKED}", f"log.dir={folder}"]
@@ -132,7 +134,7 @@ def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The rows as Markdown, sizes in MiB."""
+    """Return the rows as a Markdown table, sizes in MiB."""
     lines = ["| model | row | tracked | predicted | process | saved | time | most of the peak |"]
     lines += ["| --- | --- |" + " ---: |" * 5 + " --- |"]
     for model, named in figures.items():

@@ -1,14 +1,14 @@
-"""What a checkpoint costs: beside torch's DCP under `fsdp`, beside DeepSpeed's own under `zero3`.
+"""Measure the cost of a checkpoint, compared with torch's DCP (`fsdp`) and DeepSpeed (`zero3`).
 
     python benchmarks/checkpoint_cost.py [--output benchmarks/results/checkpoint_cost.json]
     python benchmarks/checkpoint_cost.py --ranks 2 --strategies fsdp --width 256
 
 A language model of 200 million parameters with AdamW's state (2.4 GB in fp32) is saved several
 times, by each tool in turn in the same processes, and then resumed on another number of ranks.
-Of each save: seconds until it is on the disk, seconds for which training waits, the most that the
-resident memory of a rank grew meanwhile, and bytes on the disk. bigtrain hashes what it writes and
-what it reads; the others do not. DeepSpeed does not sync its files to the disk, the others do; its
-stage 3 is resumed on as many ranks as before, as it is not on others.
+The figures of a save: seconds until it is on the disk, seconds for which training waits, the growth
+of a rank's resident memory, and bytes on the disk. bigtrain hashes everything that it writes and
+reads; the other tools do not. DeepSpeed does not sync its files to the disk; the others do.
+DeepSpeed's stage 3 is resumed on the same number of ranks, as it supports no other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROUNDS = 3
 
 
 def opened(context: RunContext, strategy: str, width: int, *, asynchronous: bool) -> Any:
-    """What makes an engine of the model."""
+    """Prepare the model under a strategy; return the parts of the run."""
     keys: dict[str, Any] = {
         "model.name": "gpt",
         "model.args": {"num_layers": 13, "width": width, "num_heads": 8, "sequence_length": 32},
@@ -67,7 +67,7 @@ def opened(context: RunContext, strategy: str, width: int, *, asynchronous: bool
 
 
 class Meter:
-    """Seconds and memory of something that all ranks do."""
+    """Measures the seconds and the memory of a call that all ranks make."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -75,7 +75,7 @@ class Meter:
     def __call__(
         self, begin: Callable[[], Any], end: Callable[[Any], Any] | None = None
     ) -> dict[str, float]:
-        """Seconds that `begin` takes, and it with `end`, and the growth of resident memory."""
+        """Return the seconds of `begin`, those until `end` is done, and the growth of memory."""
         return_large_blocks(1 << 17)
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
@@ -94,14 +94,14 @@ class Meter:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of all files below."""
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def save_all(
     context: RunContext, _: Any, strategy: str, width: int, folder: Path, rounds: int
 ) -> dict[str, Any]:
-    """Save by each tool in turn."""
+    """Save with each tool in turn; return the figures of each save."""
     parts, meter = opened(context, strategy, width, asynchronous=True), Meter(context)
     by_tool: dict[str, list[dict[str, float]]] = {}
     with parts.engine(context) as engine:
@@ -125,7 +125,7 @@ def save_all(
 def ways_to_save(
     engine: Engine, strategy: str, folder: Path
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]]:
-    """By name: what begins a save, and what waits until it is on the disk."""
+    """Return, by tool, a function that starts a save and one that waits until it is on the disk."""
 
     def ours(*, asynchronous: bool) -> Callable[[], Any]:
         def save() -> Any:
@@ -168,7 +168,7 @@ def ways_to_save(
 def load_all(
     context: RunContext, _: Any, strategy: str, width: int, folder: Path
 ) -> dict[str, Any]:
-    """Resume from what each tool has saved."""
+    """Resume from the checkpoint of each tool; return the figures."""
     parts, meter = opened(context, strategy, width, asynchronous=False), Meter(context)
     by_tool: dict[str, Any] = {}
     with parts.engine(context) as engine:
@@ -203,22 +203,22 @@ def load_all(
 
 
 def nothing(*_: Any) -> None:
-    """No preparation."""
+    """Prepare nothing."""
 
 
 def run_on(call: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> forked.Outcome:
-    """Run a function on so many ranks."""
+    """Run a function on a number of ranks."""
     task = forked.Task(call.__name__, nothing, call, args, ranks, 1, LIMIT_S)
     return next(iter(forked.run_all([task], at_once=ranks)))
 
 
 def median(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of each figure."""
+    """Return the median of each figure."""
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def main() -> int:
-    """Measure, print the tables, keep the figures."""
+    """Measure, print the tables and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategies", default="fsdp,zero3")
     parser.add_argument("--ranks", default="2,4")
@@ -263,7 +263,7 @@ def main() -> int:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A row as lines of a table."""
+    """Print a row as lines of a table."""
     for name, figures in row["saves"].items():
         print(
             f"{row['strategy']} on {row['ranks']}: {name}: {figures['seconds']:.2f} s, waits "

@@ -1,19 +1,20 @@
-"""Checkpoints of every strategy, continued under every other one, on as many ranks, fewer, and one.
+"""Continue the checkpoint of every strategy under every other one, on several numbers of ranks.
 
     python benchmarks/checkpoint_matrix.py [--output benchmarks/results/checkpoint_matrix.json]
     python benchmarks/checkpoint_matrix.py --from ddp,zero3 --to fsdp,1f1b --ranks 4,2
 
-Under each strategy a small language model is trained for three steps of AdamW on 4 ranks, a
-checkpoint is saved, and two more steps are done. Every other strategy then continues from that
-checkpoint, on 4, 2, 1 and 3 ranks, with the same two global batches. What is compared is the
-losses of these steps with those of the run that was never stopped, and, for the same strategy on
-the same ranks, every byte of the state after them.
+Under each strategy a small language model is trained on 4 ranks: three steps of AdamW, a
+checkpoint, two more steps. Every other strategy then continues from that checkpoint, on 4, 2, 1 and
+3 ranks, with the same two global batches. The losses of these steps are compared with those of the
+uninterrupted run. For the same strategy on the same ranks, every byte of the final state is
+compared, too.
 
-What the comparison can see is measured with it: the same continuation with the optimizer's moments
-at zero, and with the next global batch instead, must differ by far more than the tolerance.
+Controls show that the comparison can see an error: a continuation with the optimizer's moments set
+to zero, and one with the next global batch instead, must differ by far more than the tolerance.
 
-The table has, for each strategy that continues and each number of ranks, the largest relative
-difference over all checkpoints. `-`: it does not run on so many ranks; the file has the reason.
+The table has, for each continuing strategy and each number of ranks, the largest relative
+difference over all checkpoints. `-`: the strategy does not run on so many ranks; the file has the
+reason.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ KEYS: dict[str, Any] = {
 
 
 def pp_of(strategy: str, ranks: int) -> int:
-    """Ranks on the pp axis."""
+    """Return the number of ranks on the pp axis."""
     if strategy in PIPELINES:
         return ranks
     if strategy == "1f1b+tensor":
@@ -80,14 +81,14 @@ def pp_of(strategy: str, ranks: int) -> int:
 
 
 def tp_of(strategy: str, ranks: int) -> int:
-    """Ranks on the tp axis."""
+    """Return the number of ranks on the tp axis."""
     if strategy in SLICES:
         return ranks
     return (2 if ranks % 2 == 0 else ranks) if strategy in SLICES_BESIDE else 1
 
 
 def begin(context: RunContext, _: Any, strategy: str, folder: Path) -> list[float]:
-    """Train, save a checkpoint, train on, save another one; the losses of the last steps."""
+    """Train, save, train on and save again; return the losses of the last steps."""
     job, parts = opened(context, strategy)
     losses = []
     with parts.engine(context) as engine:
@@ -105,7 +106,7 @@ def begin(context: RunContext, _: Any, strategy: str, folder: Path) -> list[floa
 def go_on(
     context: RunContext, _: Any, strategy: str, sources: list[str], folder: Path
 ) -> dict[str, Any]:
-    """Continue from each of these checkpoints; the losses, or why not, by the checkpoint's name.
+    """Continue from each checkpoint; return the losses, or the refusal, by the checkpoint's name.
 
     Where it is the strategy's own on as many ranks, the state is saved beside it, to be compared.
     """
@@ -127,7 +128,7 @@ def go_on(
 
 
 def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]]:
-    """Losses of continuations under `single` that have lost something, by what."""
+    """Return the losses of wrong continuations under `single`, by the kind of error."""
     losses = {}
     for lost in ("nothing", "moments", "position"):
         _job, parts = opened(context, "single")
@@ -144,7 +145,7 @@ def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]
 
 
 def opened(context: RunContext, strategy: str) -> Any:
-    """The job, and what it needs."""
+    """Return the job and the parts of its run."""
     keys = {**KEYS, "mesh.pp": context.pp_size}
     if strategy in (*SLICES, *SLICES_BESIDE):
         keys["mesh.tp"] = context.tp_size
@@ -155,11 +156,11 @@ def opened(context: RunContext, strategy: str) -> Any:
 
 
 def nothing(*_: Any) -> None:
-    """No preparation."""
+    """Prepare nothing."""
 
 
 def same_bytes(folder: Path, source: str) -> bool:
-    """Whether the state after the last step is the uninterrupted run's, byte for byte."""
+    """Whether the final state equals that of the uninterrupted run, byte for byte."""
     uninterrupted, again = (
         Manifest.open(folder / name / f"step-{BEFORE + AFTER}")
         for name in (source, f"{source}.again")
@@ -170,12 +171,12 @@ def same_bytes(folder: Path, source: str) -> bool:
 
 
 def ranks_of_source(strategy: str) -> int:
-    """On how many ranks its checkpoint is saved."""
+    """Return the number of ranks that save a strategy's checkpoint."""
     return 1 if strategy in ONE else max(RANKS)
 
 
 def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]) -> dict[str, Any]:
-    """The whole matrix: by target and ranks, then by source, the largest relative difference."""
+    """Measure the matrix: the largest relative difference by target and ranks, then by source."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first = {}
@@ -225,7 +226,7 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
 
 
 def controls(outcome: forked.Outcome) -> dict[str, float]:
-    """By what a continuation has lost, the largest relative difference of its losses."""
+    """Return the largest relative difference of the losses of each wrong continuation."""
     if not outcome.values:
         raise RuntimeError(outcome.refused or outcome.failed)
     losses = outcome.values[0]
@@ -233,12 +234,12 @@ def controls(outcome: forked.Outcome) -> dict[str, float]:
 
 
 def furthest(losses: list[float], wanted: list[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference of two lists of losses."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
 
 
 def compared(outcome: forked.Outcome, uninterrupted: dict[str, list[float]]) -> dict[str, Any]:
-    """One target on one number of ranks against all sources."""
+    """Compare one target on one number of ranks with all sources."""
     if not outcome.values:
         return {"refused": outcome.refused} if outcome.refused else {"failed": outcome.failed}
     losses = outcome.values[0]
@@ -250,14 +251,14 @@ def compared(outcome: forked.Outcome, uninterrupted: dict[str, list[float]]) -> 
 
 
 def said(cell: dict[str, Any]) -> str:
-    """A cell of the table."""
+    """Return the text of a cell of the table."""
     if "differences" in cell:
         return f"{max(cell['differences'].values()):.1e}"
     return "-" if "refused" in cell else f"FAILED {cell['failed']}"
 
 
 def table(matrix: dict[str, Any]) -> list[str]:
-    """The table, in Markdown."""
+    """Return the lines of the table, in Markdown."""
     ranks = sorted({int(name.rpartition(".")[2]) for name in matrix["cells"]}, reverse=True)
     lines = ["| continues under | " + " | ".join(f"{n} ranks" for n in ranks) + " | same bytes |"]
     lines.append("| --- |" + " --: |" * (len(ranks) + 1))
@@ -270,7 +271,7 @@ def table(matrix: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Run what is asked for, print the table; 1 where a cell failed or differs."""
+    """Run the selected cells and print the table; return 1 if a cell failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="sources", default=",".join(STRATEGIES))
     parser.add_argument("--to", dest="targets", default=",".join(STRATEGIES))

@@ -1,14 +1,14 @@
-"""Models of transformers and timm, cut into 2 and 4 stages, against the whole model.
+"""Cut models of transformers and timm into 2 and 4 stages, and compare with the whole model.
 
-Neither library is needed by bigtrain. Install them beside it, in an environment of their own:
+bigtrain needs neither library. Install them next to it in a separate environment:
 
     python -m venv /tmp/zoo && /tmp/zoo/bin/pip install -e . transformers timm torchvision
     OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/cut_zoo.py
 
-transformers' models are built from tiny configurations, timm's as they are, without weights;
-nothing is downloaded. Each is run once in training and once in evaluation: the loss, every
-gradient, every buffer and the output are compared, in float64. Words on the command line choose
-models by a part of their name. The table goes to the screen, its rows to
+transformers' models are built from tiny configurations, timm's unchanged, without weights; nothing
+is downloaded. Each model runs once in training and once in evaluation. The loss, every gradient,
+every buffer and the output are compared in float64. Words on the command line select models by a
+part of their name. The table is printed, and its rows are written to
 benchmarks/results/cut_zoo.json.
 """
 
@@ -150,7 +150,7 @@ vit_tiny_patch16_224 volo_d1_224 xcit_nano_12_p16_224 xception41
 
 
 class ByKeyword(nn.Module):
-    """A model that takes keywords, as one of a dict."""
+    """Calls a model that takes keywords with a dict."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class ByKeyword(nn.Module):
 
 
 class Squares:
-    """A loss of all floating tensors in an output."""
+    """A loss of all floating-point tensors in an output."""
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
@@ -201,7 +201,7 @@ def of_timm(name: str) -> tuple[nn.Module, Any]:
 
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
-    """A cut with as much work in each stage, and how many places there were."""
+    """Return a cut with equal work in each stage, and the number of possible places."""
     trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
     points, refused = legal_points(trace)
@@ -222,7 +222,7 @@ def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) ->
 
 
 def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[str, Tensor]:
-    """All that comes out of a step of training, and of an evaluation."""
+    """Return all results of a training step and of an evaluation, by name."""
     tensors: dict[str, Tensor] = {}
     for training in (True, False):
         torch.manual_seed(0)
@@ -252,7 +252,7 @@ def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[
 
 
 def largest(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest number of the same tensor where above 1."""
+    """Return the largest difference, relative to the tensor's largest number if that is above 1."""
     if expected.keys() != actual.keys():
         raise RuntimeError(f"only one of the two has {sorted(expected.keys() ^ actual.keys())[:3]}")
     worst = 0.0
@@ -265,7 +265,7 @@ def largest(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
 
 
 def check(make: Callable[[str], tuple[nn.Module, Any]], name: str) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     row: dict[str, Any] = {"name": name, "library": make.__name__.removeprefix("of_")}
     begun = time.perf_counter()
     torch.manual_seed(0)
@@ -306,7 +306,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def save(row: dict[str, Any]) -> None:
-    """Put one row into the file, in the place of an older one of the same model."""
+    """Write one row into the file; it replaces an older one of the same model."""
     stored = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     key = (row["library"], row["name"])
     rows = [r for r in stored if (r["library"], r["name"]) != key] + [row]

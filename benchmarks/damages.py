@@ -1,15 +1,14 @@
-"""Damages of a checkpoint, drawn by a seed: none of them is loaded, none ends in a traceback.
+"""Damage checkpoints at random, by a seed, and check that no damaged one is loaded.
 
     python benchmarks/faults.py --damage 1000 --seed 1
 
-A run has two checkpoints. The newer one is damaged: in its bytes, in its files (gone, empty,
-swapped, a folder, a pipe, a device or a link in place of one), in what the system says when one is
-opened or read (EACCES, EIO, ESTALE), or in what its manifest, its state or a header of its tensors
-says, with hashes that fit. Held are, each time: it is refused by an error of bigtrain's own that
-names a file; a resume goes on from the older one, bit for bit, and says so; nothing takes longer
-than `LIMIT_S`.
-Damages of `latest` and `best`, which only point at checkpoints, may not keep a whole one from being
-found.
+A run has two checkpoints. The newer one is damaged in one of these ways: in its bytes; in its files
+(missing, empty, swapped, or a folder, a pipe, a device or a link in place of a file); by an error
+of the system when a file is opened or read (EACCES, EIO, ESTALE); or in the content of its
+manifest, its state or a header of its tensors, with hashes that match. Each time the test requires:
+the checkpoint is refused by an error of bigtrain that names a file; a resume continues from the
+older checkpoint, bit for bit, and prints that; nothing takes longer than `LIMIT_S`. `latest` and
+`best` only point at checkpoints, so damage to them must not hide an undamaged checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _Damage = Callable[[random.Random, Path], str]
 
 
 def small_engine() -> Engine:
-    """An engine of a net with two layers, in this process."""
+    """Return an engine of a net with two layers, in this process."""
     keys = {"train.global_batch_size": 4, "checkpoint.resume": "auto", "device": "cpu"}
     return Engine(
         lambda: nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 5)),
@@ -65,7 +64,7 @@ def small_engine() -> Engine:
 
 
 def written_run(folder: Path) -> Path:
-    """A run's folder with the two checkpoints."""
+    """Return the folder of a run with two checkpoints."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(4, 24, generator=generator), torch.tensor([0, 1, 2, 3])
     with small_engine() as engine:
@@ -76,7 +75,7 @@ def written_run(folder: Path) -> Path:
 
 
 class DamagedRuns:
-    """Damages one copy after another of a run, and looks at what becomes of each.
+    """Damages copies of a run one after another, and checks the result of each.
 
     Args:
         written: of `written_run`.
@@ -93,7 +92,7 @@ class DamagedRuns:
             self._states[step] = {name: value.clone() for name, value in state.items()}
 
     def one(self, number: int, seed: int) -> dict[str, Any]:
-        """The damage with this number; `problem` is None where everything held."""
+        """Make the damage with this number; `problem` is None if every check passed."""
         draw = random.Random(f"{seed}:{number}")
         shutil.rmtree(self._copy, ignore_errors=True)
         shutil.copytree(self._written, self._copy)
@@ -215,7 +214,7 @@ def _swapped(draw: random.Random, checkpoints: Path) -> str:
 
 
 def _of_the_other(draw: random.Random, checkpoints: Path) -> str:
-    """A file of the older checkpoint, in place of the same of the newer one."""
+    """Replace a file of the newer checkpoint by the same file of the older one."""
     older = checkpoints / f"step-{OLD}"
     names = [
         path.name
@@ -258,7 +257,7 @@ def _bind_socket(path: Path) -> None:
 
 @contextlib.contextmanager
 def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
-    """Let the system refuse a file: to open it, or from some read of it on."""
+    """Let the system refuse to open a file, or to read it from some read on."""
     code = draw.choice((errno.EACCES, errno.EIO, errno.ESTALE, errno.ENXIO, errno.EMFILE))
     real_open, real_file, real_read = os.open, FileIO, os.pread
     doomed: set[tuple[int, int]] = set()
@@ -297,7 +296,7 @@ def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
 
 
 def _rehash(checkpoints: Path) -> None:
-    """A manifest that fits the files as they are now."""
+    """Write a manifest that matches the files as they are now."""
     folder = checkpoints / f"step-{NEW}"
     named = json.loads((folder / "manifest.json").read_text())["files"]
     files = {name: file_record((folder / name).read_bytes()) for name in named}
@@ -305,7 +304,7 @@ def _rehash(checkpoints: Path) -> None:
 
 
 def _header(draw: random.Random, checkpoints: Path) -> str:
-    """A header that breaks the format, with hashes that fit."""
+    """Write a header that breaks the format, with matching hashes."""
     tensors = [path for path in _files(checkpoints) if path.suffix == ".safetensors"]
     path = draw.choice(tensors)
     data = path.read_bytes()
@@ -320,7 +319,7 @@ def _header(draw: random.Random, checkpoints: Path) -> str:
 def broken_header(
     draw: random.Random, header: dict[str, Any], body: bytes
 ) -> tuple[str, bytes, bytes]:
-    """A safetensors file that breaks the format in one way.
+    """Return a safetensors file that breaks the format in one way.
 
     Returns:
         The way in a few words; the length and the header; the bytes of the tensors.
@@ -344,7 +343,7 @@ def broken_header(
 
 
 def _with_gap(header: dict[str, Any], end: int, body: bytes) -> bytes:
-    """Eight bytes that belong to nobody behind a tensor; behind the last one: at the end."""
+    """Insert eight bytes after a tensor that belong to no tensor."""
     for entry in header.values():
         if "data_offsets" in entry and entry["data_offsets"][0] >= end:
             entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
@@ -354,7 +353,7 @@ def _with_gap(header: dict[str, Any], end: int, body: bytes) -> bytes:
 def _entry_ways(
     draw: random.Random, header: dict[str, Any], body: bytes, name: str
 ) -> dict[str, Callable[[], Any]]:
-    """What can be wrong with what a header says of a tensor."""
+    """Return the possible errors of a tensor's entry in a header, by name."""
     entry = header[name]
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     over = 4 if begin == 0 else -4
@@ -407,7 +406,7 @@ _LENGTHS: dict[str, Callable[[int, int], int]] = {
 
 
 def _manifest(draw: random.Random, checkpoints: Path) -> str:
-    """A manifest that is no list of files, some of them with a hash of its own that fits."""
+    """Write a manifest that is not a list of files, sometimes with a matching hash of itself."""
     path = checkpoints / f"step-{NEW}" / "manifest.json"
     content = json.loads(path.read_text())
     files = content["files"]
@@ -453,7 +452,7 @@ def _manifest(draw: random.Random, checkpoints: Path) -> str:
 
 
 def _state(draw: random.Random, checkpoints: Path) -> str:
-    """A state that is none, with hashes that fit."""
+    """Write an invalid state, with matching hashes."""
     path = checkpoints / f"step-{NEW}" / "state.json"
     content = json.loads(path.read_text())
     ways: dict[str, Any] = {
@@ -491,7 +490,7 @@ def _pointer(draw: random.Random, checkpoints: Path) -> str:
 
 
 def _junk(draw: random.Random, checkpoints: Path) -> str:
-    """What looks like newer checkpoints and is none; the newest of these two is damaged, too."""
+    """Add folders that look like newer checkpoints but are none, and damage the newest, too."""
     number = draw.choice((1, 30, 300))
     for step in range(10, 10 + number):
         folder = checkpoints / f"step-{step}"
@@ -521,7 +520,7 @@ KINDS: dict[str, _Damage] = {
 
 
 def damage_all(number: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """So many damages; what to keep of them."""
+    """Make a number of damages; return their summary."""
     counts: Counter[str] = Counter()
     failed: list[dict[str, Any]] = []
     began = time.monotonic()
