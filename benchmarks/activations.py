@@ -101,7 +101,7 @@ def rows(model: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
-    """Return the predicted peak of a row, the bytes that its blocks save, and notes on its budget."""
+    """Return a row's predicted peak, the bytes that its blocks save, and notes on its budget."""
     if not any(word.startswith(("strategy.recompute", DISK)) for word in words):
         words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
     job = load_job("default", "single", words)

@@ -1,21 +1,22 @@
-"""Runs that lose a rank at a random moment end with the numbers of one that does not.
+"""Check that runs which lose a rank at a random moment give the numbers of an undisturbed run.
 
     python benchmarks/faults.py [--runs 0..99] [--output benchmarks/results/faults.json]
     python benchmarks/faults.py --damage 1000 --seed 1    damages of checkpoints: see damages.py
 
 A small model trains under several strategies by `bigtrain train -n N --restarts 2`, with a
-checkpoint every second step, in half of the runs written beside training. In each run one rank is
-killed (SIGKILL), stopped for good (SIGSTOP) or told to save and end (SIGTERM) at a random moment,
-or it dies in a checkpoint, before any of the calls by which that is written. Held are: the losses
-and norms of all steps are those of the run without a fault, bit for bit, each step once; and a
-checkpoint that `latest` named when the fault came is not lost. The calls are counted by the model's
-own module (faulty_net.py), which every rank imports: nothing of bigtrain knows of it.
+checkpoint every second step; in half of the runs it is written while training continues. In each
+run one rank is killed (SIGKILL), stopped for good (SIGSTOP) or told to save and end (SIGTERM) at a
+random moment, or it dies while it writes a checkpoint, before a random one of the system calls for
+that. The checks: the losses and norms of all steps equal those of the run without a fault, bit for
+bit, each step once; and a checkpoint that `latest` named at the time of the fault is not lost. The
+model's own module (faulty_net.py), which every rank imports, counts the calls: bigtrain has no code
+for it.
 
-What happens in run N follows from N and the seed alone, so runs can be done in several goes, or
-one of them again: `--runs 17..17`. They are added to the file's.
+Run N depends only on N and the seed, so runs can be done in several parts, or one of them again:
+`--runs 17..17`. New runs are added to those of the file.
 
-Processes are forked with their imports done (tests/support/zygote.py); what stands for a rank
-before its launcher is stopped and killed with it. `--real` takes interpreters.
+Processes are forked with their imports done (tests/support/zygote.py). The process that stands for
+a rank before its launcher is stopped and killed with it. `--real` starts real interpreters.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _STEP_S = 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs."""
+    """The strategy of a run, and how it writes checkpoints."""
 
     strategy: str = "ddp"
     asynchronous: bool = False
@@ -60,13 +61,13 @@ class Setting:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run."""
+        """The number of ranks of the run."""
         return STRATEGIES[self.strategy]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a run, and when."""
+    """The kind of fault of a run, and its time."""
 
     kind: str
     rank: int
@@ -79,7 +80,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """How a run with a fault ended."""
+    """The result of a run with a fault."""
 
     number: int
     setting: Setting
@@ -97,7 +98,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nothing happens to."""
+    """The run without a fault."""
 
     curve: list[tuple[int, float, float]]
     calls: list[int]
@@ -105,7 +106,7 @@ class Reference:
 
 
 class FaultRuns:
-    """Runs of one job, in a folder of their own each; several threads may ask for one.
+    """Runs of one job, each in its own folder; several threads may use it.
 
     Args:
         folder: for all of them.
@@ -133,7 +134,7 @@ class FaultRuns:
         }
 
     def reference(self, setting: Setting) -> Reference:
-        """The run that nothing happens to, which is done once.
+        """Return the run without a fault, which is done once.
 
         Raises:
             RuntimeError: it fails.
@@ -155,7 +156,7 @@ class FaultRuns:
         return Reference(curve(place / "runs" / "r"), counts)
 
     def drawn(self, number: int, seed: int) -> FaultOutcome:
-        """The run with this number: its setting, its fault, and when that comes."""
+        """Return the run with this number: its setting and its fault."""
         setting = Setting(
             list(STRATEGIES)[number % len(STRATEGIES)], bool((number + number // 20) % 2)
         )
@@ -171,7 +172,7 @@ class FaultRuns:
         return self.one(number, setting, Fault(kind, rank, draws.randint(first, last), delay_s))
 
     def one(self, number: int, setting: Setting, fault: Fault) -> FaultOutcome:
-        """A run with this fault."""
+        """Run with this fault; return the result."""
         expected = self.reference(setting).curve
         place = self._folder / f"run-{number}"
         environ = {"FAULT_CALL": f"{fault.rank}:{fault.call}"} if fault.kind == "write" else {}
@@ -220,7 +221,7 @@ class FaultRuns:
 def started(
     command: Sequence[str], environ: Mapping[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher, ended with its ranks at the end of the block.
+    """Start a launcher; end it with its ranks at the end of the block.
 
     Args:
         command: of the launcher.
@@ -246,7 +247,7 @@ def started(
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:
-    """Step, loss and norm of each line that a run has written."""
+    """Return step, loss and norm of each line that a run has written."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
@@ -298,7 +299,7 @@ def _latest(folder: Path) -> str:
 
 
 def _wait_for(folder: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
-    """Wait until the fault's step is done; false where the run ended before."""
+    """Wait until the fault's step is done; return False if the run ended before."""
     metrics, begun = folder / "runs" / "r" / "metrics.jsonl", folder / f"pid-{fault.rank}-0"
     end = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < end:
@@ -311,7 +312,7 @@ def _wait_for(folder: Path, fault: Fault, process: subprocess.Popen[str], limit_
 
 
 def _strike(folder: Path, fault: Fault) -> bool:
-    """Send the signal; false where the rank has ended by then."""
+    """Send the signal; return False if the rank has already ended."""
     pid = int((folder / f"pid-{fault.rank}-0").read_text())
     try:
         os.kill(pid, getattr(signal, fault.kind))
@@ -321,7 +322,7 @@ def _strike(folder: Path, fault: Fault) -> bool:
 
 
 def forked_interpreters() -> Callable[[str], str]:
-    """What stands for an interpreter with its imports done, by strategy."""
+    """Return the programs that stand for an interpreter with its imports done, by strategy."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     zygotes = importlib.import_module("support.zygote")
     kinds = {"zero2": "deepspeed"}
@@ -369,7 +370,7 @@ def main() -> int:
 
 
 def damage(number: int, seed: int, output: Path | None) -> int:
-    """Damage so many checkpoints; the exit status."""
+    """Damage a number of checkpoints; return the exit status."""
     from damages import damage_all
     from harness import keep
 
@@ -382,7 +383,7 @@ def damage(number: int, seed: int, output: Path | None) -> int:
 
 
 def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:
-    """The runs that a file has, by their numbers, where they were made alike."""
+    """Return the runs of a file by number, if they have the same seed and interpreter."""
     if path is None or not path.exists():
         return {}
     document = json.loads(path.read_text())
@@ -394,7 +395,7 @@ def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:
 def keep_runs(
     path: Path | None, seed: int, python: str, outcomes: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the file anew, with all runs so far."""
+    """Write the file with all runs so far."""
     from harness import keep
 
     document = {
@@ -410,7 +411,7 @@ def keep_runs(
 
 
 def _rows(outcomes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
-    """Of each setting and kind how many held, of how many that were hit; others in brackets."""
+    """Return, by setting and kind, the runs that passed, of those that the fault reached."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for strategy in STRATEGIES:
         for asynchronous, word in ((False, "at once"), (True, "beside")):
@@ -431,7 +432,7 @@ def _rows(outcomes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[s
 
 
 def table(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """How many of the runs that were hit held, by setting and kind; as Markdown."""
+    """Return a Markdown table of the runs that passed, by setting and kind."""
     lines = [
         f"| strategy | saved | {' | '.join(KINDS)} |",
         "| --- | --- |" + " ---: |" * len(KINDS),

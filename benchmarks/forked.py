@@ -1,9 +1,10 @@
-"""Runs on real ranks, forked from one process that has everything loaded: no import for each.
+"""Runs on real ranks, forked from one process that has imported everything.
 
-The parent computes nothing and has one thread, so that its children may do anything. Of each run
-it forks a leader, which prepares what all ranks need and forks these. They meet by a file in a
-folder of their own; no port is taken. What a run leaves is what its ranks return, or why one of
-them failed. A leader and its ranks are a process group, which ends with the run.
+The parent computes nothing and has one thread, so its children may use any library. For each run it
+forks a leader, which prepares the data that all ranks need and forks the ranks. They meet by a file
+in a folder for this run, so no port is used. The result of a run is the values that its ranks
+return, or the reason for which one of them failed. A leader and its ranks are one process group,
+which ends with the run.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """The result of a run."""
 
     name: str
     values: tuple[Any, ...] = ()
@@ -84,7 +85,7 @@ class Outcome:
 
 
 def load_everything() -> None:
-    """Start this program anew in the right surroundings, once, and import what ranks may need."""
+    """Restart this program once with the right variables, and import what ranks may need."""
     if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **ENVIRONMENT})
     import warnings
@@ -99,7 +100,7 @@ def load_everything() -> None:
 
 
 def run_all(tasks: Iterable[Task], at_once: int) -> Iterator[Outcome]:
-    """Run tasks, several at once; an outcome as soon as there is one.
+    """Run tasks, several at once; yield each outcome when it is there.
 
     Args:
         tasks: in the order in which they begin.
@@ -127,7 +128,7 @@ def run_all(tasks: Iterable[Task], at_once: int) -> Iterator[Outcome]:
 
 
 class _Going:
-    """A task under way: its leader, as the parent sees it."""
+    """A running task: its leader, as the parent sees it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -138,7 +139,7 @@ class _Going:
         child_pipe.close()
 
     def look(self) -> Outcome | None:
-        """The outcome, when there is one."""
+        """Return the outcome if the run has ended, else None."""
         if self.pipe.poll():
             try:
                 outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
@@ -150,7 +151,7 @@ class _Going:
         return None
 
     def end(self) -> None:
-        """Let nothing of it go on."""
+        """End the leader and its ranks."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
@@ -159,7 +160,7 @@ class _Going:
 
 
 def _lead(task: Task, pipe: Connection) -> None:
-    """Prepare, fork the ranks, tell the parent what became of them."""
+    """Prepare, fork the ranks, and send the parent their result."""
     os.setsid()
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -227,7 +228,7 @@ def _outcome(task: Task, kind: str, reason: str) -> Outcome:
 
 
 def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) -> None:
-    """One rank: connect, call, answer, and go without the interpreter's slow farewell."""
+    """Run one rank: connect, call, answer, and exit without the interpreter's slow shutdown."""
     import torch
 
     from bigtrain.ranks.connect import connect
@@ -258,7 +259,7 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
 
 
 def _give_way() -> None:
-    """Let the threads of gloo go before this one: they hold tensors until they come to an end.
+    """Let gloo's threads end before this one: they hold tensors until then.
 
     With more ranks than cores they would be kept waiting, and what they hold counted, for as long
     as others work. To let go of a tensor that is tracked they need the interpreter, too.
@@ -270,7 +271,7 @@ def _give_way() -> None:
 
 
 def _answer(run: Callable[[], Any]) -> tuple[str, Any]:
-    """What a function returns, or how it fails: (done | refused | failed, the value or why)."""
+    """Return the result of a function: (done | refused | failed, the value or the reason)."""
     try:
         return "done", run()
     except ConfigError as error:

@@ -1,15 +1,16 @@
-"""Inputs that nobody means well with, drawn by a seed: each ends in one line or runs.
+"""Give the command malformed inputs, drawn by a seed; each must end in one line of error, or run.
 
     python benchmarks/hostile_inputs.py --inputs 2000 --seed 1
 
-YAML files as job, strategy, plan and cluster; words on the command line; JSON files as DeepSpeed's
-configuration, as caches and as the index of a folder of weights; headers of safetensors; variables
-of launchers and of bigtrain itself. They are made of what is right by changing, cutting, repeating,
-nesting and exchanging it, and of what is known to be awkward. Held are, each time: the exit status
-is 0 or 2, there is no traceback, 2 comes with one line of bigtrain's, and it takes no longer than
-`LIMIT_S`. Nothing is trained: `train --dry-run`, and `checkpoint convert`.
+The inputs are YAML files as job, strategy, plan and cluster; words on the command line; JSON files
+as DeepSpeed's configuration, as caches and as the index of a folder of weights; headers of
+safetensors; and variables of launchers and of bigtrain itself. They are made from valid inputs by
+changing, cutting, repeating, nesting and exchanging parts, and from values that are known to be
+difficult. The checks: the exit status is 0 or 2, there is no traceback, status 2 comes with one
+line of bigtrain's, and the command takes at most `LIMIT_S`. Nothing is trained: the commands are
+`train --dry-run` and `checkpoint convert`.
 
-What input N is follows from N and the seed alone. Processes are forked with their imports done.
+Input N depends only on N and the seed. Processes are forked with their imports done.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MOST_LETTERS = 5200
 
 @dataclass(frozen=True)
 class HostileInput:
-    """What a command is given."""
+    """The words, files and variables of a command."""
 
     kind: str
     words: tuple[str, ...]
@@ -57,7 +58,7 @@ class HostileInput:
 
 
 def drawn_input(number: int, seed: int) -> HostileInput:
-    """The input with this number."""
+    """Return the input with this number."""
     draw = random.Random(f"{seed}:{number}")
     name = list(KINDS)[number % len(KINDS)]
     return KINDS[name](draw)
@@ -185,7 +186,7 @@ KEYS = (
 
 
 def _value(draw: random.Random, depth: int = 0) -> str:
-    """A value as YAML's flow writes it."""
+    """Return a random value in YAML's flow style."""
     pool = draw.choice((NUMBERS, WORDS, YAML_ONLY, PLAUSIBLE, PLAUSIBLE))
     if depth < 3 and draw.random() < 0.2:
         inner = ", ".join(_value(draw, depth + 1) for _ in range(draw.randrange(4)))
@@ -200,7 +201,7 @@ def _value(draw: random.Random, depth: int = 0) -> str:
 
 
 def _yaml_text(draw: random.Random, keys: tuple[str, ...] = KEYS) -> str:
-    """A file of nested keys, some of them right."""
+    """Return a file of nested keys, some of them valid."""
     lines: list[str] = []
     for key in draw.sample(keys, draw.randint(1, 3)):
         parts = key.split(".")
@@ -211,7 +212,7 @@ def _yaml_text(draw: random.Random, keys: tuple[str, ...] = KEYS) -> str:
 
 
 def _bomb(draw: random.Random) -> str:
-    """Aliases of aliases: a few hundred bytes that stand for what no memory holds."""
+    """Return aliases of aliases: a few hundred bytes that expand to more than any memory."""
     levels, width = draw.randint(6, 30), draw.randint(2, 9)
     flavour = draw.choice(("list", "map", "merge"))
     lines = ["a0: &a0 {x: 1, y: 2}" if flavour != "list" else "a0: &a0 [x, y]"]
@@ -228,7 +229,7 @@ def _bomb(draw: random.Random) -> str:
 
 
 def _mutated(draw: random.Random, data: bytes) -> bytes:
-    """Changed, cut, repeated, or with something put in between."""
+    """Return data with a part changed, cut, repeated or inserted."""
     for _ in range(draw.randint(1, 4)):
         begin = draw.randrange(len(data) + 1)
         end = draw.randrange(len(data) + 1)
@@ -349,7 +350,7 @@ _SIZES = (
 
 
 def _sizes(draw: random.Random) -> HostileInput:
-    """Numbers that are of the right kind, and beyond all that there is."""
+    """Return numbers of the right kind that are far too large."""
     numbers: tuple[str, ...]
     numbers = ("0", "1", "3", "7", "1000", "1000003", "10000000000", str(1 << 31), str(1 << 40))
     numbers += (str((1 << 63) - 1), str(1 << 63), str(10**18), str(10**30), "9" * 400)
@@ -358,7 +359,7 @@ def _sizes(draw: random.Random) -> HostileInput:
 
 
 def _json_text(draw: random.Random, right: Any) -> bytes:
-    """JSON that is nearly right, or none."""
+    """Return JSON that is nearly valid, or invalid."""
     text = json.dumps(right)
     deep = draw.choice((b"[", b'{"a":', b'{"zero_optimization":', b"[[{}],"))
     values: tuple[str, ...] = (
@@ -530,7 +531,7 @@ KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
 
 
 class HostileRuns:
-    """Gives inputs to the command, each in a folder of its own.
+    """Gives inputs to the command, each in its own folder.
 
     Args:
         folder: for all of them.
@@ -550,7 +551,7 @@ class HostileRuns:
         self._limit_s = limit_s
 
     def one(self, number: int, seed: int) -> dict[str, Any]:
-        """The input with this number; `problem` is None where everything held."""
+        """Run the input with this number; `problem` is None if every check passed."""
         drawn = drawn_input(number, seed)
         folder = self._folder / f"input-{number}"
         folder.mkdir()
@@ -603,7 +604,7 @@ def _fault(done: subprocess.CompletedProcess[str]) -> str | None:
 
 
 def summary_of(rows: list[dict[str, Any]], seed: int, seconds: float) -> dict[str, Any]:
-    """What to keep of some inputs."""
+    """Return a summary of the inputs and their results."""
     counts = Counter((row["kind"], row["status"]) for row in rows)
     failed = [row for row in rows if row["problem"] is not None]
     return {

@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces behind a switch of a given rate and delay.
+"""Simulate hosts on one machine: network namespaces behind a switch with a rate and a delay.
 
     python benchmarks/hosts.py --hosts 2 --rate 1gbit --delay 1ms -- bigtrain train KEY=VALUE
     python benchmarks/hosts.py -- torchrun --nnodes 2 --node-rank {host} --nproc-per-node 1 \
@@ -13,15 +13,14 @@
     python benchmarks/hosts.py --remove
 
 The command runs on every host, as one rank of `host0`, `host1`, ... by torch's variables (RANK,
-WORLD_SIZE, MASTER_ADDR ...), or with --first on `host0` alone, to start the others itself: `ssh`
-and `pdsh` are there and lead to the other hosts. In it {host} is the host's number, {hosts} the
-names of all with commas between, {hostfile} a file of them in DeepSpeed's form. A host has a
-network, a name, an /etc/hosts and one core of its own; files, memory and process numbers are the
-machine's.
+WORLD_SIZE, MASTER_ADDR ...), or with --first on `host0` only, to start the others itself: `ssh` and
+`pdsh` lead to the other hosts. In the command {host} is the host's number, {hosts} the names of all
+hosts separated by commas, and {hostfile} a file of them in DeepSpeed's format. Each host has its
+own network, name, /etc/hosts and core; files, memory and process numbers are the machine's.
 
-All is removed at the end, after Ctrl-C and after a failure; `--remove` takes away what a process
-left that was killed. Root is needed. What carries the frames: `benchmarks/network_switch.py`.
-`--table` is `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command
+Everything is removed at the end, also after Ctrl-C and after a failure; `--remove` removes the
+remains of a killed process. Root is needed. `benchmarks/network_switch.py` carries the frames.
+`--table` runs `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command
 on `host0` (`benchmarks/slurm_hosts.py`).
 """
 
@@ -94,7 +93,7 @@ _SETTLE = (
 
 
 class World:
-    """Hosts on a network of their own, there from `with` to its end.
+    """Hosts with their own network, which exist inside the `with` block.
 
     Args:
         hosts: how many.
@@ -132,11 +131,11 @@ class World:
 
     @property
     def hostfile(self) -> Path:
-        """In DeepSpeed's form: a slot on each."""
+        """The hosts in DeepSpeed's format, with a slot on each."""
         return self.folder / "hostfile"
 
     def words(self, command: Sequence[str], host: int) -> list[str]:
-        """A command with what stands in braces put in."""
+        """Return a command with its {names} replaced."""
         known = {
             "{host}": str(host),
             "{hosts}": ",".join(f"host{n}" for n in range(self.hosts)),
@@ -193,7 +192,7 @@ class World:
         output: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> int:
-        """Run a command on every host, or on the first, and wait; the worst exit status.
+        """Run a command on every host, or on the first; return the worst exit status.
 
         Where one fails the others are ended. After `limit_s` seconds all are, and it is 124. The
         ranks find each other by torch's variables, or by what `environ` has in their place.
@@ -215,7 +214,7 @@ class World:
         return max((abs(program.returncode or 0) for program in running), default=0)
 
     def end_programs(self, started: Sequence[subprocess.Popen[bytes]] = ()) -> None:
-        """End all that runs on the hosts: asked to first, by force where that does not do."""
+        """End all programs on the hosts, first by SIGTERM, then by SIGKILL."""
         if any(program.poll() not in (None, 0) for program in started):
             self._wait(END_S)  # the others find out by themselves
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -290,7 +289,7 @@ class World:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove namespaces and folders whose maker is gone, and end what runs there; their names."""
+    """Remove namespaces and folders of ended processes; end programs there; return the names."""
     places = (_NAMESPACES, Path(tempfile.gettempdir()))
     leftovers = [path for parent in places for path in sorted(parent.glob(f"{PREFIX}*"))]
     gone = [
@@ -346,7 +345,7 @@ _TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
 
 
 def parse_rate(text: str) -> float:
-    """Bits a second of '1gbit', '100mbit'.
+    """Return the bits per second of '1gbit', '100mbit'.
 
     Raises:
         ConfigError: it is none.
@@ -355,7 +354,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_delay(text: str) -> float:
-    """Seconds of '1ms', '50us', '0ms'.
+    """Return the seconds of '1ms', '50us', '0ms'.
 
     Raises:
         ConfigError: it is none.
@@ -371,7 +370,7 @@ def _parse(option: str, text: str, units: Mapping[str, float], example: str, lea
 
 
 def main() -> int:
-    """One command in a world of hosts, or the table; the exit status."""
+    """Run one command on simulated hosts, or the table; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,19 +1,19 @@
-"""Strategies over slow links: measured, predicted, and what the planner would have chosen.
+"""Compare strategies over slow links: measured, predicted, and the planner's choice.
 
     python benchmarks/hosts.py --table --output benchmarks/results/hosts.json
 
-Two hosts of one core each (`benchmarks/hosts.py`), on links of `LINKS`, train a small GPT under
-each strategy of `NAMES` that there is, and under the plan that `bigtrain plan` finds fastest for a
+Two hosts of one core each (`benchmarks/hosts.py`), on the links of `LINKS`, train a small GPT under
+each available strategy of `NAMES`, and under the plan that `bigtrain plan` finds fastest for a
 cluster of such hosts. The cluster has the rates that `bigtrain doctor` measures on this machine
-(with --cluster those of a file), a core's share of them for each host, and between the hosts what
-the switch was told: its rate, and as latency twice its delay (gloo sends when the receiver has
-said that it is ready) and what a message takes here without one. Nothing of the cluster is fitted
-to what the runs then take.
+(with --cluster those of a file); each host has one core's share of them. The link between the hosts
+has the switch's rate; its latency is twice the switch's delay (gloo sends after the receiver has
+said that it is ready) plus the seconds of a message on this machine without a switch. Nothing of
+the cluster is fitted to the measured steps.
 
-`step_seconds` is the mean of the steps after `WARM`, as techniques may exchange in some steps only.
-`chosen_over_best` is the step of the planner's plan over that of the fastest row of those that
-compute what one process does; `local_sgd` does not, and the planner has no such plans. These are
-timings: one at a time, on an idle machine.
+`step_seconds` is the mean of the steps after `WARM`, as some techniques exchange in some steps
+only. `chosen_over_best` is the step of the planner's plan divided by that of the fastest row that
+computes what one process does; `local_sgd` does not, and the planner has no such plans. The figures
+are times: use an idle machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ WORDS = [
 
 
 def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Cluster:
-    """Hosts of one core each, from the figures of one machine.
+    """Return a cluster of hosts of one core each, from the rates of one machine.
 
     Args:
         base: one node whose ranks share the cores.
@@ -92,7 +92,7 @@ def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Clust
 
 
 def predicted(name: str, words: list[str], cluster: Cluster, hosts: int) -> dict[str, Any]:
-    """Seconds of a step, by part; or why they are not known."""
+    """Return the predicted seconds of a step, by part; or the reason why they are unknown."""
     try:
         job = load_job(None, name, words)
         parts = open_setup(job, make_plan(job, hosts, "cpu"))
@@ -104,7 +104,7 @@ def predicted(name: str, words: list[str], cluster: Cluster, hosts: int) -> dict
 
 
 def chosen_plan(cluster: Cluster, hosts: int) -> tuple[str, str, float]:
-    """The planner's plan: its name, its file's text, its seconds."""
+    """Return the planner's plan: its name, the text of its file, its seconds."""
     memory, _ = rank_limits(cluster, memory=None, cap=None)
     question = Question(
         job=load_job(None, "single", WORDS),
@@ -126,7 +126,7 @@ def chosen_plan(cluster: Cluster, hosts: int) -> tuple[str, str, float]:
 
 
 def measured(world: World, words: list[str], steps: int) -> dict[str, Any]:
-    """A run on all hosts: seconds of a step, or why there are none."""
+    """Run on all hosts; return the seconds of a step, or the reason for a failure."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         quiet = ["train.eval_every=0", "checkpoint.at_end=false", "checkpoint.resume=null"]
@@ -145,7 +145,7 @@ def measured(world: World, words: list[str], steps: int) -> dict[str, Any]:
 
 
 def of_link(base: Cluster, hosts: int, rate: float, steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each strategy, and the planner's."""
+    """Return a row for each strategy and one for the planner's plan."""
     cluster = hosts_cluster(base, hosts, rate, DELAY_S)
     plan, text, seconds = chosen_plan(cluster, hosts)
     with World(hosts, rate, DELAY_S) as world, tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def of_link(base: Cluster, hosts: int, rate: float, steps: int) -> Iterator[dict
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     seconds, forecast = row["step_seconds"], row["predicted_seconds"]
     shown = f"{row['strategy']}: " + (f"{seconds:.3f} s" if seconds else f"none ({row['why']})")
     shown += f", predicted {forecast:.3f} s" if forecast else ", not predicted"
@@ -168,7 +168,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def make_table(hosts: int, steps: int, output: Path | None, figures: str | None) -> int:
-    """Measure and print, and keep the figures; the exit status.
+    """Measure, print and write the figures; return the exit status.
 
     Args:
         hosts: how many.

@@ -1,11 +1,11 @@
-"""What `train.compile=blocks` and `train.memory_format=channels_last` are worth: runs in turns.
+"""Measure `train.compile=blocks` and `train.memory_format=channels_last`, in alternating runs.
 
     python benchmarks/kernels.py --output benchmarks/results/kernels.json
 
-The default job, and ResNet-18 on images, in one process: as written, and with the keys. A step is
-the median of those in which memory is not tracked but for the first of them, which compiles; its
-share is the median over the rounds of a run beside the one as written in the same round. One run at
-a time, on an idle machine: these are timings.
+The default job, and ResNet-18 on images, run in one process: as written, and with the keys. A step
+is the median of the steps in which memory is not tracked, without the first, which compiles; its
+share is the median over the rounds of (the run / the run as written in the same round). The figures
+are times: use an idle machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEYS = {
 
 
 def run(words: list[str], threads: int) -> dict[str, Any]:
-    """One run: median seconds of a step, and whether others used the machine meanwhile."""
+    """Run once; return the median seconds of a step, and whether other programs were busy."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"train.steps={STEPS}", "train.eval_every=0", f"log.dir={folder}"]
         failed = run_command(
