@@ -1,30 +1,32 @@
-"""Predicted beside tracked memory, on every rank of a few hundred configurations.
+"""Compare predicted with tracked memory, on every rank of a few hundred configurations.
 
     python benchmarks/planner_accuracy.py --output benchmarks/results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --rows 'gpt-fsdp*' --limit 5
-    python benchmarks/planner_accuracy.py --output FILE --resume        # goes on where it stopped
+    python benchmarks/planner_accuracy.py --output FILE --resume        # continues where it stopped
     python benchmarks/planner_accuracy.py --optimizers --output FILE
     /tmp/zoo/bin/python benchmarks/planner_accuracy.py --foreign --output FILE
 
-A row is a model, a strategy, what is kept for the backward pass, a precision and a micro-batch.
-Before anything is built each rank predicts its peak from the job alone (`Engine.predicted`); then
-it trains a few steps on random samples with every tensor tracked (`MemoryMeter.measured().peak`).
-The error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0
-(for fairscale, which deals states out unevenly, forecasts are those of the fullest rank);
-`process` is the process's resident memory above what it was before the model was built,
-`process_base` what it was then: together its highest (VmHWM). The error of the process is that of
-the forecast on top of the base.
+A row is a model, a strategy, a recomputation policy, a precision and a micro-batch. Before anything
+is built each rank predicts its peak from the job alone (`Engine.predicted`); then it trains a few
+steps on random samples with every tensor tracked (`MemoryMeter.measured().peak`). The error is
+predicted / tracked - 1, and that of a row is the error of the rank furthest from 0. (fairscale
+distributes states unevenly, so its forecasts are those of the fullest rank.) `process` is the
+process's resident memory above that before the model was built, and `process_base` that memory
+before; their sum is the highest (VmHWM). The error of the process compares it with the base plus
+the forecast.
 
-Each strategy has a row with each model and each way of keeping, in both precisions and both sizes
-of micro-batch; which of these go together rotates from row to row. A budget lies half-way between
-the predicted peaks of keeping all and of computing all blocks again. What a strategy refuses is a
-row with its message. `--foreign` has, in place of these, models that nobody picked, each with each
-of nine strategies on two ranks (`foreign_models.py`). `--optimizers` has a small net with each
-optimizer of torch, default, foreach and fused, on each engine (`accuracy_optimizers.py`).
+Each strategy has a row with each model and each recomputation policy, in both precisions and both
+sizes of micro-batch; their combinations rotate from row to row. A budget is half-way between the
+predicted peaks of saving everything and of recomputing all blocks. If a strategy refuses a
+configuration, the row has its message. `--foreign` instead has models drawn at random, each with
+one of nine strategies in turn on two ranks (`foreign_models.py`). `--optimizers` has a small net
+with each optimizer of torch, default, foreach and fused, on each engine
+(`accuracy_optimizers.py`).
+
 Ranks are forked from one process (`forked.py`), several rows at once. Memory does not depend on
-what else runs, but for one thing: a thread of gloo lets go of a collective's tensors when it gets
-the processor. So a row of which a rank tracked more than torch's bar allows is run again by itself,
-at most twice, and `tracked_in_all` has what each run found; the lowest counts.
+other programs, with one exception: a thread of gloo releases the tensors of a collective only when
+it gets the processor. Therefore a row with a rank that tracked more than the limit for torch is run
+again alone, at most twice. `tracked_in_all` has the peaks of all runs; the lowest counts.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ MICRO = (1, 4)
 
 
 class ResidualMLP(nn.Module):
-    """What a user may have written: residual blocks of their own between two projections."""
+    """A user-defined model: residual blocks between two projections."""
 
     def __init__(self, num_classes: int = 10, width: int = 192, depth: int = 8) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class _Residual(nn.Module):
 
 
 def vit(num_classes: int = 10) -> nn.Module:
-    """Torchvision's vision transformer, as vit_b_16 but smaller."""
+    """Return torchvision's vision transformer, smaller than vit_b_16."""
     from torchvision.models import VisionTransformer
 
     model: nn.Module = VisionTransformer(
@@ -173,33 +175,33 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As it is selected and stored."""
+        """The name by which a row is selected and stored."""
         parts = (self.model, f"{self.strategy}.{self.places}", self.keep, self.precision)
         optimizer_words = [self.optimizer] if self.optimizer else []
         return "-".join((*parts, f"m{self.micro}x{self.accumulation}", *optimizer_words))
 
     @property
     def pp(self) -> int:
-        """Ranks on the pp axis."""
+        """The number of ranks on the pp axis."""
         return 2 if self.strategy in BOTH else self.places if self.strategy in PIPELINES else 1
 
     @property
     def tp(self) -> int:
-        """Ranks on the tp axis."""
+        """The number of ranks on the tp axis."""
         return self.places if self.strategy == "tensor" else 1
 
     @property
     def processes(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return 1 if self.strategy in DEVICES else self.places
 
     @property
     def engine(self) -> str:
-        """Whose implementation it is."""
+        """The library that implements the strategy."""
         return ENGINES.get(self.strategy, "torch")
 
     def words(self) -> list[str]:
-        """The keys of the job, but for what a block keeps."""
+        """The keys of the job, without the recomputation policy."""
         size = self.micro * self.accumulation * self.processes // self.pp // self.tp
         model_words = MODELS.get(self.model) or foreign_models.words_of(
             foreign_models.chosen()[self.model]
@@ -221,7 +223,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The selection, the same each time."""
+    """Return the rows, the same each time."""
     places = [(s, 1) for s in ONE] + [(s, 2) for s in REPLICAS]
     places += [(s, p) for p in (2, 4) for s in (*PIPELINES, *DEVICES)] + [(s, 4) for s in BOTH]
     selection = []
@@ -254,7 +256,7 @@ def rows() -> list[Row]:
 
 
 def foreign_rows() -> list[Row]:
-    """All models that were drawn with one strategy after the other; one or two micro-batches."""
+    """Return rows of all drawn models with the strategies in turn, and 1 or 2 micro-batches."""
     return [
         Row(
             model,
@@ -272,7 +274,7 @@ def foreign_rows() -> list[Row]:
 
 
 def optimizer_rows() -> list[Row]:
-    """Each optimizer with each engine, with one micro-batch and with several."""
+    """Return rows of each optimizer with each engine, with one and several micro-batches."""
     rows_of_batch, steps = 4, accuracy_optimizers.STEPS
     return [
         Row("blocks", strategy, 2, "all", "fp32", rows_of_batch, micro_batches, steps, optimizer)
@@ -287,20 +289,20 @@ def _stages(strategy: str, ranks: int) -> int:
 
 
 class Unchecked(Layout):
-    """Is not compared with the whole model, which takes time and says nothing about memory."""
+    """A layout without the comparison with the whole model, which does not affect memory."""
 
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:  # noqa: ARG002
         return "cut: not compared with the whole model"
 
 
 def unchecked(parts: RunSetup) -> RunSetup:
-    """The same, with a layout that is not compared."""
+    """Return the parts of a run with a layout that is not compared."""
     layout = parts.resolved.layout and Unchecked(**vars(parts.resolved.layout))
     return replace(parts, resolved=replace(parts.resolved, layout=layout))
 
 
 def prepare(row: Row) -> list[str]:
-    """The words that say what a block keeps; a budget is worked out once for all ranks."""
+    """Return the words of the recomputation policy; a budget is computed once for all ranks."""
     if row.keep == "budget":
         return [f"strategy.recompute.budget={_budget(row)}"]
     return WORDS[row.keep]
@@ -316,7 +318,7 @@ def _opened(row: Row, words: Sequence[str]) -> tuple[Job, RunSetup]:
 
 
 def _budget(row: Row) -> int:
-    """Half-way between keeping all and computing all blocks again, as predicted."""
+    """Return bytes half-way between the peaks of saving everything and recomputing all blocks."""
     highest = []
     for words in ([], WORDS["full"]):
         _, parts = _opened(row, words)
@@ -326,7 +328,7 @@ def _budget(row: Row) -> int:
 
 
 def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]:
-    """One rank of a row: predict, train, and tell what was predicted and tracked."""
+    """Run one rank of a row: predict, train, and return the predicted and tracked peaks."""
     job, parts = _opened(row, words)
     with unchecked(parts).engine(context) as engine:
         for batch in parts.training_steps(context, 0):

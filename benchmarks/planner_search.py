@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Run the cases, or be one of them."""
+    """Run all cases, or one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     best = row["best"]
     return (
         f"{row['case']}: search {row['search_seconds']:.1f} s, all {row['all_seconds']:.1f} s, "
@@ -78,7 +78,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def question_of(case: dict[str, Any]) -> Question:
-    """What the planner is asked of a case.
+    """Return the planner's question of a case.
 
     Args:
         case: `devices`, `batch` and the model's `args`; `cluster` (left out, `h100-node`) and

@@ -1,20 +1,21 @@
-"""Plans of three dimensions of Narayanan et al. 2021, forecast beside what was published of them.
+"""Compare forecasts of the parallel plans of Narayanan et al. 2021 with the published figures.
 
     python benchmarks/published_plans.py --output benchmarks/results/published_plans.json
 
-`rows` are the ten of table 1 (arXiv 2104.04473): GPT of 1.7 billion to a trillion parameters on 32
-to 3,072 A100. `predicted` is the printed plan (tensor, pipeline and replicas as printed, blocks
-computed again), `best` what the planner finds for the same devices and batch. The paper's mixed
-precision (layers see 16 bits, the optimizer has 32) is `zero1_torch`'s here, which also shares the
-optimizer's state; `ddp` casts 32 bits in each micro-batch. Micro-batches
-are not printed: 1, 2 and 4 are forecast, and so are interleaved schedules of 2 to 4 stages a rank
-(the paper's, whose number is not printed either) where blocks divide; the fastest counts.
-`crossovers` are figures 10 and 13 to 15: which of their plans is fastest, not how fast. Their
-figure is TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step.
-Nothing is measured here, and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`.
-With `--efficiency 0.859`, the share of its peak that the best of many large products was measured
-to reach on an A100 (S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"),
-the same is asked without what that file assumes.
+`rows` are the ten rows of table 1 (arXiv 2104.04473): GPT of 1.7 billion to a trillion parameters
+on 32 to 3,072 A100. `predicted` is the printed plan (tensor, pipeline and data parallel sizes as
+printed, blocks recomputed), `best` the planner's plan for the same devices and batch. The paper's
+mixed precision (16 bits in the layers, 32 bits in the optimizer) is `zero1_torch` here, which also
+shards the optimizer's state; `ddp` casts from 32 bits in each micro-batch. The paper does not print
+micro-batches: 1, 2 and 4 are forecast. It does not print the number of stages a rank of its
+interleaved schedules either: 2 to 4 are forecast if they divide the blocks. The fastest counts.
+
+`crossovers` are figures 10 and 13 to 15: which plan is fastest, not its speed. Their figure is
+TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step. Nothing is
+measured here and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`. With
+`--efficiency 0.859` the assumption of that file is replaced by the measured one: the share of its
+peak that an A100 reached in the best of many large products (S. Bekman, Machine Learning
+Engineering, "Maximum Achievable Matmul FLOPS").
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ TABLE_2 = {384: (144, 153), 768: (88, 149), 1536: (44, 141)}
 
 
 def question(model: Model, devices: int, batch: int) -> Question:
-    """All plans of a model on so many devices."""
+    """Return the planner's question for a model on a number of devices."""
     words = job_words(*model, batch)
     memory = rank_limits(USED["cluster"], memory=None, cap=None)[0]
     given = (load_job(None, "single", words), USED["cluster"], devices, memory, batch)
@@ -87,7 +88,7 @@ def question(model: Model, devices: int, batch: int) -> Question:
 
 @cache
 def evaluator(model: Model) -> PlanEvaluator:
-    """Of its plans, on any number of devices."""
+    """Return the evaluator of a model's plans, on any number of devices."""
     return open_evaluator(question(model, 64, 64))[2]
 
 
@@ -98,7 +99,7 @@ def plan(
     interleaved: int,
     replicate: str = "zero1_torch",
 ) -> Candidate:
-    """A plan of (tp, pp, dp), of micro-batches of so many rows and so many stages a rank."""
+    """Return a plan of (tp, pp, dp), rows of a micro-batch and stages a rank."""
     tp, pp, dp = mesh
     # With fewer micro-batches than ranks 1f1b is gpipe, and is to be called so.
     plain = "1f1b" if batch // dp // rows >= pp else "gpipe"
@@ -117,13 +118,13 @@ def plan(
 
 
 def seconds(judge: PlanEvaluator, candidate: Candidate) -> dict[str, float]:
-    """The parts of its step, all blocks computed again."""
+    """Return the seconds of a step by part, with all blocks recomputed."""
     parts = judge.seconds_with(candidate, judge.plan_of(candidate), "full")
     return {**vars(parts), "total": parts.total}
 
 
 def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
-    """The plans that a row may mean, and their stages a rank."""
+    """Return the plans that a row may mean, and their stages a rank."""
     dp = row.devices // row.tp // row.pp
     for rows in MICRO_BATCHES:
         if row.batch // dp % rows:
@@ -134,7 +135,7 @@ def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
 
 
 def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
-    """A row of table 1: published, predicted, and what the planner would do."""
+    """Return a row of table 1: published, predicted, and the planner's plan."""
     judge, answer = evaluator(row.model), None
     forecasts: list[dict[str, Any]] = []
     if searched:
@@ -176,7 +177,7 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     mesh = mesh_words(row["pp"], row["devices"] // row["pp"] // row["tp"], row["tp"])
     best = row.get("best")
     planned = (
@@ -195,7 +196,7 @@ def line(row: dict[str, Any]) -> str:
 def throughputs(
     model: Model, meshes: list[tuple[int, int, int]], batch: int, replicate: str = "zero1_torch"
 ) -> dict[str, float]:
-    """TFLOP/s a device of each mesh (tp, pp, dp), one sequence a micro-batch."""
+    """Return TFLOP/s a device of each mesh (tp, pp, dp), with one sequence a micro-batch."""
     judge, by_mesh = evaluator(model), {}
     for tp, pp, dp in meshes:
         candidate = plan((tp, pp, dp), batch, 1, 1, replicate)
@@ -205,7 +206,7 @@ def throughputs(
 
 
 def crossovers() -> Iterator[dict[str, Any]]:
-    """Which plan is the fastest in figures 13, 14, 15 and 10, as forecast and as published."""
+    """Return the fastest plans in figures 13, 14, 15 and 10, as forecast and as published."""
     pairs = [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2)]
     for batch in (32, 128):
         by_mesh = throughputs(GPT_162B, [(tp, pp, 1) for tp, pp in pairs], batch)
@@ -245,7 +246,7 @@ def _case(figure: str, statement: str, figures: Any, *, holds: bool) -> dict[str
 
 
 def main() -> None:
-    """Print, and keep the figures."""
+    """Print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--no-search", action="store_true", help="the printed plans alone")

@@ -1,15 +1,15 @@
-"""Random slices of models that nobody picked, on real ranks beside one process, in float64.
+"""Compare random slices of random models on real ranks with one process, in float64.
 
-Models are drawn by a seed from what torchvision, timm and transformers list (`foreign_models.py`);
-of each, parameters and buffers drawn by a seed are sliced on random dims, with random sections and
-units. Outputs, loss, gradients and buffers are compared with those of the whole model. Where they
-differ, the tensors are named whose slices alone make them differ. Dropout is off: what is sliced
-draws other numbers.
+Models are drawn by a seed from the lists of torchvision, timm and transformers
+(`foreign_models.py`). Parameters and buffers of each, drawn by a seed, are sliced along random
+dims, with random sections and units. Outputs, loss, gradients and buffers are compared with those
+of the whole model. If they differ, the row names the tensors whose slices alone make a difference.
+Dropout is off, as sliced tensors draw other random numbers.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. /tmp/zoo/bin/python benchmarks/slicing_fuzz.py --models 20
 
-With `--planned` the slices are those that bigtrain chooses: the proof that a sliced model computes
-what one process does.
+With `--planned` the slices are those that bigtrain chooses: this checks that a sliced model
+computes what one process does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHARES = (0.1, 0.4, 0.9)
 
 
 def drop_nothing(model: nn.Module) -> None:
-    """Set every rate of dropout to nought."""
+    """Set every dropout rate to 0."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for name, value in list(vars(owner).items()) if owner is not None else ():
@@ -50,13 +50,13 @@ def drop_nothing(model: nn.Module) -> None:
 
 
 def in_double() -> None:
-    """Where a model's code asks for float32, it gets float64: rounding would hide differences."""
+    """Give float64 where a model's code asks for float32: rounding would hide differences."""
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 
 def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
-    """A model in float64 with no weight at nought, and a forward pass of it with a loss."""
+    """Return a float64 model without zero weights, and a forward pass with a loss."""
     import foreign_models as zoo
 
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
 def of_rank(
     context: Any, row: dict[str, Any], seeds: list[int], sequence_dim: int | None
 ) -> list[dict[str, Any]]:
-    """What one rank finds of one model."""
+    """Return the results of one rank for one model."""
     import copy
 
     from support.sliced import compared, random_slices, slice_group
@@ -128,7 +128,7 @@ def of_rank(
 
 
 def planned(row: dict[str, Any], ranks: int) -> tuple[dict[str, Any], frozenset[str]]:
-    """The slices that are chosen for a model, and the weights whose product is gathered at once."""
+    """Return the slices chosen for a model, and the weights whose product is gathered at once."""
     from types import SimpleNamespace
 
     import slicing_zoo as zoo
@@ -150,7 +150,7 @@ def _any(is_wrong: bool, group: Any) -> bool:
 def _alone(
     model: nn.Module, run: Any, slices: dict[str, Any], context: Any, sequence_dim: int | None
 ) -> list[str]:
-    """Tensors whose slices alone make a difference: at most three."""
+    """Return at most three tensors whose slices alone make a difference."""
     import copy
 
     from support.sliced import compared, slice_group
@@ -167,7 +167,7 @@ def _alone(
 
 
 def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
-    """Models that run, so many of each library."""
+    """Yield models that run, a number of each library."""
     import foreign_models as zoo
 
     rows = []

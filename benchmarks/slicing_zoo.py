@@ -1,18 +1,18 @@
-"""How much of models that nobody made for it is sliced: share of parameters and of operations.
+"""Measure the share of parameters and of operations that is sliced, for models of three libraries.
 
     python -m venv /tmp/zoo && /tmp/zoo/bin/pip install -e . transformers timm torchvision
     OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/slicing_zoo.py
 
-Models are those that `foreign_models.py` drew by its seed ("drawn"), and those that `cut_zoo.py`
-lists ("listed"). Nothing runs on ranks: it is what the choice says of one process's model. That
-what goes together is sound is tried on numbers, in float64, on up to a dozen classes of a model:
-the units of all tensors of a class are shuffled alike, and the output must stay as it was. A
-look-up's rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's
-heads the order matters, as each has its own slope in a constant, of which a rank has its own part.
+The models are those drawn by the seed of `foreign_models.py` ("drawn"), and those listed in
+`cut_zoo.py` ("listed"). Nothing runs on ranks: the script only chooses slices for one process's
+model. A numeric check, in float64, tests up to a dozen classes of a model: the units of all tensors
+of a class are permuted alike, and the output must not change. The check excludes the rows of a
+look-up table and classes whose input is gathered on its way. The order of ALiBi's heads matters, as
+each has its own slope in a constant, of which each rank has its own part.
 
-Words on the command line choose models by a part of their name. The table goes to the screen, its
-rows to benchmarks/results/slicing_zoo.json. The bar: of nine in ten of the drawn models nine tenths
-of the parameters are sliced over 2 ranks.
+Words on the command line select models by a part of their name. The table is printed, and its rows
+are written to benchmarks/results/slicing_zoo.json. The goal: nine tenths of the parameters are
+sliced over 2 ranks in nine of ten drawn models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LIKE_ALIBI = {"mpt", "bloom", "CAUSAL_LM:mpt"}
 
 
 def drawn(row: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """A model of `foreign_models.py`, and a batch for it."""
+    """Return a model of `foreign_models.py`, and a batch for it."""
     torch.manual_seed(0)
     model = foreign_models.MAKERS[row["library"]](row["name"]).train()
     if "side" in row:
@@ -63,7 +63,7 @@ def drawn(row: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 def listed(library: str, name: str) -> tuple[nn.Module, Any]:
-    """A model of `cut_zoo.py`, and a batch for it."""
+    """Return a model of `cut_zoo.py`, and a batch for it."""
     torch.manual_seed(0)
     make = cut_zoo.of_timm if library == "timm" else cut_zoo.of_transformers
     model, inputs = make(name)
@@ -71,7 +71,7 @@ def listed(library: str, name: str) -> tuple[nn.Module, Any]:
 
 
 def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
-    """How much is sliced, and what of the rest is largest."""
+    """Return the sliced shares, and the largest tensors that stay whole."""
     names = {id(p): name for name, p in model.named_parameters()}
     sliced = {name for name in plan.slices if name in names.values()}
     holders = [
@@ -101,7 +101,7 @@ def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
 
 
 def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Of how many classes the units can be shuffled, and how far the output is from before."""
+    """Return the number of classes that can be permuted, and those that change the output."""
     groups = AxisClasses(trace_axes(model, inputs, -1))
     classes = [
         slice_class
@@ -143,7 +143,7 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def tried(library: str, name: str, origin: str, made: tuple[nn.Module, Any]) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     model, inputs = made
     row: dict[str, Any] = {"library": library, "name": name, "origin": origin}
     work: Any = SimpleNamespace(
@@ -175,7 +175,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def save(row: dict[str, Any]) -> None:
-    """Put one row into the file, in the place of an older one of the same model."""
+    """Write one row into the file; it replaces an older one of the same model."""
     rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     key = ("library", "name", "origin")
     rows = [old for old in rows if any(old[k] != row[k] for k in key)] + [row]
@@ -187,7 +187,7 @@ def save(row: dict[str, Any]) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many models clear the bar, by where they come from and over how many ranks."""
+    """Return the number of models that reach the goal, by origin and number of ranks."""
     by_origin: dict[str, Any] = {}
     for origin in ("drawn", "listed"):
         rows_of_origin = [row for row in rows if row["origin"] == origin]

@@ -1,9 +1,9 @@
-"""Peak memory of the default job under each strategy: table 1 of docs/internals/measured.md.
+"""Measure the peak memory of the default job by strategy: table 1 of docs/internals/measured.md.
 
     python benchmarks/strategies.py [--output benchmarks/results/strategies.json]
 
-Every row is a run of its own through the `bigtrain` command; the figures are those of its
-memory.json and metrics.jsonl, of the rank with the highest peak.
+Every row is a separate run of the `bigtrain` command; the figures are those of its memory.json and
+metrics.jsonl, of the rank with the highest peak.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(ranks: int, words: list[str]) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown, sizes in MiB."""
+    """Return the rows as a Markdown table, sizes in MiB."""
     parts = ["parameters", "gradients", "optimizer", "activations", "temporary"]
     lines = ["| strategy | peak | predicted | " + " | ".join(parts) + " | process | step |"]
     lines.append("| --- |" + " ---: |" * (len(parts) + 4))

@@ -1,11 +1,11 @@
-"""Seconds of every test in the two runs of `make test`, and of `make check`.
+"""Measure the seconds of every test in the two runs of `make test`, and of `make check`.
 
     python benchmarks/suite.py --output benchmarks/results/suite.json
     python benchmarks/suite.py --full --output FILE       # with those marked `full`
 
-On an idle machine only. The seconds of a test are those of its setup, call and teardown on one of
-two workers, which share the machine. CPU seconds are of all processes that a run has waited for: on
-a busy machine these are closer to what a run takes than its wall time is.
+Use an idle machine. The seconds of a test are those of its setup, call and teardown on one of two
+workers, which share the machine. CPU seconds are those of all processes that a run has waited for;
+on a busy machine they are closer to the cost of a run than its wall time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOWEST = 20
 
 
 def main() -> int:
-    """Run both, print the sums and write all; returns 1 where a test failed."""
+    """Run both, print the sums and write all seconds; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="with the tests marked full")
     parser.add_argument("--output", type=Path)

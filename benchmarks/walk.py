@@ -1,12 +1,12 @@
-"""Count the changes of file on a reader's walk from `train.main` to `build_runner`.
+"""Count the changes of file on a reader's path from `train.main` to `build_runner`.
 
     python benchmarks/walk.py [--top CHECKOUT] [--depth N] [--show] [--strategy S] [KEY=VALUE ...]
 
-One real start of one rank is recorded with `sys.setprofile`, until `build_runner` is entered. A
-reader opens a function where it is called first, and not again; functions of one statement are
-read by their names. A stay is an unbroken run of such functions in one file. The path from `main`
-to `build_runner` is followed to its end; calls beside it are followed N deep, 1 being the calls
-that a function of the path makes itself.
+One real start of one rank is recorded with `sys.setprofile`, until `build_runner` is entered. We
+assume that a reader opens a function where it is first called, and not again, and that functions of
+one statement are understood by their names. A stay is an unbroken run of such functions in one
+file. The path from `main` to `build_runner` is followed to its end; other calls are followed N
+deep, where 1 means the calls that a function of the path makes itself.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Walk:
 
 @cache
 def _lengths(file: str) -> dict[int, int]:
-    """By first line, the statements of each function of a file, its docstring apart."""
+    """Return the statements of each function of a file, without docstring, by first line."""
     lengths = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
