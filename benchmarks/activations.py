@@ -103,7 +103,7 @@ def rows(model: str) -> Iterator[tuple[str, list[str]]]:
 def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
     """Return a row's predicted peak, the bytes that its blocks save, and notes on its budget."""
     if not any(word.startswith(("strategy.recompute", DISK)) for word in words):
-        words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
+        words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks save everything
     job = load_job("default", "single", words)
     parts = open_setup(job, make_plan(job, 1, "cpu"))
     rank_forecast = forecast_rank(parts.resolved, parts.workload)
@@ -156,7 +156,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="gpt,resnet50")
-    parser.add_argument("--rows", help="names, divided by commas and no spaces; all if left out")
+    parser.add_argument("--rows", help="names separated by commas without spaces (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help=f"of which {TRACKED} are tracked")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one run")

@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if "ddp" not in options.strategies:
-        parser.error("ddp is what the others are held against: name it, too")
+        parser.error("the others are compared with ddp: name it, too")
     with tempfile.TemporaryDirectory() as folder:
         runs = {
             name: [

@@ -75,7 +75,7 @@ def run(name: str, strategy: str | None) -> tuple[list[dict[str, float]], str]:
     if strategy is not None:
         command = [sys.executable, "-c", RANKS, command[1], strategy]
     with tempfile.TemporaryDirectory() as folder:
-        # Of `resume` one process begins, and another goes on.
+        # In `resume` one process starts, and another one continues.
         runs = 2 if name == "resume" else 1
         parts = [numbers_of([*command, f"{folder}/saved"]) for _ in range(runs)]
     return [number for numbers, _ in parts for number in numbers], next(

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("LD_PRELOAD", "")  # glibc, which can be told to give all back at once
+os.environ.setdefault("LD_PRELOAD", "")  # glibc can return all free memory at once
 
 import forked
 import torch
@@ -117,7 +117,7 @@ def save_all(
                 dist.barrier()
                 row = meter(begin, end)
                 row["disk_bytes"] = on_disk(tool_folder)
-                if number:  # the first warms everything up
+                if number:  # the first save warms up
                     by_tool.setdefault(name, []).append(row)
     return {"step": before_step, "tools": by_tool}
 

@@ -61,7 +61,7 @@ KEYS: dict[str, Any] = {
     "data.name": "synthetic",
     "data.args": {"kind": "language"},
     "optim.name": "adamw",
-    "optim.lr": 1e-2,  # what is lost shows in the next losses
+    "optim.lr": 1e-2,  # lost state shows in the next losses
     "optim.clip_norm": 1.0,
     "train.steps": 20,
     "train.global_batch_size": 12,
@@ -194,7 +194,7 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
         checkpoint = (folder / next(iter(uninterrupted)),)
         wrong = forked.Task("control", nothing, go_wrong, checkpoint, 1, 1, LIMIT_S)
         control = controls(next(iter(forked.run_all([wrong], at_once=1))))
-        print("what is lost would show as", control, flush=True)
+        print("lost state would show as", control, flush=True)
         tasks = [
             forked.Task(
                 *(

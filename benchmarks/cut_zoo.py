@@ -64,7 +64,7 @@ T5 = {
 VIT = {"image_size": 32, "patch_size": 8, "num_labels": 5}
 CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 SEQ2SEQ, IMAGES = "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"
-# Type of model: the class of its head, and what its configuration is told.
+# Type of model: the class of its head, and the arguments of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (CAUSAL, GPT),
     "gptj": (CAUSAL, {**GPT, "rotary_dim": 4}),
@@ -186,7 +186,7 @@ def of_transformers(kind: str) -> tuple[nn.Module, Any]:
     inputs["attention_mask"][1, 9:] = 0
     if head == SEQ2SEQ:
         inputs["decoder_input_ids"] = torch.randint(3, WORDS, (2, 7))
-    switch_off_caches(model)  # as an engine does: here there is none
+    switch_off_caches(model)  # as an engine does, which is not used here
     return ByKeyword(model), inputs
 
 

@@ -119,9 +119,9 @@ class DamagedRuns:
             if not pointers_only:
                 refusal = _refusal(new)
                 if refusal is None:
-                    return "it was opened as if it were whole"
+                    return "it was opened as if it were undamaged"
                 if "\n" in refusal or str(new) not in refusal:
-                    return f"what is said names no file, or not in one line: {refusal[:300]}"
+                    return f"the error names no file, or has several lines: {refusal[:300]}"
             self._engine.load(self._written / "checkpoints" / f"step-{NEW}")
             lines = resume(self._engine.job, self._engine, self._copy)
         except Exception as error:  # noqa: BLE001 - every other error is what is looked for
@@ -131,13 +131,15 @@ class DamagedRuns:
             signal.signal(signal.SIGALRM, previous)
         expected = NEW if pointers_only else OLD
         if not pointers_only and not any(line.startswith("warning: ") for line in lines):
-            return f"nothing was said of it: {lines}"
+            return f"no warning: {lines}"
         if self._engine.steps_done != expected and not pointers_only:
-            return f"went on from step {self._engine.steps_done}, step {expected} is whole"
+            return (
+                f"continued from step {self._engine.steps_done}, but step {expected} is undamaged"
+            )
         state = self._engine.runner.module.state_dict()
         saved = self._states[self._engine.steps_done]
         if not all(torch.equal(value, saved[name]) for name, value in state.items()):
-            return "other weights than those that were saved"
+            return "weights other than those that were saved"
         return None
 
 
@@ -154,7 +156,7 @@ def _too_long(*_: object) -> None:
     raise TimeoutError(f"not done after {LIMIT_S} s")
 
 
-# What is damaged: each returns a few words on what it did.
+# The kinds of damage; each function returns a few words on it.
 
 
 def _files(checkpoints: Path) -> list[Path]:
@@ -247,7 +249,7 @@ def _in_place_of(draw: random.Random, checkpoints: Path) -> str:
 
 def _bind_socket(path: Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path may have a hundred bytes
+    os.chdir(path.parent)  # a socket's path may have about a hundred bytes
     try:
         with socket.socket(socket.AF_UNIX) as unix_socket:
             unix_socket.bind(path.name)

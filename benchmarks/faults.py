@@ -166,8 +166,8 @@ class FaultRuns:
             calls = self.reference(setting).calls
             rank = draws.choice([rank for rank, count in enumerate(calls) if count])
             return self.one(number, setting, Fault(kind, rank, call=draws.randint(1, calls[rank])))
-        # SIGTERM outside of the steps is an end at once. A rank that is stopped before its run has
-        # a folder is waited for as long as any run may wait.
+        # SIGTERM outside of the steps ends a run at once. If a rank is stopped before its run has
+        # a folder, the others wait for as long as a run may wait at all.
         first, last = {"SIGKILL": (0, STEPS), "SIGSTOP": (1, STEPS)}.get(kind, (1, STEPS - 2))
         return self.one(number, setting, Fault(kind, rank, draws.randint(first, last), delay_s))
 
@@ -334,9 +334,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", default="0..99", metavar="A..B", help="their numbers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--real", action="store_true", help="processes import all by themselves")
+    parser.add_argument(
+        "--real", action="store_true", help="start real interpreters, which import everything"
+    )
     parser.add_argument("--at-once", type=int, default=2, metavar="K", help="runs at a time")
-    parser.add_argument("--output", type=Path, help="added to, where it has runs of this seed")
+    parser.add_argument("--output", type=Path, help="new runs are added to those of this seed")
     parser.add_argument("--damage", type=int, metavar="N", help="damage N checkpoints, run nothing")
     options = parser.parse_args()
     if options.damage is not None:
@@ -347,7 +349,7 @@ def main() -> int:
     first, _, last = options.runs.partition("..")
     numbers = range(int(first), int(last or first) + 1)
     python = "real" if options.real else "forked"
-    commit = surroundings()["commit"]  # others may go on committing meanwhile
+    commit = surroundings()["commit"]  # other ranks may write further checkpoints meanwhile
     outcomes = runs_of(options.output, options.seed, python)
     make = (lambda _: sys.executable) if options.real else forked_interpreters()
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

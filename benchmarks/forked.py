@@ -144,7 +144,7 @@ class _Going:
             try:
                 outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
             except EOFError:
-                return Outcome(self.task.name, failed="its leader ended without a word")
+                return Outcome(self.task.name, failed="its leader ended without a message")
             return outcome
         if time.monotonic() > self.deadline:
             return Outcome(self.task.name, failed=f"not done after {self.task.limit_s:.0f} s")
@@ -165,7 +165,7 @@ def _lead(task: Task, pipe: Connection) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)
-    # In a process of its own: autograd that has run in a parent runs in no child of it any more.
+    # In a separate process: autograd that has run in a parent does not run in its children.
     kind, value = _apart(lambda: task.prepare(*task.args))
     if kind == "done":
         with tempfile.TemporaryDirectory(prefix="bigtrain-forked-") as folder:
@@ -188,7 +188,7 @@ def _apart(run: Callable[[], Any]) -> tuple[str, Any]:
     try:
         kind_and_value: tuple[str, Any] = pickle.loads(parent_pipe.recv_bytes())
     except EOFError:
-        return "failed", "it ended without a word while it was prepared"
+        return "failed", "it ended without a message while it was prepared"
     return kind_and_value
 
 
@@ -209,7 +209,9 @@ def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
             rank = ranks.pop(pipe)  # type: ignore[call-overload]
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:  # most often the echo of another one that is about to speak
+            except (
+                EOFError
+            ):  # mostly a consequence of another rank's failure, which is reported soon
                 silent.append(rank)
                 continue
             if kind != "done":
@@ -217,7 +219,7 @@ def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
                 return _outcome(task, kind, reason)
             values[rank] = value
     if silent:
-        return Outcome(task.name, failed=f"rank {silent[0]} ended without a word")
+        return Outcome(task.name, failed=f"rank {silent[0]} ended without a message")
     return Outcome(task.name, tuple(values[rank] for rank in range(task.ranks)))
 
 
@@ -253,7 +255,7 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
             _give_way()
             return task.call(context, prepared, *task.args)
 
-    with suppress(SystemExit):  # another rank failed, and says so itself
+    with suppress(SystemExit):  # another rank failed, and reports it itself
         pipe.send_bytes(pickle.dumps(_answer(run)))
     os._exit(0)
 

@@ -64,7 +64,7 @@ def drawn_input(number: int, seed: int) -> HostileInput:
     return KINDS[name](draw)
 
 
-# Values that are awkward somewhere.
+# Values that are difficult for some key.
 
 NUMBERS = (
     *("0", "-1", "1", "2", "7", "-0", "0x10", "0b1", "1_0", "1:30:00", "1e3", "1.5", ".5", "-.inf"),
@@ -254,7 +254,7 @@ def _yaml_bytes(draw: random.Random, right: str, keys: tuple[str, ...] = KEYS) -
     way = draw.random()
     if way < 0.25:
         return _yaml_text(draw, keys).encode("utf-8", "surrogatepass")
-    if way < 0.45:  # one value of what is right
+    if way < 0.45:  # change one value of a valid file
         places = [match.span(1) for match in re.finditer(r": ([^\s,{}]+)", right)]
         begin, end = draw.choice(places)
         return (right[:begin] + _value(draw) + right[end:]).encode("utf-8", "surrogatepass")
@@ -559,7 +559,7 @@ class HostileRuns:
         for name, data in drawn.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(data)
-        # Ranks of one launch keep each other quiet, and all inputs are started by one process.
+        # Ranks of one launch silence each other's messages, and one process starts all inputs.
         own_environ = {"PMIX_NAMESPACE": f"{seed}-{number}-{os.getpid()}"}
         own_environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
         environ = {**self._environ, **own_environ, **drawn.environ}
@@ -570,7 +570,7 @@ class HostileRuns:
             status, problem = done.returncode, _fault(done)
         except subprocess.TimeoutExpired:
             problem = f"not done after {3 * self._limit_s:.0f} s"
-        except ValueError as error:  # a NUL in a word: no process can be given it
+        except ValueError as error:  # a NUL in a word: no process can have it as an argument
             problem = None if "null byte" in str(error) else str(error)
         seconds = time.monotonic() - began
         if problem is None and seconds > self._limit_s:
@@ -638,7 +638,7 @@ def main() -> int:
     first, dots, last = options.inputs.partition("..")
     numbers = range(int(first), int(last) + 1) if dots else range(int(first))
     environ = {**zygotes.surroundings(), "OMP_NUM_THREADS": "1"}
-    zygotes.forked_cli(["strategies"])  # what is imported once is no input's time
+    zygotes.forked_cli(["strategies"])  # imports do not count in the time of an input
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     with (

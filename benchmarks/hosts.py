@@ -57,8 +57,8 @@ PORT = 29500
 _PR_SET_PDEATHSIG = 1
 _NAMESPACES = Path("/run/netns")
 
-# Options with a word of their own are skipped with it. Programs are looked for on all hosts by
-# DeepSpeed when it is stopped, by name: process numbers are shared, so it would find everybody's.
+# Options with an argument are skipped with it. When DeepSpeed is stopped, it searches all hosts for
+# programs by name: process numbers are shared, so it would find the programs of other runs.
 _SSH = """#!/bin/sh
 while :; do case "$1" in
   -[opliFEcmbeDLRWSJwOQIB]) shift 2;;
@@ -85,7 +85,7 @@ done
 for one in $started; do wait "$one" || status=$?; done
 exit $status
 """
-# Without a name server, as there is none on that network: each question would wait for seconds.
+# Without a name server, as that network has none: each look-up would wait for seconds.
 _SETTLE = (
     'echo "$0" >/proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && '
     '{ mount --bind /dev/null /etc/resolv.conf; shift; exec "$@"; }'
@@ -216,11 +216,11 @@ class World:
     def end_programs(self, started: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         """End all programs on the hosts, first by SIGTERM, then by SIGKILL."""
         if any(program.poll() not in (None, 0) for program in started):
-            self._wait(END_S)  # the others find out by themselves
+            self._wait(END_S)  # the other hosts notice it themselves
         for number in (signal.SIGTERM, signal.SIGKILL):
             pids = [
                 program.pid for program in started if program.poll() is None
-            ]  # not there yet, perhaps
+            ]  # perhaps not on the host yet
             for pid in {*pids, *self._programs()}:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -330,7 +330,7 @@ def _ip(*words: str) -> None:
 def _check_able() -> None:
     if os.geteuid() != 0:
         raise ConfigError(
-            "hosts.py makes network namespaces, which root alone may. Use "
+            "hosts.py makes network namespaces, which only root may. Use "
             f"sudo {sys.executable} benchmarks/hosts.py"
         )
     for tool, package in TOOLS.items():
@@ -375,11 +375,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each link, each way (default 1gbit)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of each link in each direction (default 1gbit)"
+    )
     parser.add_argument("--delay", default="1ms", help="from host to host (default 1ms)")
-    parser.add_argument("--first", action="store_true", help="run it on host0 alone")
+    parser.add_argument("--first", action="store_true", help="run it on host0 only")
     parser.add_argument("--slurm", action="store_true", help="on host0, in a Slurm of the hosts")
-    parser.add_argument("--remove", action="store_true", help="take away what was left behind")
+    parser.add_argument(
+        "--remove", action="store_true", help="remove the remains of killed processes"
+    )
     parser.add_argument("--table", action="store_true", help="measure strategies on two links")
     parser.add_argument("--steps", type=int, default=8, help="of --table: timed steps")
     parser.add_argument("--cluster", help="of --table: figures of this machine (default: measure)")

@@ -82,7 +82,7 @@ def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Clust
     memory = base.node.host_memory // hosts
     node = NodeSpec(devices=1, host_memory=memory, shared=True, cores=1)
     latency = 2 * delay + base.inside.latency
-    # torch's gloo does a reduce-scatter as an all-reduce of the same bytes: seen on these hosts.
+    # Seen on these hosts: gloo runs a reduce-scatter as an all-reduce of the same bytes.
     twice = LinkSpec(latency=2 * latency, bandwidth=rate / 16, ranks=hosts)
     link = Link(
         latency=latency, bandwidth=rate / 8, efficiency=1.0, kinds={"reduce_scatter": twice}

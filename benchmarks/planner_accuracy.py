@@ -229,8 +229,8 @@ def rows() -> list[Row]:
     selection = []
     models = tuple(model for model in MODELS if model != "blocks")
     for number, (strategy, ranks) in enumerate(places):
-        # Five turns have a model each; the last two repeat two of them with another keep. Four
-        # stages have what two have shown, more ranks and no more to say.
+        # The first five rows have a model each; the last two repeat two models with another
+        # policy. Four stages have five rows only, as they use the same code as two.
         for offset in range(5 if _stages(strategy, ranks) == 4 else 7):
             model = models[(offset + (number if offset > 4 else 0)) % len(models)]
             keep = KEEPS[(offset + number) % len(KEEPS)]
@@ -241,8 +241,8 @@ def rows() -> list[Row]:
             micro = SMALLEST.get(model, micro) if micro == 1 else micro
             selection.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
         if ranks < 4:
-            # One more, of a model that no strategy refuses: pipelines do the others' blocks again
-            # only as a whole, as they change what they are given.
+            # One more row, of a model that no strategy refuses: blocks of the other models change
+            # their inputs in place, so pipelines can recompute them only together.
             model = ("gpt", "residual_mlp", "vit")[number % 3]
             keep, precision = KEEPS[(number + 2) % len(KEEPS)], PRECISIONS[(number // 3) % 2]
             accumulation = {1: 2, 2: 4}[max(1, _stages(strategy, ranks))]
@@ -388,7 +388,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", help="patterns of names, with commas: gpt-*,*-zbv.2-*")
-    parser.add_argument("--limit", type=int, help="the first so many rows of those selected")
+    parser.add_argument("--limit", type=int, help="only the first N selected rows")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep what the output has already")
     parser.add_argument("--foreign", action="store_true", help="models drawn by a seed")

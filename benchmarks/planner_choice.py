@@ -87,7 +87,7 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
 
 def prepare(ranks: int, shares: Sequence[float]) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """Return, for each cap, its bytes for tensors and the plans that fit, the chosen one first."""
-    os.environ["OMP_NUM_THREADS"] = str(threads_of(ranks))  # of the ranks that time blocks
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(ranks))  # for the ranks that time blocks
     roomy = planned(ranks, None)
     smallest = roomy.search.smallest()
     low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0

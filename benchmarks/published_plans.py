@@ -101,7 +101,7 @@ def plan(
 ) -> Candidate:
     """Return a plan of (tp, pp, dp), rows of a micro-batch and stages a rank."""
     tp, pp, dp = mesh
-    # With fewer micro-batches than ranks 1f1b is gpipe, and is to be called so.
+    # With fewer micro-batches than ranks 1f1b equals gpipe, and must be named so.
     plain = "1f1b" if batch // dp // rows >= pp else "gpipe"
     word = "interleaved_1f1b" if interleaved > 1 else plain
     more = {"stages_per_rank": interleaved} if interleaved > 1 else {}
@@ -236,7 +236,7 @@ def _figure_10() -> dict[str, Any]:
         ]
     ratios = [zero3 / here for zero3, here in by_devices.values()]
     holds = ratios == sorted(ratios, reverse=True) and max(ratios) < 1
-    statement = "ZeRO-3 is slower than tp 8 x pp 12, and falls behind as devices double"
+    statement = "ZeRO-3 is slower than tp 8 x pp 12, and more so with twice the devices"
     published = {str(devices): pair for devices, pair in TABLE_2.items()}
     return {**_case("figure 10", statement, by_devices, holds=holds), "published": published}
 
@@ -249,8 +249,8 @@ def main() -> None:
     """Print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--no-search", action="store_true", help="the printed plans alone")
-    parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
+    parser.add_argument("--no-search", action="store_true", help="only the printed plans")
+    parser.add_argument("--efficiency", type=float, help="instead of the cluster's own")
     options = parser.parse_args()
     USED["cluster"] = cluster = a100_nodes(options.efficiency)
     rows: list[dict[str, Any]] = []

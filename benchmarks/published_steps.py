@@ -70,7 +70,7 @@ def main() -> None:
     """Print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
+    parser.add_argument("--efficiency", type=float, help="instead of the cluster's own")
     options = parser.parse_args()
     cluster = a100_nodes(options.efficiency)
     rows: list[dict[str, Any]] = []

@@ -65,7 +65,7 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "eager"  # the fused one knows no float64
+            config._experts_implementation = "eager"  # the fused kernel does not support float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -188,19 +188,21 @@ def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", type=int, default=0, help="of each library; else those known")
+    parser.add_argument(
+        "--models", type=int, default=0, help="of each library (default: the known ones)"
+    )
     parser.add_argument("--draw", type=int, default=1, help="seed of the models")
     parser.add_argument("--seeds", type=int, default=3, help="assignments of each model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequence", type=int, help="dim along which sums are sliced")
-    parser.add_argument("--only", default="", help="models whose name has this")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--libraries", default="torchvision,timm,transformers")
     parser.add_argument("--planned", action="store_true", help="slices as bigtrain chooses them")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     import foreign_models as zoo
-    import slicing_fuzz  # by its own name, so that other processes find what is pickled
+    import slicing_fuzz  # by name, so that other processes can unpickle its functions
     from support.ranks import run_ranks
 
     libraries = options.libraries.split(",")

@@ -126,7 +126,7 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
         model.double()
         run(precise)
         bound = 1e-8
-    except RuntimeError:  # operations that are not there in float64
+    except RuntimeError:  # operations that do not exist in float64
         model.float()
         precise, bound = inputs, 1e-3
     gaps = {
@@ -166,9 +166,9 @@ def show(row: dict[str, Any]) -> None:
         f"{degree_figures.get('parameters', 0):.3f} {degree_figures.get('operations', 0):.3f}"
         for degree_figures in figures
     ]
-    degree_figures, differ = row["sound"], len(row["sound"]["differ"])
+    permuted, differ = row["sound"], len(row["sound"]["differ"])
     print(
-        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {degree_figures['shuffled']:4} "
+        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {permuted['shuffled']:4} "
         f"{differ:3} {row.get('failed', '')[:80]}{figures[0].get('refused', '')[:80]}",
         flush=True,
     )

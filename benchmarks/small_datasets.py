@@ -205,7 +205,7 @@ def plates(
         side = int(random.integers(40, 57))
         left, top = int(random.integers(0, width - side)), int(random.integers(0, height - side))
         if any(abs(left - x) < max(side, s) and abs(top - y) < max(side, s) for x, y, s in taken):
-            continue  # plates do not lie on each other
+            continue  # plates must not overlap
         taken.append((left, top, side))
         index = int(few[random.integers(len(few))])
         label = int(digits.labels[index])

@@ -41,7 +41,7 @@ def measure(ranks: int, words: list[str]) -> dict[str, Any]:
         run = Path(folder) / "run"
         memory = json.loads((run / "memory.json").read_text())
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        tracked = 3  # the first steps are tracked, and slower for it
+        tracked = 3  # the first steps are tracked, and therefore slower
         seconds = [json.loads(line)["step_seconds"] for line in lines[tracked:]]
     worst = max(memory["ranks"], key=lambda rank: rank["peak_bytes"])
     return {

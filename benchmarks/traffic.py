@@ -150,7 +150,7 @@ def train(context: RunContext, gradients: int, case: Case) -> dict[str, Any]:
             if engine.step(batch).step == STEPS:
                 break
         report = engine.memory()
-    if report is None:  # rank 0 has what all have sent
+    if report is None:  # rank 0 has the bytes of all ranks
         return {}
     ranks = [
         {

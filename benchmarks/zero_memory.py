@@ -154,7 +154,7 @@ def measure(row: Row, steps: int, limit_s: float) -> dict[str, Any]:
 
 def activation_bytes(precision: str) -> tuple[int, int]:
     """Return the activation bytes of one micro-batch for the floor, and the trained elements."""
-    # With bf16 parameters in bf16; the strategy plays no other part in a profile.
+    # With bf16 parameters in bf16; a profile does not depend on the strategy otherwise.
     row = Row("zero1_torch", 2, precision)
     job = load_job("default", row.preset, row.words())
     plan = make_plan(job, row.ranks, "cpu")
@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", help="presets, or rows such as oss-bf16-2, with commas")
+    parser.add_argument("--rows", help="presets, or rows such as oss-bf16-2, separated by commas")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--steps", type=int, default=12)
