@@ -41,7 +41,7 @@ class ModelChecks:
             ConfigError: the model, or its optimizer, cannot be trained by this plan.
         """
         check_kind(self._optimizer, plan)
-        refuse_found(plan, self._found)
+        refuse_found(plan, self._findings)
         replicate = plan.techniques.get("replicate")
         if self._workload.example is None or replicate is None:
             return plan, ()
@@ -85,7 +85,7 @@ class ModelChecks:
         return tuple(self._uses.only_used(independent_blocks(self._passes_of)))
 
     @cached_property
-    def _found(self) -> tuple[Found, ...]:
+    def _findings(self) -> tuple[Found, ...]:
         model, has_example = self._workload.model, self._workload.example is not None
         uses = self._uses if has_example else None
         found = found_in_model(self._passes_of, uses)

@@ -170,7 +170,7 @@ def check_kind(optimizer: WholeOptimizer, plan: Plan) -> None:
         )
     if plan.world_size == 1 and plan.offload_tiers.optimizer == "device":
         return
-    sees, reason = _sees(plan)
+    sees, reason = _readable_tensors(plan)
     if kind.counts and _steps_in_parts(plan):
         raise ConfigError(
             f"optimizer: {optimizer.kind_name} has one step count for all parameters, and in "
@@ -180,7 +180,7 @@ def check_kind(optimizer: WholeOptimizer, plan: Plan) -> None:
     if sees in ("parameters", "elements") and not kind.separable:
         raise ConfigError(
             f"optimizer: the step of {optimizer.kind_name} reads all parameters together"
-            f"{_tried(kind.failure)}, and in {strategy_words} {reason}. Use --strategy ddp."
+            f"{_trial_failure(kind.failure)}, and in {strategy_words} {reason}. Use --strategy ddp."
         )
     if sees == "elements" and not kind.elementwise:
         fix = "--strategy ddp" if plan.tp > 1 or plan.pp > 1 else "--strategy zero1_torch"
@@ -202,11 +202,11 @@ def check_kind(optimizer: WholeOptimizer, plan: Plan) -> None:
         )
 
 
-def _tried(failure: str | None) -> str:
+def _trial_failure(failure: str | None) -> str:
     return "" if failure is None else f" (a trial step fails with {failure[:120]})"
 
 
-def _sees(plan: Plan) -> tuple[OptimizerSees, str]:
+def _readable_tensors(plan: Plan) -> tuple[OptimizerSees, str]:
     """The tensors that a step may read on one rank of a plan, and why no others."""
     sees = plan.replicate.optimizer_sees if plan.dp > 1 or plan.replicate.owns_step else "all"
     if plan.tp > 1:

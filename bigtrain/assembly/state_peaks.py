@@ -165,7 +165,7 @@ class _State:
     def held(self, dp_rank: int, pp_rank: int) -> dict[str, Held]:
         """The tensors that one rank contributes to a checkpoint; see `Runner.state`."""
         held = {}
-        for tensor in self._own(pp_rank):
+        for tensor in self._tensors_of_stages(pp_rank):
             if tensor.first in self._saved_elsewhere(pp_rank):
                 continue
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
@@ -179,14 +179,14 @@ class _State:
             elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
                 continue
             held[name] = Held(slot.dtype, tuple(slot.shape), extents, False)
-        return held if self._slices is None else _of_whole(held, self._slices)
+        return held if self._slices is None else _in_whole_tensors(held, self._slices)
 
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
         """The tensors that a rank makes for a save: read from disk, or joined of pieces."""
         on_disk, chunk = self._on_disk, self._chunk(pp_rank)
         joins = bool(self._plan.replicate.num_servers)  # a server joins its pieces of a tensor
         made = {}
-        for tensor in self._own(pp_rank):
+        for tensor in self._tensors_of_stages(pp_rank):
             if tensor.first in self._saved_elsewhere(pp_rank):
                 continue
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
@@ -247,7 +247,7 @@ class _State:
         missing = sum(stays for stays, _ in sizes)
         works = self._plan.replicate.num_servers and self._plan.data_rank(dp_rank) is not None
         model = []
-        for tensor in self._own(pp_rank):
+        for tensor in self._tensors_of_stages(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
             local_numbers = sum(extent.size for extent in extents)
             numbers = math.prod(tensor.shape) if works else local_numbers
@@ -293,14 +293,14 @@ class _State:
         elements = sum(math.prod(t.shape) for t in self._trained(pp_rank))
         return chunk_elements(elements, self._plan.state_ranks)
 
-    def _own(self, pp_rank: int) -> list[_Saved]:
+    def _tensors_of_stages(self, pp_rank: int) -> list[_Saved]:
         if not self._cut or self._layout is None:
             return list(self._tensors)
         names = self._layout.chosen.cut.tensor_names_of(self._layout.stages_of(pp_rank))
         return [tensor for tensor in self._tensors if tensor.first in names]
 
     def _trained(self, pp_rank: int) -> list[_Saved]:
-        return [t for t in self._own(pp_rank) if t.trained and t.name == t.first]
+        return [t for t in self._tensors_of_stages(pp_rank) if t.trained and t.name == t.first]
 
     def _earlier(self, pp_rank: int) -> set[str]:
         """Names of trained parameters that a stage of a lower rank has, too: it owns them."""
@@ -380,7 +380,7 @@ def _parameter_of(name: str) -> str:
     return plain if part == "model" else plain.rpartition(".")[0]
 
 
-def _of_whole(local: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
+def _in_whole_tensors(local: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
     """The tensors of a rank, its slices as parts of whole tensors."""
     shapes = {name: tensor.shape for name, tensor in local.items()}
     placed = dict(local)

@@ -138,14 +138,14 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
         ConfigError: an unknown name or option, or a value of the wrong type.
     """
     if ":" in config.name:
-        return _made(role, config)
+        return _make_technique(role, config)
     key = role, config.name, repr(config.options)
     if key not in _MADE:
-        _MADE[key] = _made(role, config)
+        _MADE[key] = _make_technique(role, config)
     return _MADE[key]
 
 
-def _made(role: Role, config: RoleConfig) -> Strategy:
+def _make_technique(role: Role, config: RoleConfig) -> Strategy:
     kind = technique_class(role, config.name)
     name, implied = TECHNIQUE_ALIASES.get(role, {}).get(config.name, (config.name, {}))
     options = {**implied, **config.options}

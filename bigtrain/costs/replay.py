@@ -189,7 +189,7 @@ class _Recordings:
     def __init__(self, pieces: Mapping[int, StageRecord], cases: Collection[_PassCase]) -> None:
         self._pieces = pieces
         self._usual = {case: _recording(case, pieces[case.stage]) for case in cases}
-        self._found: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
+        self._replayed: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
 
     def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
         """Return by slot the storages alive between actions, without empty slots."""
@@ -225,7 +225,7 @@ class _Recordings:
         """The storages of an action, from tick 0 on; its number of ticks; its most bytes."""
         if act.point == _BEFORE_ACTION:
             return (), 1, 0
-        if act not in self._found:
+        if act not in self._replayed:
             recording = self._usual[act.case]
             kind = f"{act.case.order}_{act.course}"
             if (
@@ -238,8 +238,8 @@ class _Recordings:
             spans = recording.actions[act.point]
             shifted = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
             most = max(Timeline(shifted, ((0, "forward"),)).steps()[1], default=0)
-            self._found[act] = shifted, stop - start, most
-        return self._found[act]
+            self._replayed[act] = shifted, stop - start, most
+        return self._replayed[act]
 
 
 def _course(kind: str, forwards: int) -> _Course:

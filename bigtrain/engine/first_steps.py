@@ -261,12 +261,12 @@ def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
     places = iter(range(len(leaves[0])))
     dims = first.row_dims()
 
-    def whole(_: Tensor) -> Tensor:
+    def joined(_: Tensor) -> Tensor:
         index = next(places)
         dim = dims[index]
         return leaves[0][index] if dim is None else torch.cat([row[index] for row in leaves], dim)
 
-    return replace(first.map(whole), rows=sum(part.rows for part in parts), totals=None)
+    return replace(first.map(joined), rows=sum(part.rows for part in parts), totals=None)
 
 
 def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:

@@ -93,20 +93,20 @@ class RemedySearch:
         self.begun = True
         reserve = non_tensor_reserve(subject.resolved.plan.device_type)
         usable = Limit(limit, non_tensor_bytes=reserve).for_tensors
-        for changes in _ways(subject, usable):
+        for changes in _kinds_of_change(subject, usable):
             candidates = changes()
             last: Remedy | None = None
             if isinstance(candidates, _EachLess) and len(candidates) > 1:
                 if time.monotonic() > end:
                     return
-                last = self._tried(subject, candidates.pop(), usable)
+                last = self._remedy_of(subject, candidates.pop(), usable)
                 if last is None:  # the smallest does not fit, so no larger one does
                     continue
             for words in candidates:
                 if time.monotonic() > end:
                     self.remedies += [last] if last is not None else []
                     return
-                remedy = self._tried(subject, words, usable)
+                remedy = self._remedy_of(subject, words, usable)
                 if remedy is not None:
                     last = remedy
                     break
@@ -115,7 +115,9 @@ class RemedySearch:
                 break
         self.complete = True
 
-    def _tried(self, subject: ForecastInputs, words: Sequence[str], usable: int) -> Remedy | None:
+    def _remedy_of(
+        self, subject: ForecastInputs, words: Sequence[str], usable: int
+    ) -> Remedy | None:
         """The change with its predicted peak; None if it does not fit or cannot be forecast."""
         peak = subject.peak(words)
         self.forecasts += peak is not None
@@ -156,7 +158,7 @@ def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
         yield smaller_batch(job, plan, size)
 
 
-def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
+def _technique_remedies(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
     """The remedies of all techniques of a role, including a user's technique in the plan."""
     asked = techniques_of(role)
     current = plan.techniques.get(role)
@@ -165,12 +167,14 @@ def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
     return [words for technique in asked for words in technique.remedies(plan, most)]
 
 
-def _ways(subject: ForecastInputs, usable: int) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
+def _kinds_of_change(
+    subject: ForecastInputs, usable: int
+) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
     """Kinds of change, cheapest first; the first change of a kind that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
     yield lambda: _EachLess(smaller_micro_batches(job, plan))
     less, shared, away = (
-        _offered(plan, role, usable) for role in ("recompute", "replicate", "offload")
+        _technique_remedies(plan, role, usable) for role in ("recompute", "replicate", "offload")
     )
     may_recompute = less if "recompute" not in plan.techniques else []
     if may_recompute:

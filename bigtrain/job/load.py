@@ -177,11 +177,11 @@ def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
         for path, origin in words.origins.items():
             tree.put(path, _value_at(words.values, path), origin, adds=adds)
         if not adds:
-            _lay_deepspeed_file(tree, words.values)
+            _apply_deepspeed_file(tree, words.values)
     return validate_job(Job, tree)
 
 
-def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
+def _apply_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
     """Override the job file by a DeepSpeed file, except for keys of the command line.
 
     A batch key that only a lower layer sets is dropped if the other two are set, and so is the
@@ -256,7 +256,7 @@ def format_validation_error(
     path = tuple(str(part) for part in first["loc"])
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
-    origin = _place(first, path, kind, tree) if tree else None
+    origin = _origin_of(first, path, kind, tree) if tree else None
     prefix = f"{origin}: " if origin and not origin.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
@@ -274,7 +274,7 @@ def format_validation_error(
     return f"{prefix}{describe_fault(first, name)}"
 
 
-def _place(
+def _origin_of(
     fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree
 ) -> str | None:
     """Where the faulty key was written; None if nobody wrote it.

@@ -222,7 +222,9 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     if is_file(name):
         check_name(name, asked)
         if not is_there(name):
-            raise ConfigError(f"{asked}: there is no file {name!r} (looked from {_here()}).")
+            raise ConfigError(
+                f"{asked}: there is no file {name!r} (looked from {_current_folder()})."
+            )
         return read_yaml(Path(name))
     names = preset_names(kind)
     if name not in names:
@@ -239,7 +241,7 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
         return read_yaml(file, shown=f"{kind}/{name}.yaml")
 
 
-def _here() -> str:
+def _current_folder() -> str:
     try:
         return os.getcwd()
     except OSError:

@@ -68,7 +68,7 @@ class StageFitter:
         self._all = levels["keep"].sections
         self._factors = floor.state_factors(levels["keep"])
         self._forecasts: dict[int, Forecast] = {}  # by id of profiles, which the cache keeps
-        self._held = floor.held
+        self._held_micro_batches = floor.held
         self._ranks = floor.held.ranks
         self.levels = levels
 
@@ -113,7 +113,7 @@ class StageFitter:
             self._candidate.stages,
         )
         if limit is not None:
-            key = (*key, self._factors[1], self._held.by_stage, self.levels.least)
+            key = (*key, self._factors[1], self._held_micro_batches.by_stage, self.levels.least)
         if key in self._cuts:
             return self._cuts[key]
         # The stages of a rank get equal shares of its memory: a search over the shares takes
@@ -124,7 +124,7 @@ class StageFitter:
             self._candidate.stages,
             bandwidth=self._timer.cluster.inside.rate,
             state_factor=self._factors[1],
-            in_flight=self._held.by_stage,
+            in_flight=self._held_micro_batches.by_stage,
             memory=None if stage_limit is None else [stage_limit] * self._candidate.stages,
         )
         self._cuts[key] = [0, *partitioned.cuts, len(self._all)]
@@ -235,7 +235,7 @@ class StageFitter:
             for rank in range(self.ranks)
         ]
         last = {kind: rank for rank, kind in enumerate(kinds)}
-        moments = (*self._held.fullest, self._held.by_stage)
+        moments = (*self._held_micro_batches.fullest, self._held_micro_batches.by_stage)
         forecast_ranks: dict[object, list[int]] = {}
         representatives = []
         for rank, kind in enumerate(kinds):

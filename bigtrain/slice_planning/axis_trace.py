@@ -149,7 +149,7 @@ class _Recorder(ForwardObserver):
         """By the id of a parameter or buffer, the tensor that `model.parameters()` or `buffers()`
         yields for it: so uses of a listed tensor are told apart from uses by a module."""
         self._listed: dict[int, HeldTensor] = {}
-        self._held: dict[int, HeldTensor] = {}
+        self._traced: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
         """The tensor that each storage was made for."""
         self._unclear: set[int] = set()
@@ -164,11 +164,11 @@ class _Recorder(ForwardObserver):
         )
         for name, tensor in named:
             trained = isinstance(tensor, nn.Parameter)
-            if id(tensor) not in self._held and (trained or tensor.is_floating_point()):
+            if id(tensor) not in self._traced and (trained or tensor.is_floating_point()):
                 dims = tuple(map(new_dim, tensor.shape))
                 self._list(tensor, self._add(tensor, dims, name=name, trained=trained))
-            if id(tensor) in self._held:
-                self.state[name] = self._held[id(tensor)]
+            if id(tensor) in self._traced:
+                self.state[name] = self._traced[id(tensor)]
 
     def call(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,7 +218,7 @@ class _Recorder(ForwardObserver):
 
     def lookup(self, tensor: Tensor) -> HeldTensor | None:
         """Return the axes of a tensor; None if it is whole in any case."""
-        traced = self._held.get(id(tensor)) or self.note_listed(tensor)
+        traced = self._traced.get(id(tensor)) or self.note_listed(tensor)
         if traced is None and tensor.untyped_storage()._cdata in self._unclear:
             why = "it is written in pieces into a tensor"
             dims = tuple(new_dim(length, why) for length in tensor.shape)
@@ -250,7 +250,7 @@ class _Recorder(ForwardObserver):
         )
         trained = any(known.trained for known in inputs) and op.name != "detach"
         for tensor, dims in zip(op.results, result_dims, strict=True):
-            same = self._held.get(id(tensor))
+            same = self._traced.get(id(tensor))
             if same is None:
                 same = self._add(tensor, dims, of_weights=of_weights, trained=trained)
                 same.view_of = self._viewed(tensor, op)
@@ -314,7 +314,7 @@ class _Recorder(ForwardObserver):
     ) -> HeldTensor:
         nbytes = tensor.numel() * tensor.element_size()
         traced = HeldTensor(dims, nbytes, of_weights, trained, name)
-        self._held[id(tensor)] = traced
+        self._traced[id(tensor)] = traced
         self.tensors.append(traced)
         storage = tensor.untyped_storage()
         if storage.nbytes() == nbytes:

@@ -155,7 +155,7 @@ class _Choice:
             for name, tensor in trace.state.items()
             if name in trace.trained
         }
-        self._taken: dict[str, Slices] = {}
+        self._chosen_slices: dict[str, Slices] = {}
         self._all_single_layers = single_layers(trace)
         self._single_layers = {
             name: fit
@@ -194,8 +194,8 @@ class _Choice:
                 prices or Prices(lambda kind, n: n * _sent_per_byte(kind)), limit
             )
         for part in chosen:
-            self._taken |= part.slices
-        taken = self._taken
+            self._chosen_slices |= part.slices
+        taken = self._chosen_slices
         twins = self._unused_twins(taken)
         taken |= {name: taken[twin] for name, twin in twins.items()}
         slices = {n: taken[h.name] for n, h in self._trace.state.items() if h.name in taken}
@@ -409,7 +409,7 @@ class _Choice:
                     few if candidate.units < 2 else (f"{few}: mesh.tp={candidate.units} would work")
                 )
             for other_name, other_slices in candidate.slices.items():
-                taken = self._taken.get(other_name)
+                taken = self._chosen_slices.get(other_name)
                 if taken is not None and (other_name == name or taken.dim != other_slices.dim):
                     return f"{other_name!r}, which goes with it, is sliced along dim {taken.dim}"
             share = candidate.parameter_bytes / sum(self._nbytes.values())

@@ -77,7 +77,7 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
         if use is None:
             return None
         weight, factor = use.weight.base, use.other
-        n = _place(weight, use.out if gathered else use.summed)
+        n = _dim_of_product(weight, use.out if gathered else use.summed)
         if n is None:
             return None
         slices = {weight.name: Slices.even(n, dim_length(weight.dims[n]))}
@@ -103,7 +103,7 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
     return layer
 
 
-def _place(weight: HeldTensor, wanted: Dim | None) -> int | None:
+def _dim_of_product(weight: HeldTensor, wanted: Dim | None) -> int | None:
     """Return the dim of a weight that a product uses; None if a view changed the dims before."""
     places = [n for n, dim in enumerate(weight.dims) if dim is wanted and dim]
     return places[0] if len(places) == 1 else None

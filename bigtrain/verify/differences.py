@@ -207,13 +207,13 @@ class _Pair:
     """The same file of two recordings."""
 
     def __init__(self, first: Path, second: Path) -> None:
-        self._one, self._two = tensors_of_file(first), tensors_of_file(second)
-        names = set(self._one), set(self._two)
+        self._reference, self._compared = tensors_of_file(first), tensors_of_file(second)
+        names = set(self._reference), set(self._compared)
         self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return both tensors of a name."""
-        return read_whole(self._one[name]), read_whole(self._two[name])
+        return read_whole(self._reference[name]), read_whole(self._compared[name])
 
     def differences(self, before: _Pair | None = None) -> Iterator[tuple[str, float]]:
         """Yield each name with its largest difference, relative to the tensor's largest value.
@@ -224,7 +224,7 @@ class _Pair:
         changes = before.tensors if before is not None else None
         largest = 0.0
         for name in self.common:
-            expected = read_whole(self._one[name])
+            expected = read_whole(self._reference[name])
             largest = max(largest, _highest(_since(expected, changes, name, 0)))
         for name in self.common:
             expected, actual = self.tensors(name)

@@ -195,7 +195,9 @@ def test_other_errors_are_left_alone(error):
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
     monkeypatch.setattr(out_of_memory, "REMEDY_TIMEOUT_S", seconds)
-    monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["strategy=fsdp"]])])
+    monkeypatch.setattr(
+        remedies, "_kinds_of_change", lambda *_: [lambda: iter([["strategy=fsdp"]])]
+    )
     small = Peak("forward", Breakdown(parameters=MIB))
     subject = SimpleNamespace(peak=lambda _: small, resolved=ON_CPU)
     needed = Peak("forward", Breakdown(parameters=200 * MIB))
@@ -207,7 +209,7 @@ def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
 
 def test_on_a_gpu_what_fits_leaves_room_for_workspaces_and_segments(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["a=1"], ["a=2"]])])
+    monkeypatch.setattr(remedies, "_kinds_of_change", lambda *_: [lambda: iter([["a=1"], ["a=2"]])])
     peaks = {"a=1": 700 * MIB, "a=2": 600 * MIB}
 
     def said(needed, on, limit=GIB):
@@ -265,7 +267,7 @@ def test_micro_batches_are_not_halved_where_the_smallest_does_not_fit(monkeypatc
             lambda: remedies._EachLess([["8"], ["4"], ["2"], ["1"]]),
             lambda: iter([["full"]]),
         ]
-        monkeypatch.setattr(remedies, "_ways", lambda *_: ways)
+        monkeypatch.setattr(remedies, "_kinds_of_change", lambda *_: ways)
         found = remedies.RemedySearch()
         found.run(SimpleNamespace(peak=peak, resolved=ON_CPU), 400 * MIB, 60.0)
         assert found.complete

@@ -538,7 +538,7 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
 
 
 def test_nodes_are_told_apart_by_their_names():
-    places = hvd.session._places([("a", 0), ("a", 1), ("b", 0), ("a", 2), ("b", 1)])
+    places = hvd.session._node_places([("a", 0), ("a", 1), ("b", 0), ("a", 2), ("b", 1)])
     assert [(one.node, one.local_rank) for one in places] == [
         (0, 0),
         (0, 1),
@@ -547,5 +547,5 @@ def test_nodes_are_told_apart_by_their_names():
         (1, 1),
     ]
     # Two agents of torchrun on one host are two nodes.
-    places = hvd.session._places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
+    places = hvd.session._node_places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
     assert [one.node for one in places] == [0, 0, 1, 1]

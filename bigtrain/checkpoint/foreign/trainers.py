@@ -57,7 +57,7 @@ def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> 
         raise CheckpointError(
             f"{path} has a {type(saved).__name__} instead of named tensors. Save model.state_dict()"
         )
-    tensors, left_out = _chosen(saved, path, key) if key else _found(saved, path)
+    tensors, left_out = _chosen(saved, path, key) if key else _model_below(saved, path)
     raw = {str(name): value.as_state() for name, value in tensors.items() if is_tensor(value)}
     if not raw:
         raise CheckpointError(f"{path} has no named tensors of a model{_keys_in_words(saved, key)}")
@@ -87,7 +87,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, TorchTensor)
 
 
-def _found(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
+def _model_below(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
     """Return the model's dict below a key, and the names of its sibling entries."""
     left_out: list[str] = []
     while True:
@@ -130,7 +130,7 @@ def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
             )
         left_out += [name for name in by_text if name != head]
         tree, rest = value, rest[len(head) + 1 :]
-    model, more = _found(tree, path, f"{key}.")
+    model, more = _model_below(tree, path, f"{key}.")
     return model, [*left_out, *more]
 
 
@@ -161,7 +161,7 @@ def _is_optimizer(value: Any) -> bool:
 
 def _keys_in_words(tree: _Tree, key: str | None) -> str:
     listed = ", ".join(
-        f"{name!r} ({_what(value)})" for name, value in list(tree.items())[:_MOST_KEYS]
+        f"{name!r} ({_description(value)})" for name, value in list(tree.items())[:_MOST_KEYS]
     )
     rest = f" and {len(tree) - _MOST_KEYS} more" if len(tree) > _MOST_KEYS else ""
     under = f" below --key {key}" if key else ""
@@ -169,7 +169,7 @@ def _keys_in_words(tree: _Tree, key: str | None) -> str:
     return f"{under}. It has {listed or 'nothing'}{rest}. {choose}"
 
 
-def _what(value: Any) -> str:
+def _description(value: Any) -> str:
     count = _count(value)
     return f"{count} tensors" if count else type(value).__name__
 

@@ -150,7 +150,7 @@ class _Finder:
                 if outputs is not None:
                     with suppress(_LossInModelError):
                         return self._of_outputs(batches, outputs)
-                return find_formula(*(self._whole(b, n) for n, b in enumerate(batches)))
+                return find_formula(*(self._record_batch(b, n) for n, b in enumerate(batches)))
             except NoFormulaError:
                 raise
             except Exception as error:  # noqa: BLE001 - user code of any kind runs here
@@ -220,7 +220,7 @@ class _Finder:
             )
             return record_loss(run, fakes=True, step=step)
 
-    def _whole(self, batch: MicroBatch, step: int) -> Trace:
+    def _record_batch(self, batch: MicroBatch, step: int) -> Trace:
         """Record the model's forward pass and the loss."""
 
         def run(recorder: CallRecorder) -> Any:

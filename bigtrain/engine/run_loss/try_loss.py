@@ -85,7 +85,7 @@ def try_formula(
 
 def _value(fn: Callable[[Any, Any], Tensor], output: Any, batch: MicroBatch, seed: int) -> float:
     torch.manual_seed(seed)
-    return float(fn(_own(output), _own(batch.targets)))
+    return float(fn(_copied(output), _copied(batch.targets)))
 
 
 def _added_up(
@@ -106,7 +106,7 @@ def _added_up(
     total = 0.0
     for part, out in zip(tried.with_totals(counted, list), outputs, strict=True):
         with loss_scope(tried, part):
-            total += float(tried(_own(out), _own(part.targets), part.count))
+            total += float(tried(_copied(out), _copied(part.targets), part.count))
     return total / _ROWS
 
 
@@ -175,7 +175,7 @@ def _both(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat([tensor, tensor], dim)
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """A copy, because a loss may change its arguments."""
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
