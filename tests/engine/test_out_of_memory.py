@@ -203,7 +203,7 @@ def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
     needed = Peak("forward", Breakdown(parameters=200 * MIB))
     fullest = FullestRank.among({0: needed})
     said = "\n".join(predict_out_of_memory(subject, fullest, 100 * MIB))
-    assert ("was ended by its time limit: there may be more" in said) == (seconds == 0)
+    assert ("reached its time limit: others may fit, too" in said) == (seconds == 0)
     assert ("strategy=fsdp" in said) == (seconds > 0)
 
 
