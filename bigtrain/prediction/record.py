@@ -205,8 +205,8 @@ def _record(
 ) -> FakeRun:
     plan, last = resolved.plan, workload.micro_batch
     real = [
-        unit.placed(micro_batch, plan)
-        for micro_batch in ([last] if earlier_batch is None else [earlier_batch, last])
+        unit.placed(batch, plan)
+        for batch in ([last] if earlier_batch is None else [earlier_batch, last])
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True, inside=workspaces_of(plan.device_type))
@@ -223,10 +223,7 @@ def _record(
         _cast_inputs(root, plan)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
-        batches = [
-            replace(micro_batch.fake(device), count=max(1, micro_batch.count))
-            for micro_batch in real
-        ]
+        batches = [replace(batch.fake(device), count=max(1, batch.count)) for batch in real]
         assembly = Assembly(
             context=RunContext.alone(device),
             plan=plan,
