@@ -29,7 +29,7 @@ class UnreadableError(ConfigError):
     """A file, folder or environment variable cannot be used.
 
     Args:
-        place: its path or name; with the line if it is known.
+        source: its path or name; with the line if it is known.
         reason: why it cannot be used, without a full stop.
         fix: the remedy, as a sentence.
         missing: whether it does not exist.

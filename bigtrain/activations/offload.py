@@ -59,7 +59,7 @@ class ActivationOffloader:
     Parameters and buffers, small tensors and tensors of other devices stay. Counts are per rank.
 
     Args:
-        place: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
+        tier: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
             fake tensors, which stands for a run on another device.
         device: whose tensors are moved.
         folder: where the file is made; by default the system's folder for temporary files.

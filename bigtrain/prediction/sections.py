@@ -297,7 +297,7 @@ class _Owner:
 
     Args:
         windows: see `section_spans`.
-        place: the index of the section.
+        index: the index of the section.
         stop: see `section_spans`.
         leaving: the end of the model's forward pass, and the next tick at which a storage is made;
             None if unknown.
