@@ -1,4 +1,4 @@
-"""What the rows of `planner_accuracy.py` say together: errors by engine, bars, late rows."""
+"""Summaries and tables of the rows of `planner_accuracy.py`: errors by engine, and late rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PROCESS_BAR = 0.1
 """The largest error of a process that is wanted."""
 
 
-def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The errors of all ranks, by engine and together; of each row that has any."""
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors of all ranks, by engine and together, and the counts of rows."""
     result: dict[str, Any] = {}
-    done = [row for row in found.values() if row.get("ranks")]
+    done = [row for row in rows.values() if row.get("ranks")]
     for engine in ("all", *BARS):
         chosen = [row for row in done if engine in ("all", row["engine"])]
         errors = [rank["error"] for row in chosen for rank in row["ranks"]]
@@ -37,13 +37,13 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if abs(row["error"]) > BARS[row["engine"]][0]
         or min(rank["error"] for rank in row["ranks"]) < -BARS[row["engine"]][1]
     ]
-    result["refused"] = sum("refused" in row for row in found.values())
-    result["failed"] = sum("failed" in row for row in found.values())
+    result["refused"] = sum("refused" in row for row in rows.values())
+    result["failed"] = sum("failed" in row for row in rows.values())
     return result
 
 
 def of_processes(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The errors of the forecast on top of what the process had, beside its highest."""
+    """Return the errors of predicted process memory: base plus forecast, against the highest."""
     known = [rank for rank in ranks if rank.get("process_base_bytes") and rank["process_bytes"]]
     errors = [
         (rank["process_base_bytes"] + rank["predicted_bytes"])
@@ -63,7 +63,7 @@ def of_processes(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _of_fullest(row: dict[str, Any]) -> float:
-    """The error of the highest prediction beside the highest tracked peak.
+    """Return the error of the highest predicted peak against the highest tracked peak.
 
     Fairscale deals states out unevenly, and its forecasts are of the fullest rank.
     """
@@ -73,18 +73,18 @@ def _of_fullest(row: dict[str, Any]) -> float:
     return float(round(highest[0] / highest[1] - 1, 5))
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown, the largest error first; sizes in MiB."""
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table, the largest error first; sizes in MiB."""
     lines = ["| row | engine | predicted | tracked | process | phases | error |"]
     lines.append("| --- | --- | ---: | ---: | ---: | --- | ---: |")
-    done = [row for row in found.values() if row.get("ranks")]
+    done = [row for row in rows.values() if row.get("ranks")]
     for row in sorted(done, key=lambda row: -abs(row["error"])):
         rank = max(row["ranks"], key=lambda rank: abs(rank["error"]))
         keys = ("predicted_bytes", "tracked_bytes", "process_bytes")
         cells = [row["name"], row["engine"], *(f"{(rank[k] or 0) / 2**20:.2f}" for k in keys)]
         cells.append(f"{rank['predicted_phase']}/{rank['tracked_phase']}")
         lines.append("| " + " | ".join([*cells, f"{100 * row['error']:+.2f} %"]) + " |")
-    for row in found.values():
+    for row in rows.values():
         for why in ("refused", "failed"):
             if why in row:
                 lines.append(f"| {row['name']} | {row['engine']} | {why}: {row[why]} |")
@@ -92,14 +92,14 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def is_late(row: dict[str, Any]) -> bool:
-    """Whether more was tracked than was foretold, by more than torch's bar: see the top."""
+    """Whether a tracked peak exceeds its prediction by more than the limit for torch."""
     if not row.get("ranks") or row["engine"] != "torch" or row.get("runs", 1) > AGAIN:
         return False
     return bool(min(rank["error"] for rank in row["ranks"]) < -BARS["torch"][1])
 
 
 def again(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """A row that was run once more: of each rank the lower peak."""
+    """Merge a row with a second run of it: keep the lower peak of each rank."""
     if not now.get("ranks"):
         return before
     ranks = []

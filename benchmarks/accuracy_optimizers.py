@@ -1,7 +1,7 @@
-"""Optimizers as users make them, and a small net on whose peak they weigh: for `planner_accuracy`.
+"""Rows of `planner_accuracy` with each optimizer of torch, and a small net on which they matter.
 
-The net has a few MiB of parameters of one size and hardly an activation, so that a copy of the
-gradients, a temporary of an optimizer's step or a second set of buckets is seen at the peak.
+The net has a few MiB of parameters of one size and almost no activations, so a copy of the
+gradients, a temporary of an optimizer's step or a second set of buckets is visible in the peak.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPTIMIZERS = dict(_variants())
 
 
 def combinations() -> Iterator[tuple[str, str, int]]:
-    """(strategy, optimizer, micro-batches) of each row: those that torch and DeepSpeed can run."""
+    """Return (strategy, optimizer, micro-batches) of each row that torch or DeepSpeed can run."""
     for strategy in STRATEGIES:
         for name in OPTIMIZERS:
             is_sharded = strategy.startswith("fsdp")

@@ -1,18 +1,20 @@
-"""What activations, gradients and optimizer state need, and what each way to need less costs.
+"""Measure the memory of activations, gradients and optimizer state, and the cost of saving it.
 
     python benchmarks/activations.py --output benchmarks/results/activations.json
     python benchmarks/activations.py --models gpt --rows none,full --rounds 3
 
-Every row is a run of its own through the `bigtrain` command, in one process, fp32 unless it says
+Every row is a separate run of the `bigtrain` command in one process, in fp32 unless the row says
 otherwise: a GPT of 49 million parameters (6 blocks, 768 wide, vocabulary 8192) on micro-batches
-of 4 samples of 512 tokens, and ResNet-50 on 8 images of 224 x 224. A round is one run of each row,
-so that what slows the machine down slows all; `time` is the median over the rounds of a row's
-median step against that of `none` in the same round. Peaks: `tracked` is of all tensors, beside
-what was predicted before the run; `process` is of the process's resident memory above what it
-was before the model was built; `saved` is what the blocks save of one micro-batch.
+of 4 samples of 512 tokens, and ResNet-50 on 8 images of 224 x 224. A round runs each row once, so
+a machine that slows down slows all rows. `time` is the median over the rounds of (the median step
+of the row / that of `none` in the same round).
 
-The budgets are set to the predicted peaks of hand-picked rows, so that their time can be held
-against those rows', and half way between `full` and `every 2`.
+Peaks: `tracked` is of all tensors, shown with the prediction made before the run; `process` is the
+resident memory above that before the model was built; `saved` is what the blocks save for the
+backward pass of one micro-batch.
+
+The budgets equal the predicted peaks of rows with hand-picked policies, so that their times can be
+compared, and one lies half-way between `full` and `every 2`.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ ON_LEAN = {
 
 
 def rows(model: str) -> Iterator[tuple[str, list[str]]]:
-    """The rows of a model with their words."""
+    """Return the rows of a model, each with its command-line words."""
     common = [*MODELS[model], "optim.warmup_steps=0", "optim.clip_norm=null"]
     plain = [PLAIN] if model == "gpt" else []
     for name, words in WAYS.items():
@@ -99,20 +101,20 @@ def rows(model: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
-    """The predicted peak of a row, what its blocks save, and what was said of a budget."""
+    """Return a row's predicted peak, the bytes that its blocks save, and notes on its budget."""
     if not any(word.startswith(("strategy.recompute", DISK)) for word in words):
-        words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
+        words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks save everything
     job = load_job("default", "single", words)
     parts = open_setup(job, make_plan(job, 1, "cpu"))
-    found = forecast_rank(parts.resolved, parts.workload)
-    if found.forecast is None:
-        raise SystemExit(f"the model cannot be forecast: {found.note}")
-    saved = sum(saved_bytes(found.profiles[0], found.forecast).values())
-    return found.forecast.peak().bytes, saved, parts.resolved.notes
+    rank_forecast = forecast_rank(parts.resolved, parts.workload)
+    if rank_forecast.forecast is None:
+        raise SystemExit(f"the model cannot be forecast: {rank_forecast.note}")
+    saved = sum(saved_bytes(rank_forecast.profiles[0], rank_forecast.forecast).values())
+    return rank_forecast.forecast.peak().bytes, saved, parts.resolved.notes
 
 
 def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
-    """Run one row once; bytes and seconds, or only `note`, the reason why it failed."""
+    """Run one row once; return bytes and seconds, or only `note`, the reason for its failure."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["train", "--strategy", "single", *words]
         command += [f"train.steps={steps}", f"memory.track_steps={TRACKED}", f"log.dir={folder}"]
@@ -131,11 +133,11 @@ def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """The rows as Markdown, sizes in MiB."""
+def table(figures: dict[str, Any]) -> str:
+    """Return the rows as a Markdown table, sizes in MiB."""
     lines = ["| model | row | tracked | predicted | process | saved | time | most of the peak |"]
     lines += ["| --- | --- |" + " ---: |" * 5 + " --- |"]
-    for model, named in found.items():
+    for model, named in figures.items():
         for name, row in named.items():
             sizes = [row.get(f"{key}_bytes") for key in ("peak", "predicted_peak", "process_peak")]
             cells = [
@@ -154,36 +156,36 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="gpt,resnet50")
-    parser.add_argument("--rows", help="names, divided by commas and no spaces; all if left out")
+    parser.add_argument("--rows", help="names separated by commas without spaces (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help=f"of which {TRACKED} are tracked")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one run")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     chosen = options.rows.split(",") if options.rows else None
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     words: dict[tuple[str, str], list[str]] = {}
     for model in options.models.split(","):
-        found[model] = {}
-        for name, said in rows(model):
+        figures[model] = {}
+        for name, row_words in rows(model):
             if chosen is None or name in chosen:
-                words[model, name] = said
-                _, saved, notes = foretold(said)
-                found[model][name] = {"saved_bytes": saved, "said": list(notes), "rounds": []}
+                words[model, name] = row_words
+                _, saved, notes = foretold(row_words)
+                figures[model][name] = {"saved_bytes": saved, "said": list(notes), "rounds": []}
     for number in range(options.rounds):
-        for (model, name), said in words.items():
-            once = measure(said, options.steps, options.limit)
-            row = found[model][name]
+        for (model, name), row_words in words.items():
+            once = measure(row_words, options.steps, options.limit)
+            row = figures[model][name]
             row["rounds"].append(once.pop("step_seconds", None))
             row.update(once)
-            base = found[model].get("none", {}).get("rounds", [])
+            base = figures[model].get("none", {}).get("rounds", [])
             pairs = [(a, b) for a, b in zip(row["rounds"], base, strict=False) if a and b]
             row["time"] = statistics.median(a / b for a, b in pairs) if pairs else None
             print(f"round {number + 1} {model} {name}: {row['rounds'][-1]} s", file=sys.stderr)
         if options.output:
-            kept = {**surroundings(THREADS), "steps": options.steps, "models": found}
-            options.output.write_text(json.dumps(kept, indent=1) + "\n")
-    print(table(found))
+            document = {**surroundings(THREADS), "steps": options.steps, "models": figures}
+            options.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(figures))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Replicas that step by themselves learn what synchronous ones learn: the digits, several seeds.
+"""Compare the accuracy of replicas that step independently with that of synchronous ones.
 
     python benchmarks/asynchronous.py --output benchmarks/results/asynchronous.json
     python benchmarks/asynchronous.py --strategies ddp local_sgd --seeds 0     # a minute
 
-The job `digits` (LeNet, a global batch of 64) as `bigtrain train --config digits` runs it, with two
-replicas each; where one serves, on three ranks. Its 10 epochs are 230 steps; 240 are a multiple of
-the 8 and the 20 steps between two agreements of local_sgd and diloco. The mean over the seeds of
-the share of held-out digits that are recognized has to be within `WITHIN` of that of ddp, or above
-it; the exit status is 1 where it is not. Of a run with pushes it is kept how old they were.
+Each run is the job `digits` (LeNet, a global batch of 64) as `bigtrain train --config digits` runs
+it, with two replicas, and a third rank where a strategy has a server. Its 10 epochs are 230 steps;
+240 steps are a multiple of the 8 and the 20 steps between two synchronizations of local_sgd and
+diloco. The share of held-out digits that are recognized, as a mean over the seeds, must be at most
+`WITHIN` below that of ddp; otherwise the exit status is 1. For strategies with pushes the result
+also has their staleness.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 
 
 def main() -> int:
-    """Run what is asked for, print and keep it; 1 where one is further off than a point."""
+    """Run the selected strategies and print the results; return 1 if one is too far below ddp."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--strategies", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if "ddp" not in options.strategies:
-        parser.error("ddp is what the others are held against: name it, too")
+        parser.error("the others are compared with ddp: name it, too")
     with tempfile.TemporaryDirectory() as folder:
         runs = {
             name: [
@@ -60,16 +61,16 @@ def main() -> int:
             for name in options.strategies
         }
     means = {name: mean(row["top1"] for row in rows) for name, rows in runs.items()}
-    within = {name: found >= means["ddp"] - WITHIN for name, found in means.items()}
-    for name, found in means.items():
-        beside = "" if within[name] else f", more than {WITHIN} below ddp"
-        print(f"{name}: top1 {found:.4f}, mean of {len(options.seeds)} runs{beside}")
+    within = {name: accuracy >= means["ddp"] - WITHIN for name, accuracy in means.items()}
+    for name, accuracy in means.items():
+        shortfall = "" if within[name] else f", more than {WITHIN} below ddp"
+        print(f"{name}: top1 {accuracy:.4f}, mean of {len(options.seeds)} runs{shortfall}")
     keep(options.output, {"job": "digits", "within": WITHIN, "mean_top1": means, "runs": runs})
     return 0 if all(within.values()) else 1
 
 
 def run(name: str, seed: int, steps: int, folder: Path, limit_s: float) -> dict[str, Any]:
-    """One run: what its last validation gave, and how old its pushes were."""
+    """Return the last validation of one run, and the staleness of its pushes."""
     ranks, strategy, words = CASES[name]
     run_name = f"{name}-{seed}".replace(", ", "-")
     command = [
@@ -91,13 +92,13 @@ def run(name: str, seed: int, steps: int, folder: Path, limit_s: float) -> dict[
 
 
 def ages(pushes: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How many updates of others came between a pull and the push that was made of it."""
-    found = [push["staleness"] for push in pushes]
-    return {"mean_staleness": round(mean(found), 3), "most_staleness": max(found)}
+    """Return the staleness: updates by other workers between a pull and the following push."""
+    staleness = [push["staleness"] for push in pushes]
+    return {"mean_staleness": round(mean(staleness), 3), "most_staleness": max(staleness)}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one in each line."""
+    """Return the JSON objects of a file, one per line."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 

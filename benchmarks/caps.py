@@ -1,16 +1,16 @@
-"""Whether what is said to fit under a cap does: `bigtrain train --strategy auto --cap SIZE`.
+"""Check that plans which are said to fit a memory cap do fit: `train --strategy auto --cap SIZE`.
 
     python benchmarks/caps.py --output benchmarks/results/caps.json
     python benchmarks/caps.py --ranks 2 --caps 90MiB 120MiB
 
-For 1, 2 and 4 ranks the default job is run under `NUM_CAPS` caps, from the smallest under which a
-plan is said to fit to twice the peak of the fastest one without a cap, in equal ratios; each
-through the command, in fresh processes, as a user would, for `STEPS` steps, the last of which are
-not tracked. A plan that runs out of memory was wrongly said to fit. Memory does not depend on how
+For 1, 2 and 4 ranks the default job is run under `NUM_CAPS` caps, in equal ratios from the smallest
+cap for which a plan is said to fit to twice the peak of the fastest plan without a cap. Each run
+uses the command, in new processes, as a user would, for `STEPS` steps, the last of which are not
+tracked. A plan that runs out of memory was wrongly said to fit. The memory does not depend on how
 busy the machine is.
 
 `predicted_bytes` is the plan's forecast, `tracked_bytes` the highest tracked peak of its ranks,
-`process_bytes` the highest resident memory above what a process held before the model was built.
+`process_bytes` the highest resident memory above that of a process before the model was built.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOO_SMALL = "12MiB"
 
 
 def run(ranks: int, words: Sequence[str]) -> tuple[RunOutcome, str, list[dict[str, Any]]]:
-    """One run of the command: how it ended, what it printed, and the memory of its ranks."""
+    """Run the command once; return how it ended, its output, and the memory of its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         line = ["train", "-n", str(ranks), "--strategy", "auto", f"train.steps={STEPS}"]
@@ -48,31 +48,31 @@ def run(ranks: int, words: Sequence[str]) -> tuple[RunOutcome, str, list[dict[st
 
 
 def caps_for(ranks: int) -> list[int]:
-    """Bytes of the caps to try, the smallest first."""
-    said = run(ranks, ["--cap", TOO_SMALL])[1]
-    smallest = parse_bytes(said.partition("Use --cap ")[2].partition(",")[0])
+    """Return the caps to try in bytes, the smallest first."""
+    message = run(ranks, ["--cap", TOO_SMALL])[1]
+    smallest = parse_bytes(message.partition("Use --cap ")[2].partition(",")[0])
     largest = 2 * _predicted(run(ranks, ["--dry-run"])[1])
     ratio = (largest / smallest) ** (1 / (NUM_CAPS - 1))
     return [round(smallest * ratio**k) for k in range(NUM_CAPS)]
 
 
-def _predicted(said: str) -> int:
-    match = re.search(r"predicted peak:? ([\d.]+) ([KMG]iB)", said)
+def _predicted(output: str) -> int:
+    match = re.search(r"predicted peak:? ([\d.]+) ([KMG]iB)", output)
     if match is None:
-        raise RuntimeError(f"no plan was chosen: {said[-400:]}")
+        raise RuntimeError(f"no plan was chosen: {output[-400:]}")
     return parse_bytes(match[1] + match[2])
 
 
 def rows(ranks: int, caps: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A row for each cap."""
+    """Return a row for each cap."""
     for cap in caps:
-        outcome, said, peaks = run(ranks, ["--cap", str(cap)])
-        plan = re.search(r"auto: (.+?): predicted peak", said)
+        outcome, output, peaks = run(ranks, ["--cap", str(cap)])
+        plan = re.search(r"auto: (.+?): predicted peak", output)
         row = {
             "ranks": ranks,
             "cap_bytes": cap,
             "plan": plan[1] if plan else None,
-            "predicted_bytes": _predicted(said) if plan else None,
+            "predicted_bytes": _predicted(output) if plan else None,
             "ran": outcome.status == 0,
             "out_of_memory": outcome.out_of_memory,
         }
@@ -86,21 +86,21 @@ def rows(ranks: int, caps: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print; see the module's docstring."""
+    """Measure, print and write the rows; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--caps", nargs="*", help="sizes instead of the twenty")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for ranks in options.ranks:
         caps = [parse_bytes(size) for size in options.caps or ()]
         for row in rows(ranks, caps or caps_for(ranks)):
-            found.append(row)
+            figures.append(row)
             text = f"{ranks} ranks, {row['cap_bytes'] / MIB:.1f} MiB, {row['plan']}: "
             print(text + ("ran" if row["ran"] else str(row["reason"])), flush=True)
-            wrong = sum(one["out_of_memory"] for one in found)
-            keep(options.output, {"steps": STEPS, "wrong": wrong, "rows": found})
+            wrong = sum(result["out_of_memory"] for result in figures)
+            keep(options.output, {"steps": STEPS, "wrong": wrong, "rows": figures})
 
 
 if __name__ == "__main__":

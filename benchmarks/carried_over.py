@@ -1,14 +1,14 @@
-"""Public examples of Accelerate and Lightning as plain scripts, and carried over to bigtrain.
+"""Compare plain training scripts with the same scripts on bigtrain: changed lines and numbers.
 
-Each pair under `benchmarks/carried` does what a public example does, in our own words, on data that
-every machine has: `plain_NAME.py` is a plain torch loop, `on_NAME.py` the same script on
-`bigtrain.prepare`. Counted are the lines that differ, without blank ones. Each carried script runs
-on two ranks under several strategies; every number that it prints (losses, rates, norms, held-out
-figures, step by step) is compared with the plain script's.
+Each pair in `benchmarks/carried` does what a public example of Accelerate or Lightning does, in our
+own words, on data that every machine has: `plain_NAME.py` is a plain torch loop, `on_NAME.py` the
+same script on `bigtrain.prepare`. The table counts the lines that differ, without blank ones. Each
+script on bigtrain runs on two ranks under several strategies, and every number that it prints
+(losses, rates, norms, held-out figures, step by step) is compared with the plain script's.
 
     OMP_NUM_THREADS=1 python benchmarks/carried_over.py [NAME ...] [--output FILE]
 
-transformers is needed by three of the scripts, scikit-learn by all.
+Three of the scripts need transformers, and all need scikit-learn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ sys.exit(start_ranks(2, sys.argv[2:], Path(sys.argv[1])))
 
 
 def lines_changed(name: str) -> tuple[int, int, int]:
-    """Lines of the plain script, those of them that are gone, and those that are new."""
+    """Return the numbers of lines of the plain script, of removed lines and of added lines."""
     texts = [(SCRIPTS / f"{kind}_{name}.py").read_text("utf-8") for kind in ("plain", "on")]
     plain, carried = ([line for line in text.splitlines() if line.strip()] for text in texts)
     marks = [line[0] for line in difflib.ndiff(plain, carried)]
@@ -58,55 +58,63 @@ def lines_changed(name: str) -> tuple[int, int, int]:
 
 
 def numbers_of(command: list[str]) -> tuple[list[dict[str, float]], str]:
-    """The JSON lines that a command prints, and why it failed: its last line, or nothing."""
+    """Return the JSON lines that a command prints, and its last line of errors if it failed."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=SCRIPTS, capture_output=True, text=True, timeout=LIMIT_S, env=environ
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    said = [line for line in done.stderr.splitlines() if "bigtrain: " in line or "Error" in line]
-    return found, (said or ["it said nothing"])[-1] if done.returncode else ""
+    numbers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    errors = [line for line in done.stderr.splitlines() if "bigtrain: " in line or "Error" in line]
+    return numbers, (errors or ["it said nothing"])[-1] if done.returncode else ""
 
 
 def run(name: str, strategy: str | None) -> tuple[list[dict[str, float]], str]:
-    """The numbers of a script: the plain one, or the carried one on two ranks."""
+    """Return the numbers of a plain script, or of the one on bigtrain on two ranks."""
     kind = "plain" if strategy is None else "on"
     command = [sys.executable, f"{kind}_{name}.py"]
     if strategy is not None:
         command = [sys.executable, "-c", RANKS, command[1], strategy]
     with tempfile.TemporaryDirectory() as folder:
-        # Of `resume` one process begins, and another goes on.
+        # In `resume` one process starts, and another one continues.
         runs = 2 if name == "resume" else 1
         parts = [numbers_of([*command, f"{folder}/saved"]) for _ in range(runs)]
-    return [one for found, _ in parts for one in found], next((f for _, f in parts if f), "")
+    return [number for numbers, _ in parts for number in numbers], next(
+        (f for _, f in parts if f), ""
+    )
 
 
-def largest_difference(found: list[dict[str, float]], want: list[dict[str, float]]) -> float:
-    """The largest relative difference of two scripts' numbers; infinite where they do not match."""
-    if [sorted(one) for one in found] != [sorted(one) for one in want]:
+def largest_difference(measured: list[dict[str, float]], want: list[dict[str, float]]) -> float:
+    """Return the largest relative difference of two scripts' numbers; infinite if lines differ."""
+    if [sorted(line) for line in measured] != [sorted(line) for line in want]:
         return float("inf")
-    pairs = [(a[key], b[key]) for a, b in zip(found, want, strict=True) for key in a]
+    pairs = [(a[key], b[key]) for a, b in zip(measured, want, strict=True) for key in a]
     return max(abs(a - b) / max(abs(b), 1e-6) for a, b in pairs)
 
 
 def compare(name: str) -> dict[str, Any]:
-    """One row: lines, and for each strategy how far its numbers are from the plain script's."""
+    """Return a row: lines, and the difference from the plain script under each strategy."""
     want, fault = run(name, None)
     assert not fault, f"plain_{name}.py: {fault}"
-    whole, gone, new = lines_changed(name)
+    plain_lines, gone, new = lines_changed(name)
     row: dict[str, Any] = {"name": name, "source": SOURCES[name], "numbers": len(want)}
-    row |= {"lines": whole, "lines_gone": gone, "lines_new": new, "differences": {}, "refused": {}}
+    row |= {
+        "lines": plain_lines,
+        "lines_gone": gone,
+        "lines_new": new,
+        "differences": {},
+        "refused": {},
+    }
     for strategy in STRATEGIES:
-        found, fault = run(name, strategy)
+        measured, fault = run(name, strategy)
         if fault:
             row["refused"][strategy] = fault
         else:
-            row["differences"][strategy] = largest_difference(found, want)
+            row["differences"][strategy] = largest_difference(measured, want)
     return row
 
 
 def main() -> None:
-    """Compare the pairs, print a table, and keep the rows where a file is named."""
+    """Compare the pairs, print a table, and write the rows if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", default=list(SOURCES), metavar="NAME")
     parser.add_argument("--output", type=Path, metavar="FILE")

@@ -1,14 +1,14 @@
-"""What a checkpoint costs: beside torch's DCP under `fsdp`, beside DeepSpeed's own under `zero3`.
+"""Measure the cost of a checkpoint, compared with torch's DCP (`fsdp`) and DeepSpeed (`zero3`).
 
     python benchmarks/checkpoint_cost.py [--output benchmarks/results/checkpoint_cost.json]
     python benchmarks/checkpoint_cost.py --ranks 2 --strategies fsdp --width 256
 
 A language model of 200 million parameters with AdamW's state (2.4 GB in fp32) is saved several
 times, by each tool in turn in the same processes, and then resumed on another number of ranks.
-Of each save: seconds until it is on the disk, seconds for which training waits, the most that the
-resident memory of a rank grew meanwhile, and bytes on the disk. bigtrain hashes what it writes and
-what it reads; the others do not. DeepSpeed does not sync its files to the disk, the others do; its
-stage 3 is resumed on as many ranks as before, as it is not on others.
+The figures of a save: seconds until it is on the disk, seconds for which training waits, the growth
+of a rank's resident memory, and bytes on the disk. bigtrain hashes everything that it writes and
+reads; the other tools do not. DeepSpeed does not sync its files to the disk; the others do.
+DeepSpeed's stage 3 is resumed on the same number of ranks, as it supports no other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("LD_PRELOAD", "")  # glibc, which can be told to give all back at once
+os.environ.setdefault("LD_PRELOAD", "")  # glibc can return all free memory at once
 
 import forked
 import torch
@@ -47,8 +47,8 @@ LIMIT_S = 1500.0
 ROUNDS = 3
 
 
-def opened(context: RunContext, strategy: str, width: int, *, beside: bool) -> Any:
-    """What makes an engine of the model."""
+def opened(context: RunContext, strategy: str, width: int, *, asynchronous: bool) -> Any:
+    """Prepare the model under a strategy; return the parts of the run."""
     keys: dict[str, Any] = {
         "model.name": "gpt",
         "model.args": {"num_layers": 13, "width": width, "num_heads": 8, "sequence_length": 32},
@@ -59,7 +59,7 @@ def opened(context: RunContext, strategy: str, width: int, *, beside: bool) -> A
         "train.micro_batch_size": 1,
         "memory.predict": False,
         "memory.track_steps": 0,
-        "checkpoint.asynchronous": beside,
+        "checkpoint.asynchronous": asynchronous,
         "checkpoint.keep": 1,
     }
     job = job_from_keys(strategy, keys)
@@ -67,7 +67,7 @@ def opened(context: RunContext, strategy: str, width: int, *, beside: bool) -> A
 
 
 class Meter:
-    """Seconds and memory of something that all ranks do."""
+    """Measures the seconds and the memory of a call that all ranks make."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -75,7 +75,7 @@ class Meter:
     def __call__(
         self, begin: Callable[[], Any], end: Callable[[Any], Any] | None = None
     ) -> dict[str, float]:
-        """Seconds that `begin` takes, and it with `end`, and the growth of resident memory."""
+        """Return the seconds of `begin`, those until `end` is done, and the growth of memory."""
         return_large_blocks(1 << 17)
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
@@ -94,16 +94,16 @@ class Meter:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of all files below."""
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def save_all(
     context: RunContext, _: Any, strategy: str, width: int, folder: Path, rounds: int
 ) -> dict[str, Any]:
-    """Save by each tool in turn."""
-    parts, meter = opened(context, strategy, width, beside=True), Meter(context)
-    found: dict[str, list[dict[str, float]]] = {}
+    """Save with each tool in turn; return the figures of each save."""
+    parts, meter = opened(context, strategy, width, asynchronous=True), Meter(context)
+    by_tool: dict[str, list[dict[str, float]]] = {}
     with parts.engine(context) as engine:
         batches = iter(parts.training_steps(context, 0))
         engine.step(next(batches))
@@ -111,26 +111,26 @@ def save_all(
         tools = ways_to_save(engine, strategy, folder)
         for number in range(rounds + 1):
             for name, (begin, end) in tools.items():
-                place = folder / name.replace(" ", "-")
+                tool_folder = folder / name.replace(" ", "-")
                 if context.is_main:
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(tool_folder, ignore_errors=True)
                 dist.barrier()
                 row = meter(begin, end)
-                row["disk_bytes"] = on_disk(place)
-                if number:  # the first warms everything up
-                    found.setdefault(name, []).append(row)
-    return {"step": before_step, "tools": found}
+                row["disk_bytes"] = on_disk(tool_folder)
+                if number:  # the first save warms up
+                    by_tool.setdefault(name, []).append(row)
+    return {"step": before_step, "tools": by_tool}
 
 
 def ways_to_save(
     engine: Engine, strategy: str, folder: Path
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]]:
-    """By name: what begins a save, and what waits until it is on the disk."""
+    """Return, by tool, a function that starts a save and one that waits until it is on the disk."""
 
-    def ours(*, beside: bool) -> Callable[[], Any]:
+    def ours(*, asynchronous: bool) -> Callable[[], Any]:
         def save() -> Any:
-            engine.saver._asynchronous = beside
-            name = "bigtrain-asynchronous" if beside else "bigtrain"
+            engine.saver._asynchronous = asynchronous
+            name = "bigtrain-asynchronous" if asynchronous else "bigtrain"
             return engine.save(folder / name)
 
         return save
@@ -139,8 +139,8 @@ def ways_to_save(
         engine.saver.wait()
 
     tools: dict[str, Any] = {
-        "bigtrain": (ours(beside=False), None),
-        "bigtrain asynchronous": (ours(beside=True), wait),
+        "bigtrain": (ours(asynchronous=False), None),
+        "bigtrain asynchronous": (ours(asynchronous=True), wait),
     }
     if strategy == "fsdp":
 
@@ -151,27 +151,30 @@ def ways_to_save(
         def at_once() -> Any:
             return dcp_save(states(), checkpoint_id=folder / "DCP")
 
-        def beside() -> Any:
+        def in_background() -> Any:
             return dcp_async_save(states(), checkpoint_id=folder / "DCP-asynchronous")
 
         tools["DCP"] = (at_once, None)
-        tools["DCP asynchronous"] = (beside, lambda future: future.result())
+        tools["DCP asynchronous"] = (in_background, lambda future: future.result())
     else:
-        theirs: Any = vars(engine.runner)["_engine"]
-        tools["DeepSpeed"] = (lambda: theirs.save_checkpoint(str(folder / "DeepSpeed")), None)
+        deepspeed_engine: Any = vars(engine.runner)["_engine"]
+        tools["DeepSpeed"] = (
+            lambda: deepspeed_engine.save_checkpoint(str(folder / "DeepSpeed")),
+            None,
+        )
     return tools
 
 
 def load_all(
     context: RunContext, _: Any, strategy: str, width: int, folder: Path
 ) -> dict[str, Any]:
-    """Resume from what each tool has saved."""
-    parts, meter = opened(context, strategy, width, beside=False), Meter(context)
-    found: dict[str, Any] = {}
+    """Resume from the checkpoint of each tool; return the figures."""
+    parts, meter = opened(context, strategy, width, asynchronous=False), Meter(context)
+    by_tool: dict[str, Any] = {}
     with parts.engine(context) as engine:
         engine.step(next(iter(parts.training_steps(context, 0))))
         source = next((folder / "bigtrain").glob("step-*"))
-        found["bigtrain"] = meter(lambda: engine.load(source))
+        by_tool["bigtrain"] = meter(lambda: engine.load(source))
         if strategy == "fsdp":
 
             def load() -> None:
@@ -185,37 +188,37 @@ def load_all(
                     optim_state_dict=states["optimizer"],
                 )
 
-            found["DCP"] = meter(load)
+            by_tool["DCP"] = meter(load)
         elif (folder / "DeepSpeed").exists():
-            theirs: Any = vars(engine.runner)["_engine"]
+            deepspeed_engine: Any = vars(engine.runner)["_engine"]
 
             def load_theirs() -> None:
-                theirs.load_checkpoint(str(folder / "DeepSpeed"))
+                deepspeed_engine.load_checkpoint(str(folder / "DeepSpeed"))
 
             try:
-                found["DeepSpeed"] = meter(load_theirs)
+                by_tool["DeepSpeed"] = meter(load_theirs)
             except Exception as error:  # noqa: BLE001 - what it says is the figure
-                found["DeepSpeed"] = {"refused": (str(error).splitlines() or [repr(error)])[0]}
-    return found
+                by_tool["DeepSpeed"] = {"refused": (str(error).splitlines() or [repr(error)])[0]}
+    return by_tool
 
 
 def nothing(*_: Any) -> None:
-    """No preparation."""
+    """Prepare nothing."""
 
 
 def run_on(call: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> forked.Outcome:
-    """Run a function on so many ranks."""
+    """Run a function on a number of ranks."""
     task = forked.Task(call.__name__, nothing, call, args, ranks, 1, LIMIT_S)
     return next(iter(forked.run_all([task], at_once=ranks)))
 
 
 def median(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of each figure."""
+    """Return the median of each figure."""
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def main() -> int:
-    """Measure, print the tables, keep the figures."""
+    """Measure, print the tables and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategies", default="fsdp,zero3")
     parser.add_argument("--ranks", default="2,4")
@@ -239,17 +242,19 @@ def main() -> int:
                 others = [ranks] if strategy == "zero3" else []
                 others.append(2 if ranks == 4 else 4)
                 loads = {}
-                for other in others:
+                for num_ranks in others:
                     task = forked.Task(
-                        f"{strategy}.{other}", nothing, load_all, args, other, 1, LIMIT_S
+                        f"{strategy}.{num_ranks}", nothing, load_all, args, num_ranks, 1, LIMIT_S
                     )
-                    loaded = next(iter(forked.run_all([task], at_once=other)))
-                    loads[other] = loaded.values[0] if loaded.values else {"failed": loaded.failed}
+                    loaded = next(iter(forked.run_all([task], at_once=num_ranks)))
+                    loads[num_ranks] = (
+                        loaded.values[0] if loaded.values else {"failed": loaded.failed}
+                    )
             if not saved.values:
                 failed += 1
                 print(strategy, ranks, saved.refused or saved.failed)
                 continue
-            tools = {name: median(found) for name, found in saved.values[0]["tools"].items()}
+            tools = {name: median(rounds) for name, rounds in saved.values[0]["tools"].items()}
             row = {"strategy": strategy, "ranks": ranks, "step": saved.values[0]["step"]}
             rows.append({**row, "saves": tools, "resumes": loads})
             show(rows[-1])
@@ -258,7 +263,7 @@ def main() -> int:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A row as lines of a table."""
+    """Print a row as lines of a table."""
     for name, figures in row["saves"].items():
         print(
             f"{row['strategy']} on {row['ranks']}: {name}: {figures['seconds']:.2f} s, waits "
@@ -266,8 +271,8 @@ def show(row: dict[str, Any]) -> None:
             f"{figures['disk_bytes'] / 2**20:.0f} MiB on disk",
             flush=True,
         )
-    for ranks, found in row["resumes"].items():
-        print(f"  resumed on {ranks}: {found}", flush=True)
+    for ranks, resume_figures in row["resumes"].items():
+        print(f"  resumed on {ranks}: {resume_figures}", flush=True)
 
 
 if __name__ == "__main__":

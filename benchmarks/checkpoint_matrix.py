@@ -1,19 +1,20 @@
-"""Checkpoints of every strategy, continued under every other one, on as many ranks, fewer, and one.
+"""Continue the checkpoint of every strategy under every other one, on several numbers of ranks.
 
     python benchmarks/checkpoint_matrix.py [--output benchmarks/results/checkpoint_matrix.json]
     python benchmarks/checkpoint_matrix.py --from ddp,zero3 --to fsdp,1f1b --ranks 4,2
 
-Under each strategy a small language model is trained for three steps of AdamW on 4 ranks, a
-checkpoint is saved, and two more steps are done. Every other strategy then continues from that
-checkpoint, on 4, 2, 1 and 3 ranks, with the same two global batches. What is compared is the
-losses of these steps with those of the run that was never stopped, and, for the same strategy on
-the same ranks, every byte of the state after them.
+Under each strategy a small language model is trained on 4 ranks: three steps of AdamW, a
+checkpoint, two more steps. Every other strategy then continues from that checkpoint, on 4, 2, 1 and
+3 ranks, with the same two global batches. The losses of these steps are compared with those of the
+uninterrupted run. For the same strategy on the same ranks, every byte of the final state is
+compared, too.
 
-What the comparison can see is measured with it: the same continuation with the optimizer's moments
-at zero, and with the next global batch instead, must differ by far more than the tolerance.
+Controls show that the comparison can see an error: a continuation with the optimizer's moments set
+to zero, and one with the next global batch instead, must differ by far more than the tolerance.
 
-The table has, for each strategy that continues and each number of ranks, the largest relative
-difference over all checkpoints. `-`: it does not run on so many ranks; the file has the reason.
+The table has, for each continuing strategy and each number of ranks, the largest relative
+difference over all checkpoints. `-`: the strategy does not run on so many ranks; the file has the
+reason.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ KEYS: dict[str, Any] = {
     "data.name": "synthetic",
     "data.args": {"kind": "language"},
     "optim.name": "adamw",
-    "optim.lr": 1e-2,  # what is lost shows in the next losses
+    "optim.lr": 1e-2,  # lost state shows in the next losses
     "optim.clip_norm": 1.0,
     "train.steps": 20,
     "train.global_batch_size": 12,
@@ -71,7 +72,7 @@ KEYS: dict[str, Any] = {
 
 
 def pp_of(strategy: str, ranks: int) -> int:
-    """Ranks on the pp axis."""
+    """Return the number of ranks on the pp axis."""
     if strategy in PIPELINES:
         return ranks
     if strategy == "1f1b+tensor":
@@ -80,14 +81,14 @@ def pp_of(strategy: str, ranks: int) -> int:
 
 
 def tp_of(strategy: str, ranks: int) -> int:
-    """Ranks on the tp axis."""
+    """Return the number of ranks on the tp axis."""
     if strategy in SLICES:
         return ranks
     return (2 if ranks % 2 == 0 else ranks) if strategy in SLICES_BESIDE else 1
 
 
 def begin(context: RunContext, _: Any, strategy: str, folder: Path) -> list[float]:
-    """Train, save a checkpoint, train on, save another one; the losses of the last steps."""
+    """Train, save, train on and save again; return the losses of the last steps."""
     job, parts = opened(context, strategy)
     losses = []
     with parts.engine(context) as engine:
@@ -105,11 +106,11 @@ def begin(context: RunContext, _: Any, strategy: str, folder: Path) -> list[floa
 def go_on(
     context: RunContext, _: Any, strategy: str, sources: list[str], folder: Path
 ) -> dict[str, Any]:
-    """Continue from each of these checkpoints; the losses, or why not, by the checkpoint's name.
+    """Continue from each checkpoint; return the losses, or the refusal, by the checkpoint's name.
 
     Where it is the strategy's own on as many ranks, the state is saved beside it, to be compared.
     """
-    found: dict[str, Any] = {}
+    losses_by_source: dict[str, Any] = {}
     for source in sources:
         job, parts = opened(context, strategy)
         losses = []
@@ -122,13 +123,13 @@ def go_on(
                     break
             if source == f"{strategy}.{context.world_size}":
                 engine.save(folder / f"{source}.again")
-        found[source] = losses
-    return found
+        losses_by_source[source] = losses
+    return losses_by_source
 
 
 def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]]:
-    """Losses of continuations under `single` that have lost something, by what."""
-    found = {}
+    """Return the losses of wrong continuations under `single`, by the kind of error."""
+    losses = {}
     for lost in ("nothing", "moments", "position"):
         _job, parts = opened(context, "single")
         with parts.engine(context) as engine:
@@ -139,12 +140,12 @@ def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]
                         state[key].zero_()
             rows = KEYS["train.global_batch_size"] if lost == "position" else 0
             batches = iter(parts.training_steps(context, engine.samples_seen + rows))
-            found[lost] = [engine.step(next(batches)).loss for _ in range(AFTER)]
-    return found
+            losses[lost] = [engine.step(next(batches)).loss for _ in range(AFTER)]
+    return losses
 
 
 def opened(context: RunContext, strategy: str) -> Any:
-    """The job, and what it needs."""
+    """Return the job and the parts of its run."""
     keys = {**KEYS, "mesh.pp": context.pp_size}
     if strategy in (*SLICES, *SLICES_BESIDE):
         keys["mesh.tp"] = context.tp_size
@@ -155,25 +156,27 @@ def opened(context: RunContext, strategy: str) -> Any:
 
 
 def nothing(*_: Any) -> None:
-    """No preparation."""
+    """Prepare nothing."""
 
 
 def same_bytes(folder: Path, source: str) -> bool:
-    """Whether the state after the last step is the uninterrupted run's, byte for byte."""
-    whole, again = (
+    """Whether the final state equals that of the uninterrupted run, byte for byte."""
+    uninterrupted, again = (
         Manifest.open(folder / name / f"step-{BEFORE + AFTER}")
         for name in (source, f"{source}.again")
     )
-    return all(whole.files[name] == again.files[name] for name in whole.tensor_files)
+    return all(
+        uninterrupted.files[name] == again.files[name] for name in uninterrupted.tensor_files
+    )
 
 
 def ranks_of_source(strategy: str) -> int:
-    """On how many ranks its checkpoint is saved."""
+    """Return the number of ranks that save a strategy's checkpoint."""
     return 1 if strategy in ONE else max(RANKS)
 
 
 def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]) -> dict[str, Any]:
-    """The whole matrix: by target and ranks, then by source, the largest relative difference."""
+    """Measure the matrix: the largest relative difference by target and ranks, then by source."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first = {}
@@ -183,18 +186,24 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
             name, tp = f"{strategy}.{count}", tp_of(strategy, count)
             task = forked.Task(name, nothing, begin, args, count, pp, LIMIT_S, tp=tp)
             first[task.name] = task
-        whole = {}
+        uninterrupted = {}
         for outcome in forked.run_all(first.values(), at_once=4):
             print("saved", outcome.name, outcome.refused or outcome.failed or "", flush=True)
             if outcome.values:
-                whole[outcome.name] = outcome.values[0]
-        one = (folder / next(iter(whole)),)
-        wrong = forked.Task("control", nothing, go_wrong, one, 1, 1, LIMIT_S)
+                uninterrupted[outcome.name] = outcome.values[0]
+        checkpoint = (folder / next(iter(uninterrupted)),)
+        wrong = forked.Task("control", nothing, go_wrong, checkpoint, 1, 1, LIMIT_S)
         control = controls(next(iter(forked.run_all([wrong], at_once=1))))
-        print("what is lost would show as", control, flush=True)
+        print("lost state would show as", control, flush=True)
         tasks = [
             forked.Task(
-                *(f"{strategy}.{count}", nothing, go_on, (strategy, list(whole), folder), count),
+                *(
+                    f"{strategy}.{count}",
+                    nothing,
+                    go_on,
+                    (strategy, list(uninterrupted), folder),
+                    count,
+                ),
                 *(pp_of(strategy, count), LIMIT_S, strategy in REPLICAS, tp_of(strategy, count)),
             )
             for strategy in targets
@@ -203,16 +212,21 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
         ]
         cells = {}
         for outcome in forked.run_all(tasks, at_once=4):
-            cell = cells[outcome.name] = compared(outcome, whole)
-            if outcome.name in whole and "differences" in cell:
+            cell = cells[outcome.name] = compared(outcome, uninterrupted)
+            if outcome.name in uninterrupted and "differences" in cell:
                 cell["same_bytes"] = same_bytes(folder, outcome.name)
             print(outcome.name, said(cell), cell.get("same_bytes", ""), flush=True)
             shutil.rmtree(folder / f"{outcome.name}.again", ignore_errors=True)
-    return {"steps": [BEFORE, AFTER], "sources": list(whole), "control": control, "cells": cells}
+    return {
+        "steps": [BEFORE, AFTER],
+        "sources": list(uninterrupted),
+        "control": control,
+        "cells": cells,
+    }
 
 
 def controls(outcome: forked.Outcome) -> dict[str, float]:
-    """By what a continuation has lost, the largest relative difference of its losses."""
+    """Return the largest relative difference of the losses of each wrong continuation."""
     if not outcome.values:
         raise RuntimeError(outcome.refused or outcome.failed)
     losses = outcome.values[0]
@@ -220,32 +234,36 @@ def controls(outcome: forked.Outcome) -> dict[str, float]:
 
 
 def furthest(losses: list[float], wanted: list[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference of two lists of losses."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
 
 
-def compared(outcome: forked.Outcome, whole: dict[str, list[float]]) -> dict[str, Any]:
-    """One target on one number of ranks against all sources."""
+def compared(outcome: forked.Outcome, uninterrupted: dict[str, list[float]]) -> dict[str, Any]:
+    """Compare one target on one number of ranks with all sources."""
     if not outcome.values:
         return {"refused": outcome.refused} if outcome.refused else {"failed": outcome.failed}
     losses = outcome.values[0]
-    return {"differences": {source: furthest(losses[source], whole[source]) for source in losses}}
+    return {
+        "differences": {
+            source: furthest(losses[source], uninterrupted[source]) for source in losses
+        }
+    }
 
 
 def said(cell: dict[str, Any]) -> str:
-    """A cell of the table."""
+    """Return the text of a cell of the table."""
     if "differences" in cell:
         return f"{max(cell['differences'].values()):.1e}"
     return "-" if "refused" in cell else f"FAILED {cell['failed']}"
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """The table, in Markdown."""
-    ranks = sorted({int(name.rpartition(".")[2]) for name in found["cells"]}, reverse=True)
+def table(matrix: dict[str, Any]) -> list[str]:
+    """Return the lines of the table, in Markdown."""
+    ranks = sorted({int(name.rpartition(".")[2]) for name in matrix["cells"]}, reverse=True)
     lines = ["| continues under | " + " | ".join(f"{n} ranks" for n in ranks) + " | same bytes |"]
     lines.append("| --- |" + " --: |" * (len(ranks) + 1))
-    for strategy in dict.fromkeys(name.rpartition(".")[0] for name in found["cells"]):
-        cells = [found["cells"].get(f"{strategy}.{n}", {"refused": ""}) for n in ranks]
+    for strategy in dict.fromkeys(name.rpartition(".")[0] for name in matrix["cells"]):
+        cells = [matrix["cells"].get(f"{strategy}.{n}", {"refused": ""}) for n in ranks]
         same = next((c["same_bytes"] for c in cells if "same_bytes" in c), None)
         last = "-" if same is None else "yes" if same else "no"
         lines.append(f"| `{strategy}` | " + " | ".join([*map(said, cells), last]) + " |")
@@ -253,7 +271,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Run what is asked for, print the table; 1 where a cell failed or differs."""
+    """Run the selected cells and print the table; return 1 if a cell failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="sources", default=",".join(STRATEGIES))
     parser.add_argument("--to", dest="targets", default=",".join(STRATEGIES))
@@ -262,19 +280,19 @@ def main() -> int:
     options = parser.parse_args()
     forked.load_everything()
     ranks = [int(n) for n in options.ranks.split(",")]
-    found = measure(options.sources.split(","), options.targets.split(","), ranks)
-    print("\n".join(table(found)))
-    keep(options.output, found)
-    cells = found["cells"].values()
+    matrix = measure(options.sources.split(","), options.targets.split(","), ranks)
+    print("\n".join(table(matrix)))
+    keep(options.output, matrix)
+    cells = matrix["cells"].values()
     largest = [max(c["differences"].values()) for c in cells if "differences" in c]
-    blind = [lost for lost, by in found["control"].items() if by < 100 * TOLERANCE]
+    blind = [lost for lost, by in matrix["control"].items() if by < 100 * TOLERANCE]
     failed = sum("failed" in c for c in cells)
-    above = sum(one > TOLERANCE for one in largest)
+    above = sum(difference > TOLERANCE for difference in largest)
     differ = sum(c.get("same_bytes") is False for c in cells)
     print(
         json.dumps(
             {
-                "cells": len(largest) * len(found["sources"]),
+                "cells": len(largest) * len(matrix["sources"]),
                 "failed": failed,
                 "above": above,
                 "other_bytes": differ,

@@ -1,12 +1,12 @@
-"""The classic jobs learn, under every strategy: on small data sets in the real formats.
+"""Train the classic jobs under every strategy, on small data sets in the real formats.
 
     python benchmarks/classic_jobs.py --output benchmarks/results/classic_jobs.json \
         --picture docs/classic_jobs.svg
     python benchmarks/classic_jobs.py --only mnist --strategies ddp   # a minute
 
 LeNet, ResNet-18 and DeepLabV3 are trained from the files that `small_datasets.py` writes, on two
-ranks each, as the commands in docs/jobs.md do. Every job has to reach its stated figure on the
-images that are held out; the exit status is 1 where one does not. Most of the time is DeepLabV3's.
+ranks each, as the commands in docs/jobs.md do. Every job must reach its stated figure on the
+held-out images; otherwise the exit status is 1. DeepLabV3 takes most of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class ClassicJob:
-    """A job of configs/jobs on small data: what is changed, and what is to be reached."""
+    """A job of configs/jobs on small data: the changed keys, and the figure to reach."""
 
     title: str
     figure: str
@@ -78,7 +78,7 @@ JOBS = {
 
 
 def main() -> int:
-    """Run what is asked for, keep the curves, draw them; 1 where a figure is not reached."""
+    """Run the selected jobs, write and draw the curves; return 1 if a figure is not reached."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(JOBS), default=list(JOBS))
     strategies = list(STRATEGIES)
@@ -102,7 +102,7 @@ def main() -> int:
 def run_all(
     names: Sequence[str], strategies: Sequence[str], folder: Path, limit_s: float
 ) -> dict[str, dict[str, Any]]:
-    """Each job under each strategy: `runs[job][strategy]`."""
+    """Run each job under each strategy; return `runs[job][strategy]`."""
     runs: dict[str, dict[str, Any]] = {}
     for name in names:
         write_small(name, folder / name)
@@ -120,7 +120,7 @@ def run_all(
 
 
 def run(name: str, strategy: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """One run on two ranks: the losses of its steps, and all that its validations gave."""
+    """Run a job on two ranks; return the losses of its steps and its validations."""
     job, run_name = JOBS[name], f"{name}-{strategy}"
     command = [
         *("train", "-n", "2", "--config", name, "--strategy", strategy),
@@ -145,12 +145,12 @@ def run(name: str, strategy: str, folder: Path, limit_s: float) -> dict[str, Any
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one in each line."""
+    """Return the JSON objects of a file, one per line."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def draw(path: Path, runs: dict[str, dict[str, Any]]) -> None:
-    """A column for each job: its figure on the held-out images, and below its training loss."""
+    """Draw a column for each job: its held-out figure, and its training loss below."""
     with plot_style():
         figure = Figure(figsize=(3.4 * len(runs), 5.0), layout="constrained")
         for column, (name, rows) in enumerate(runs.items(), start=1):
@@ -161,10 +161,10 @@ def draw(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def draw_job(above: Axes, below: Axes, job: ClassicJob, rows: dict[str, Any]) -> None:
-    """The curves of one job, a colour for each strategy."""
+    """Draw the curves of one job, a colour for each strategy."""
     for colour, width, (strategy, row) in zip(COLOURS, WIDTHS, rows.items(), strict=False):
-        steps = [one["step"] for one in row["validation"]]
-        reached = [one[job.figure] for one in row["validation"]]
+        steps = [validation["step"] for validation in row["validation"]]
+        reached = [validation[job.figure] for validation in row["validation"]]
         label = f"{strategy}: {reached[-1]:.3f}"
         above.plot(steps, reached, color=colour, linewidth=width, label=label)
         losses = row["losses"]

@@ -1,11 +1,12 @@
-"""The peak of a run with compiled blocks: forecast, tracked, and by torch's own account.
+"""Compare peaks of runs with compiled blocks: forecast, tracked, and counted by torch's profiler.
 
     python benchmarks/compiled_memory.py [--output benchmarks/results/compiled_memory.json]
 
-Each case is trained in this process for a few steps. `forecast` is made before the first, `tracked`
-is the peak of two steps, and `allocator` the highest sum of what torch.profiler saw allocated and
-freed on the host in one more, above what was there before it: it has the scratch space of kernels,
-too. `as_written` is all that of the same run without train.compile. All in bytes.
+Each case is trained in this process for a few steps. `forecast` is made before the first step,
+`tracked` is the peak of two steps, and `allocator` is the highest sum of allocations and frees on
+the host that torch.profiler saw in one more step, above the bytes before it; it includes the
+workspaces of kernels. `as_written` has the same figures of the run without train.compile. All
+figures are bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def engine_for(case: tuple[str, ...], compile_what: str) -> Engine:
 
 
 def highest_allocated(trace: profile) -> int:
-    """The highest sum of what was allocated and freed, from zero on."""
+    """Return the highest running sum of allocations and frees, from zero on."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
@@ -95,10 +96,10 @@ def measure(case: tuple[str, ...], compile_what: str) -> dict[str, int | None]:
         tracked = engine.meter.measured().peak
         module = engine.runner.module
         slots = engine.runner.optimizer.state.values()
-        held = [*module.parameters(), *module.buffers(), *batch]
-        held += [tensor for state in slots for tensor in state.values()]
-        held += [p.grad for p in module.parameters() if p.grad is not None]
-        nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+        allocated = [*module.parameters(), *module.buffers(), *batch]
+        allocated += [tensor for state in slots for tensor in state.values()]
+        allocated += [p.grad for p in module.parameters() if p.grad is not None]
+        nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in allocated}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             engine.step(batch)
     return {

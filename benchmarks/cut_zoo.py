@@ -1,14 +1,14 @@
-"""Models of transformers and timm, cut into 2 and 4 stages, against the whole model.
+"""Cut models of transformers and timm into 2 and 4 stages, and compare with the whole model.
 
-Neither library is needed by bigtrain. Install them beside it, in an environment of their own:
+bigtrain needs neither library. Install them next to it in a separate environment:
 
     python -m venv /tmp/zoo && /tmp/zoo/bin/pip install -e . transformers timm torchvision
     OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/cut_zoo.py
 
-transformers' models are built from tiny configurations, timm's as they are, without weights;
-nothing is downloaded. Each is run once in training and once in evaluation: the loss, every
-gradient, every buffer and the output are compared, in float64. Words on the command line choose
-models by a part of their name. The table goes to the screen, its rows to
+transformers' models are built from tiny configurations, timm's unchanged, without weights; nothing
+is downloaded. Each model runs once in training and once in evaluation. The loss, every gradient,
+every buffer and the output are compared in float64. Words on the command line select models by a
+part of their name. The table is printed, and its rows are written to
 benchmarks/results/cut_zoo.json.
 """
 
@@ -64,7 +64,7 @@ T5 = {
 VIT = {"image_size": 32, "patch_size": 8, "num_labels": 5}
 CAUSAL, MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 SEQ2SEQ, IMAGES = "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"
-# Type of model: the class of its head, and what its configuration is told.
+# Type of model: the class of its head, and the arguments of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (CAUSAL, GPT),
     "gptj": (CAUSAL, {**GPT, "rotary_dim": 4}),
@@ -150,7 +150,7 @@ vit_tiny_patch16_224 volo_d1_224 xcit_nano_12_p16_224 xception41
 
 
 class ByKeyword(nn.Module):
-    """A model that takes keywords, as one of a dict."""
+    """Calls a model that takes keywords with a dict."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -161,12 +161,12 @@ class ByKeyword(nn.Module):
 
 
 class Squares:
-    """A loss of all floating tensors in an output."""
+    """A loss of all floating-point tensors in an output."""
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
-        found = [t for t in tree_tensors(output) if t.is_floating_point()]
-        return torch.stack([(t**2).mean() + t.mean() for t in found]).sum()
+        tensors = [t for t in tree_tensors(output) if t.is_floating_point()]
+        return torch.stack([(t**2).mean() + t.mean() for t in tensors]).sum()
 
     def count(self, target: Any) -> int:
         del target
@@ -186,7 +186,7 @@ def of_transformers(kind: str) -> tuple[nn.Module, Any]:
     inputs["attention_mask"][1, 9:] = 0
     if head == SEQ2SEQ:
         inputs["decoder_input_ids"] = torch.randint(3, WORDS, (2, 7))
-    switch_off_caches(model)  # as an engine does: here there is none
+    switch_off_caches(model)  # as an engine does, which is not used here
     return ByKeyword(model), inputs
 
 
@@ -201,29 +201,29 @@ def of_timm(name: str) -> tuple[nn.Module, Any]:
 
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
-    """A cut with as much work in each stage, and how many places there were."""
-    found, _ = traced_model.trace(micro_batch, training=True)
+    """Return a cut with equal work in each stage, and the number of possible places."""
+    trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
-    points, refused = legal_points(found)
+    points, refused = legal_points(trace)
     others, also = legal_points(evaluated)
-    there = {(point.name, point.number) for point in others}
-    points = [point for point in points if (point.name, point.number) in there]
+    common = {(point.name, point.number) for point in others}
+    points = [point for point in points if (point.name, point.number) in common]
     if len(points) < stages - 1:
         why = sorted({*refused.values(), *also.values()})
         raise RuntimeError(f"{len(points)} places to cut: {'; '.join(why)}")
-    work = [(cost.tick, cost.flops + cost.nbytes) for cost in found.costs]
+    work = [(cost.tick, cost.flops + cost.nbytes) for cost in trace.costs]
     total = sum(amount for _, amount in work)
     before = {p.call: sum(amount for tick, amount in work if tick < p.tick) for p in points}
     chosen: set[int] = set()
     for stage in range(1, stages):
         left = [call for call in before if call not in chosen]
         chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
-    return cut_at(found, sorted(chosen), traced_model), len(points)
+    return cut_at(trace, sorted(chosen), traced_model), len(points)
 
 
 def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[str, Tensor]:
-    """All that comes out of a step of training, and of an evaluation."""
-    found: dict[str, Tensor] = {}
+    """Return all results of a training step and of an evaluation, by name."""
+    tensors: dict[str, Tensor] = {}
     for training in (True, False):
         torch.manual_seed(0)
         buffers = dict(model.named_buffers())
@@ -242,30 +242,30 @@ def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[
                     buffers |= dict(stage.named_buffers())  # it may have assigned new ones
         if training:
             result.backward()
-            found["loss"] = result.detach()
-            found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            tensors["loss"] = result.detach()
+            tensors |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             buffers = buffers if cut is not None else dict(model.named_buffers())
-            found |= {f"{n} after": b.clone() for n, b in buffers.items()}
+            tensors |= {f"{n} after": b.clone() for n, b in buffers.items()}
         else:
-            found |= {f"output {i}": tensor for i, tensor in enumerate(tree_tensors(result))}
-    return found
+            tensors |= {f"output {i}": tensor for i, tensor in enumerate(tree_tensors(result))}
+    return tensors
 
 
-def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest number of the same tensor where above 1."""
-    if one.keys() != other.keys():
-        raise RuntimeError(f"only one of the two has {sorted(one.keys() ^ other.keys())[:3]}")
+def largest(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
+    """Return the largest difference, relative to the tensor's largest number if that is above 1."""
+    if expected.keys() != actual.keys():
+        raise RuntimeError(f"only one of the two has {sorted(expected.keys() ^ actual.keys())[:3]}")
     worst = 0.0
-    for key, tensor in one.items():
+    for key, tensor in expected.items():
         if tensor.numel():
             scale = max(1.0, float(tensor.to(torch.complex128).abs().max()))
-            gap = (tensor.to(torch.complex128) - other[key].to(torch.complex128)).abs()
+            gap = (tensor.to(torch.complex128) - actual[key].to(torch.complex128)).abs()
             worst = max(worst, float(gap.max()) / scale)
     return worst
 
 
 def check(make: Callable[[str], tuple[nn.Module, Any]], name: str) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     row: dict[str, Any] = {"name": name, "library": make.__name__.removeprefix("of_")}
     begun = time.perf_counter()
     torch.manual_seed(0)
@@ -279,13 +279,13 @@ def check(make: Callable[[str], tuple[nn.Module, Any]], name: str) -> dict[str, 
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         micro_batch = MicroBatch(inputs, torch.zeros(2), 1, 2)
         traced_model = TracedModel(model, Squares(), CPU, Numerics())
-        whole = None
+        reference = None
         for stages in (2, 4):
             cut, row["legal_cuts"] = balanced(traced_model, micro_batch, stages)
-            whole = whole or outcome(copy.deepcopy(model), micro_batch, None)
-            gap = largest(whole, outcome(copy.deepcopy(model), micro_batch, cut))
+            reference = reference or outcome(copy.deepcopy(model), micro_batch, None)
+            gap = largest(reference, outcome(copy.deepcopy(model), micro_batch, cut))
             row[f"difference_{stages}"] = gap
-            row[f"places_{stages}"] = [place for place, _ in cut.call_sites]
+            row[f"places_{stages}"] = [call_site for call_site, _ in cut.call_sites]
             if not gap <= (1e-9 if double else 1e-4):
                 raise RuntimeError(f"{stages} stages differ by {gap:.2g}")
         row["works"] = True
@@ -306,10 +306,10 @@ def show(row: dict[str, Any]) -> None:
 
 
 def save(row: dict[str, Any]) -> None:
-    """Put one row into the file, in the place of an older one of the same model."""
-    found = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    mine = (row["library"], row["name"])
-    rows = [r for r in found if (r["library"], r["name"]) != mine] + [row]
+    """Write one row into the file; it replaces an older one of the same model."""
+    stored = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    key = (row["library"], row["name"])
+    rows = [r for r in stored if (r["library"], r["name"]) != key] + [row]
     order = [*MODELS, *TIMM]
     rows.sort(key=lambda r: (r["library"] == "timm", order.index(r["name"])))
     versions = {"torch": torch.__version__, "python": platform.python_version()}

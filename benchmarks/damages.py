@@ -1,15 +1,14 @@
-"""Damages of a checkpoint, drawn by a seed: none of them is loaded, none ends in a traceback.
+"""Damage checkpoints at random, by a seed, and check that no damaged one is loaded.
 
     python benchmarks/faults.py --damage 1000 --seed 1
 
-A run has two checkpoints. The newer one is damaged: in its bytes, in its files (gone, empty,
-swapped, a folder, a pipe, a device or a link in place of one), in what the system says when one is
-opened or read (EACCES, EIO, ESTALE), or in what its manifest, its state or a header of its tensors
-says, with hashes that fit. Held are, each time: it is refused by an error of bigtrain's own that
-names a file; a resume goes on from the older one, bit for bit, and says so; nothing takes longer
-than `LIMIT_S`.
-Damages of `latest` and `best`, which only point at checkpoints, may not keep a whole one from being
-found.
+A run has two checkpoints. The newer one is damaged in one of these ways: in its bytes; in its files
+(missing, empty, swapped, or a folder, a pipe, a device or a link in place of a file); by an error
+of the system when a file is opened or read (EACCES, EIO, ESTALE); or in the content of its
+manifest, its state or a header of its tensors, with hashes that match. Each time the test requires:
+the checkpoint is refused by an error of bigtrain that names a file; a resume continues from the
+older checkpoint, bit for bit, and prints that; nothing takes longer than `LIMIT_S`. `latest` and
+`best` only point at checkpoints, so damage to them must not hide an undamaged checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _Damage = Callable[[random.Random, Path], str]
 
 
 def small_engine() -> Engine:
-    """An engine of a net with two layers, in this process."""
+    """Return an engine of a net with two layers, in this process."""
     keys = {"train.global_batch_size": 4, "checkpoint.resume": "auto", "device": "cpu"}
     return Engine(
         lambda: nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 5)),
@@ -65,7 +64,7 @@ def small_engine() -> Engine:
 
 
 def written_run(folder: Path) -> Path:
-    """A run's folder with the two checkpoints."""
+    """Return the folder of a run with two checkpoints."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(4, 24, generator=generator), torch.tensor([0, 1, 2, 3])
     with small_engine() as engine:
@@ -76,7 +75,7 @@ def written_run(folder: Path) -> Path:
 
 
 class DamagedRuns:
-    """Damages one copy after another of a run, and looks at what becomes of each.
+    """Damages copies of a run one after another, and checks the result of each.
 
     Args:
         written: of `written_run`.
@@ -93,7 +92,7 @@ class DamagedRuns:
             self._states[step] = {name: value.clone() for name, value in state.items()}
 
     def one(self, number: int, seed: int) -> dict[str, Any]:
-        """The damage with this number; `problem` is None where everything held."""
+        """Make the damage with this number; `problem` is None if every check passed."""
         draw = random.Random(f"{seed}:{number}")
         shutil.rmtree(self._copy, ignore_errors=True)
         shutil.copytree(self._written, self._copy)
@@ -103,14 +102,14 @@ class DamagedRuns:
         with contextlib.ExitStack() as stack:
             if name.startswith("system"):
                 target = draw.choice(sorted((checkpoints / f"step-{NEW}").iterdir()))
-                what = stack.enter_context(_failing(draw, name, target))
+                description = stack.enter_context(_failing(draw, name, target))
             else:
-                what = KINDS[name](draw, checkpoints)
+                description = KINDS[name](draw, checkpoints)
             problem = self._problem(checkpoints, pointers_only=name == "pointer")
         seconds = time.monotonic() - began
         if problem is None and seconds > LIMIT_S:
             problem = f"it took {seconds:.1f} s"
-        return {"number": number, "kind": name, "what": what, "problem": problem}
+        return {"number": number, "kind": name, "what": description, "problem": problem}
 
     def _problem(self, checkpoints: Path, *, pointers_only: bool) -> str | None:
         new = checkpoints / f"step-{NEW}"
@@ -118,11 +117,11 @@ class DamagedRuns:
         signal.alarm(LIMIT_S)
         try:
             if not pointers_only:
-                said = _refusal(new)
-                if said is None:
-                    return "it was opened as if it were whole"
-                if "\n" in said or str(new) not in said:
-                    return f"what is said names no file, or not in one line: {said[:300]}"
+                refusal = _refusal(new)
+                if refusal is None:
+                    return "it was opened as if it were undamaged"
+                if "\n" in refusal or str(new) not in refusal:
+                    return f"the error names no file, or has several lines: {refusal[:300]}"
             self._engine.load(self._written / "checkpoints" / f"step-{NEW}")
             lines = resume(self._engine.job, self._engine, self._copy)
         except Exception as error:  # noqa: BLE001 - every other error is what is looked for
@@ -132,20 +131,22 @@ class DamagedRuns:
             signal.signal(signal.SIGALRM, previous)
         expected = NEW if pointers_only else OLD
         if not pointers_only and not any(line.startswith("warning: ") for line in lines):
-            return f"nothing was said of it: {lines}"
+            return f"no warning: {lines}"
         if self._engine.steps_done != expected and not pointers_only:
-            return f"went on from step {self._engine.steps_done}, step {expected} is whole"
+            return (
+                f"continued from step {self._engine.steps_done}, but step {expected} is undamaged"
+            )
         state = self._engine.runner.module.state_dict()
-        held = self._states[self._engine.steps_done]
-        if not all(torch.equal(value, held[name]) for name, value in state.items()):
-            return "other weights than those that were saved"
+        saved = self._states[self._engine.steps_done]
+        if not all(torch.equal(value, saved[name]) for name, value in state.items()):
+            return "weights other than those that were saved"
         return None
 
 
 def _refusal(path: Path) -> str | None:
     try:
-        found = Checkpoint(path)
-        len(found.tensors)
+        checkpoint = Checkpoint(path)
+        len(checkpoint.tensors)
     except CheckpointError as error:
         return str(error)
     return None
@@ -155,7 +156,7 @@ def _too_long(*_: object) -> None:
     raise TimeoutError(f"not done after {LIMIT_S} s")
 
 
-# What is damaged: each returns a few words on what it did.
+# The kinds of damage; each function returns a few words on it.
 
 
 def _files(checkpoints: Path) -> list[Path]:
@@ -169,8 +170,8 @@ def _any_file(draw: random.Random, checkpoints: Path) -> Path:
 def _flipped(draw: random.Random, checkpoints: Path) -> str:
     path = _any_file(draw, checkpoints)
     data, count = bytearray(path.read_bytes()), draw.choice((1, 1, 1, 2, 40))
-    for place in draw.sample(range(8 * len(data)), min(count, 8 * len(data))):
-        data[place // 8] ^= 1 << place % 8
+    for bit in draw.sample(range(8 * len(data)), min(count, 8 * len(data))):
+        data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
     return f"{count} bits of {path.name}"
 
@@ -207,23 +208,23 @@ def _gone(draw: random.Random, checkpoints: Path) -> str:
 
 def _swapped(draw: random.Random, checkpoints: Path) -> str:
     pairs = [(a, b) for a in _files(checkpoints) for b in _files(checkpoints) if a < b]
-    one, two = draw.choice([(a, b) for a, b in pairs if a.read_bytes() != b.read_bytes()])
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
-    return f"{one.name} and {two.name} swapped"
+    first, second = draw.choice([(a, b) for a, b in pairs if a.read_bytes() != b.read_bytes()])
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    return f"{first.name} and {second.name} swapped"
 
 
 def _of_the_other(draw: random.Random, checkpoints: Path) -> str:
-    """A file of the older checkpoint, in place of the same of the newer one."""
-    other = checkpoints / f"step-{OLD}"
+    """Replace a file of the newer checkpoint by the same file of the older one."""
+    older = checkpoints / f"step-{OLD}"
     names = [
         path.name
         for path in _files(checkpoints)
-        if (other / path.name).read_bytes() != path.read_bytes()
+        if (older / path.name).read_bytes() != path.read_bytes()
     ]
     name = draw.choice(names)
-    shutil.copy(other / name, checkpoints / f"step-{NEW}" / name)
+    shutil.copy(older / name, checkpoints / f"step-{NEW}" / name)
     return f"{name} of the older one"
 
 
@@ -248,17 +249,17 @@ def _in_place_of(draw: random.Random, checkpoints: Path) -> str:
 
 def _bind_socket(path: Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path may have a hundred bytes
+    os.chdir(path.parent)  # a socket's path may have about a hundred bytes
     try:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as unix_socket:
+            unix_socket.bind(path.name)
     finally:
         os.chdir(here)
 
 
 @contextlib.contextmanager
 def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
-    """Let the system refuse a file: to open it, or from some read of it on."""
+    """Let the system refuse to open a file, or to read it from some read on."""
     code = draw.choice((errno.EACCES, errno.EIO, errno.ESTALE, errno.ENXIO, errno.EMFILE))
     real_open, real_file, real_read = os.open, FileIO, os.pread
     doomed: set[tuple[int, int]] = set()
@@ -266,8 +267,8 @@ def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
     doomed.add((state.st_dev, state.st_ino))
 
     def is_doomed(descriptor: int) -> bool:
-        found = os.fstat(descriptor)
-        return (found.st_dev, found.st_ino) in doomed
+        status = os.fstat(descriptor)
+        return (status.st_dev, status.st_ino) in doomed
 
     def refuse_open(path: Any, *args: Any, **options: Any) -> int:
         if os.fspath(path) == str(target):
@@ -297,7 +298,7 @@ def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
 
 
 def _rehash(checkpoints: Path) -> None:
-    """A manifest that fits the files as they are now."""
+    """Write a manifest that matches the files as they are now."""
     folder = checkpoints / f"step-{NEW}"
     named = json.loads((folder / "manifest.json").read_text())["files"]
     files = {name: file_record((folder / name).read_bytes()) for name in named}
@@ -305,22 +306,22 @@ def _rehash(checkpoints: Path) -> None:
 
 
 def _header(draw: random.Random, checkpoints: Path) -> str:
-    """A header that breaks the format, with hashes that fit."""
+    """Write a header that breaks the format, with matching hashes."""
     tensors = [path for path in _files(checkpoints) if path.suffix == ".safetensors"]
     path = draw.choice(tensors)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    what, text, body = broken_header(draw, header, body)
+    description, text, body = broken_header(draw, header, body)
     path.write_bytes(text + body)
     _rehash(checkpoints)
-    return f"{path.name}: {what}"
+    return f"{path.name}: {description}"
 
 
 def broken_header(
     draw: random.Random, header: dict[str, Any], body: bytes
 ) -> tuple[str, bytes, bytes]:
-    """A safetensors file that breaks the format in one way.
+    """Return a safetensors file that breaks the format in one way.
 
     Returns:
         The way in a few words; the length and the header; the bytes of the tensors.
@@ -328,39 +329,39 @@ def broken_header(
     name = draw.choice([n for n in header if n != "__metadata__" and header[n]["shape"]])
     entry_ways = _entry_ways(draw, header, body, name)
     way = draw.choice([*entry_ways, *_LENGTHS, *_TEXTS, "a name twice", "a gap", "bytes behind"])
-    one = dict(header[name])
+    entry = dict(header[name])
     if way in entry_ways:
         entry_ways[way]()
     elif way == "a gap":
-        body = _with_gap(header, one["data_offsets"][1], body)
+        body = _with_gap(header, entry["data_offsets"][1], body)
     elif way == "bytes behind":
         body += bytes(8)
     text = json.dumps(header, separators=(",", ":")).encode()
     if way == "a name twice":
-        text = text[:-1] + b"," + json.dumps({name: one}).encode()[1:]
+        text = text[:-1] + b"," + json.dumps({name: entry}).encode()[1:]
     text = _TEXTS[way](text) if way in _TEXTS else text
     length = _LENGTHS[way](len(text), len(body)) if way in _LENGTHS else len(text)
     return way, struct.pack("<Q", length) + text, body
 
 
 def _with_gap(header: dict[str, Any], end: int, body: bytes) -> bytes:
-    """Eight bytes that belong to nobody behind a tensor; behind the last one: at the end."""
-    for other in header.values():
-        if "data_offsets" in other and other["data_offsets"][0] >= end:
-            other["data_offsets"] = [place + 8 for place in other["data_offsets"]]
+    """Insert eight bytes after a tensor that belong to no tensor."""
+    for entry in header.values():
+        if "data_offsets" in entry and entry["data_offsets"][0] >= end:
+            entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
     return body[:end] + bytes(8) + body[end:]
 
 
 def _entry_ways(
     draw: random.Random, header: dict[str, Any], body: bytes, name: str
 ) -> dict[str, Callable[[], Any]]:
-    """What can be wrong with what a header says of a tensor."""
-    one = header[name]
-    (begin, end), shape = one["data_offsets"], one["shape"]
+    """Return the possible errors of a tensor's entry in a header, by name."""
+    entry = header[name]
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
     over = 4 if begin == 0 else -4
 
     def change(**values: Any) -> Callable[[], Any]:
-        return lambda: one.update(values)
+        return lambda: entry.update(values)
 
     return {
         "begins before the tensors": change(data_offsets=[begin - 8, end - 8]),
@@ -382,7 +383,7 @@ def _entry_ways(
         "a type that is a list": change(dtype=["F32"]),
         "another type": change(dtype="U8"),
         "one key more": change(more=1),
-        "one key less": lambda: one.pop(draw.choice(("dtype", "shape", "data_offsets"))),
+        "one key less": lambda: entry.pop(draw.choice(("dtype", "shape", "data_offsets"))),
         "no object": lambda: header.update({name: [1, 2]}),
         "metadata of numbers": lambda: header.update(__metadata__={"format": 1}),
         "metadata as a list": lambda: header.update(__metadata__=[1]),
@@ -407,7 +408,7 @@ _LENGTHS: dict[str, Callable[[int, int], int]] = {
 
 
 def _manifest(draw: random.Random, checkpoints: Path) -> str:
-    """A manifest that is no list of files, some of them with a hash of its own that fits."""
+    """Write a manifest that is not a list of files, sometimes with a matching hash of itself."""
     path = checkpoints / f"step-{NEW}" / "manifest.json"
     content = json.loads(path.read_text())
     files = content["files"]
@@ -447,13 +448,13 @@ def _manifest(draw: random.Random, checkpoints: Path) -> str:
         return f"manifest: {way}"
     ways[way]()
     content.pop("sha256", None)
-    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**content, "sha256": own}))
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256": digest}))
     return f"manifest: {way}"
 
 
 def _state(draw: random.Random, checkpoints: Path) -> str:
-    """A state that is none, with hashes that fit."""
+    """Write an invalid state, with matching hashes."""
     path = checkpoints / f"step-{NEW}" / "state.json"
     content = json.loads(path.read_text())
     ways: dict[str, Any] = {
@@ -491,7 +492,7 @@ def _pointer(draw: random.Random, checkpoints: Path) -> str:
 
 
 def _junk(draw: random.Random, checkpoints: Path) -> str:
-    """What looks like newer checkpoints and is none; the newest of these two is damaged, too."""
+    """Add folders that look like newer checkpoints but are none, and damage the newest, too."""
     number = draw.choice((1, 30, 300))
     for step in range(10, 10 + number):
         folder = checkpoints / f"step-{step}"
@@ -521,7 +522,7 @@ KINDS: dict[str, _Damage] = {
 
 
 def damage_all(number: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """So many damages; what to keep of them."""
+    """Make a number of damages; return their summary."""
     counts: Counter[str] = Counter()
     failed: list[dict[str, Any]] = []
     began = time.monotonic()
@@ -529,11 +530,11 @@ def damage_all(number: int, seed: int, say: Callable[[str], None] = print) -> di
         scratch = Path(name)
         runs = DamagedRuns(written_run(scratch / "written"), scratch)
         for n in range(number):
-            found = runs.one(n, seed)
-            counts[found["kind"]] += 1
-            if found["problem"] is not None:
-                failed.append(found)
-                say(f"{n} {found['kind']}: {found['what']}: {found['problem']}")
+            outcome = runs.one(n, seed)
+            counts[outcome["kind"]] += 1
+            if outcome["problem"] is not None:
+                failed.append(outcome)
+                say(f"{n} {outcome['kind']}: {outcome['what']}: {outcome['problem']}")
     by_kind = {
         kind: {"damages": counts[kind], "failed": sum(f["kind"] == kind for f in failed)}
         for kind in KINDS

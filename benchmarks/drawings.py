@@ -1,8 +1,8 @@
 """Draw the pictures of the pages: `python benchmarks/drawings.py` writes docs/pictures/*.svg.
 
-The schedules are those that `bigtrain.schedules` hands to a run, and the packages are those of
-docs/internals/architecture.md, so a picture changes when the code does. `tests/test_docs.py` holds
-the files to this script.
+The schedules come from `bigtrain.schedules`, as in a run, and the packages from
+docs/internals/architecture.md, so a picture changes with the code. `tests/test_docs.py` compares
+the files with the output of this script.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FLOW = (
 
 
 def text(x: float, y: float, words: str, *, size: int = 12, style: str = "") -> str:
-    """A line of text; `style` is further attributes."""
+    """Return a line of text; `style` is further attributes."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {style}>{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, fill: str) -> str:
-    """A rectangle."""
+    """Return a rectangle."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" '
         f'fill="{fill}" stroke="{FILL["edge"]}" stroke-width="0.8"/>'
@@ -48,7 +48,7 @@ def box(x: float, y: float, width: float, height: float, fill: str) -> str:
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
-    """A straight arrow."""
+    """Return a straight arrow."""
     return (
         f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{FILL["edge"]}" '
         'stroke-width="1.2" marker-end="url(#head)"/>'
@@ -56,7 +56,7 @@ def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def picture(width: float, height: float, title: str, parts: list[str]) -> str:
-    """A whole SVG file on a white ground, readable in a dark page, too."""
+    """Return an SVG file on a white background, readable in a dark page, too."""
     head = (
         f'<marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
         f'<path d="M0,0 L6,3 L0,6 z" fill="{FILL["edge"]}"/></marker>'
@@ -76,7 +76,7 @@ def picture(width: float, height: float, title: str, parts: list[str]) -> str:
 
 
 def start_slots(orders: Orders) -> dict[Action, int]:
-    """The slot in which each action starts, where every rank works as early as it can."""
+    """Return the slot in which each action starts if every rank works as early as it can."""
     ends: dict[Action, int] = {}
     starts: dict[Action, int] = {}
     waiting = [list(row) for row in orders]
@@ -92,7 +92,7 @@ def start_slots(orders: Orders) -> dict[Action, int]:
 
 
 def inputs_of(action: Action, stages: int) -> Iterator[Action]:
-    """The actions whose results this one needs, with one stage on each rank."""
+    """Return the actions whose results an action needs, with one stage on each rank."""
     if action.kind == "F":
         if action.stage > 0:
             yield action._replace(stage=action.stage - 1)
@@ -103,7 +103,7 @@ def inputs_of(action: Action, stages: int) -> Iterator[Action]:
 
 
 def schedule_panel(name: str, schedule: str, top: float) -> list[str]:
-    """One schedule: a row for each rank, and the most micro-batches that it has in flight."""
+    """Return one schedule: a row for each rank, and its most micro-batches in flight."""
     slot, row, left = 22.0, 24.0, 74.0
     orders = schedule_orders(schedule, RANKS, 1, MICRO_BATCHES)
     starts = start_slots(orders)
@@ -125,7 +125,7 @@ def schedule_panel(name: str, schedule: str, top: float) -> list[str]:
 
 
 def schedules() -> str:
-    """GPipe next to 1F1B."""
+    """Return the picture of GPipe next to 1F1B."""
     parts = schedule_panel("GPipe", "gpipe", 26) + schedule_panel("1F1B", "1f1b", 160)
     parts += [box(74, 280, 22, 16, FILL["F"]), text(102, 293, "forward pass of a micro-batch")]
     parts += [box(330, 280, 44, 16, FILL["B"]), text(380, 293, "backward pass, twice as long")]
@@ -135,14 +135,14 @@ def schedules() -> str:
 
 
 def packages() -> list[tuple[str, list[str]]]:
-    """The groups of packages from the top down, as the page lists them."""
+    """Return the groups of packages from the top down, as the page lists them."""
     drawing = re.findall(r"```\n(.*?)```", ARCHITECTURE.read_text("utf-8"), re.DOTALL)[0]
     rows = [line.split("|") for line in drawing.splitlines() if "|" in line]
     return [(group.strip(), names.split()) for group, names in rows]
 
 
 def flow_panel(width: float) -> list[str]:
-    """From a job to a report, left to right."""
+    """Return the flow from a job to a report, left to right."""
     step = (width - 20) / len(FLOW)
     parts = [text(10, 22, "A run", size=14, style='font-weight="bold"')]
     middle = 'text-anchor="middle"'
@@ -163,7 +163,7 @@ def flow_panel(width: float) -> list[str]:
 
 
 def wrapped(words: str, width: int) -> list[str]:
-    """The words in lines of at most so many letters, where a space allows it."""
+    """Wrap words into lines of at most a number of letters."""
     lines: list[str] = []
     for word in words.split():
         if lines and len(lines[-1]) + len(word) < width:
@@ -174,7 +174,7 @@ def wrapped(words: str, width: int) -> list[str]:
 
 
 def architecture() -> str:
-    """The flow of a run above, the packages in their groups below."""
+    """Return the picture of a run's flow, with the packages in their groups below."""
     width, top, row = 1040.0, 168.0, 36.0
     parts = flow_panel(width)
     title = "Packages: each imports from groups below it, and from its left in its own group"

@@ -1,21 +1,22 @@
-"""Runs that lose a rank at a random moment end with the numbers of one that does not.
+"""Check that runs which lose a rank at a random moment give the numbers of an undisturbed run.
 
     python benchmarks/faults.py [--runs 0..99] [--output benchmarks/results/faults.json]
     python benchmarks/faults.py --damage 1000 --seed 1    damages of checkpoints: see damages.py
 
 A small model trains under several strategies by `bigtrain train -n N --restarts 2`, with a
-checkpoint every second step, in half of the runs written beside training. In each run one rank is
-killed (SIGKILL), stopped for good (SIGSTOP) or told to save and end (SIGTERM) at a random moment,
-or it dies in a checkpoint, before any of the calls by which that is written. Held are: the losses
-and norms of all steps are those of the run without a fault, bit for bit, each step once; and a
-checkpoint that `latest` named when the fault came is not lost. The calls are counted by the model's
-own module (faulty_net.py), which every rank imports: nothing of bigtrain knows of it.
+checkpoint every second step; in half of the runs it is written while training continues. In each
+run one rank is killed (SIGKILL), stopped for good (SIGSTOP) or told to save and end (SIGTERM) at a
+random moment, or it dies while it writes a checkpoint, before a random one of the system calls for
+that. The checks: the losses and norms of all steps equal those of the run without a fault, bit for
+bit, each step once; and a checkpoint that `latest` named at the time of the fault is not lost. The
+model's own module (faulty_net.py), which every rank imports, counts the calls: bigtrain has no code
+for it.
 
-What happens in run N follows from N and the seed alone, so runs can be done in several goes, or
-one of them again: `--runs 17..17`. They are added to the file's.
+Run N depends only on N and the seed, so runs can be done in several parts, or one of them again:
+`--runs 17..17`. New runs are added to those of the file.
 
-Processes are forked with their imports done (tests/support/zygote.py); what stands for a rank
-before its launcher is stopped and killed with it. `--real` takes interpreters.
+Processes are forked with their imports done (tests/support/zygote.py). The process that stands for
+a rank before its launcher is stopped and killed with it. `--real` starts real interpreters.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _STEP_S = 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs."""
+    """The strategy of a run, and how it writes checkpoints."""
 
     strategy: str = "ddp"
     asynchronous: bool = False
@@ -60,13 +61,13 @@ class Setting:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run."""
+        """The number of ranks of the run."""
         return STRATEGIES[self.strategy]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a run, and when."""
+    """The kind of fault of a run, and its time."""
 
     kind: str
     rank: int
@@ -79,7 +80,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """How a run with a fault ended."""
+    """The result of a run with a fault."""
 
     number: int
     setting: Setting
@@ -97,7 +98,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nothing happens to."""
+    """The run without a fault."""
 
     curve: list[tuple[int, float, float]]
     calls: list[int]
@@ -105,7 +106,7 @@ class Reference:
 
 
 class FaultRuns:
-    """Runs of one job, in a folder of their own each; several threads may ask for one.
+    """Runs of one job, each in its own folder; several threads may use it.
 
     Args:
         folder: for all of them.
@@ -133,7 +134,7 @@ class FaultRuns:
         }
 
     def reference(self, setting: Setting) -> Reference:
-        """The run that nothing happens to, which is done once.
+        """Return the run without a fault, which is done once.
 
         Raises:
             RuntimeError: it fails.
@@ -155,7 +156,7 @@ class FaultRuns:
         return Reference(curve(place / "runs" / "r"), counts)
 
     def drawn(self, number: int, seed: int) -> FaultOutcome:
-        """The run with this number: its setting, its fault, and when that comes."""
+        """Return the run with this number: its setting and its fault."""
         setting = Setting(
             list(STRATEGIES)[number % len(STRATEGIES)], bool((number + number // 20) % 2)
         )
@@ -165,13 +166,13 @@ class FaultRuns:
             calls = self.reference(setting).calls
             rank = draws.choice([rank for rank, count in enumerate(calls) if count])
             return self.one(number, setting, Fault(kind, rank, call=draws.randint(1, calls[rank])))
-        # SIGTERM outside of the steps is an end at once. A rank that is stopped before its run has
-        # a folder is waited for as long as any run may wait.
+        # SIGTERM outside of the steps ends a run at once. If a rank is stopped before its run has
+        # a folder, the others wait for as long as a run may wait at all.
         first, last = {"SIGKILL": (0, STEPS), "SIGSTOP": (1, STEPS)}.get(kind, (1, STEPS - 2))
         return self.one(number, setting, Fault(kind, rank, draws.randint(first, last), delay_s))
 
     def one(self, number: int, setting: Setting, fault: Fault) -> FaultOutcome:
-        """A run with this fault."""
+        """Run with this fault; return the result."""
         expected = self.reference(setting).curve
         place = self._folder / f"run-{number}"
         environ = {"FAULT_CALL": f"{fault.rank}:{fault.call}"} if fault.kind == "write" else {}
@@ -218,18 +219,18 @@ class FaultRuns:
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], environ: Mapping[str, str], place: Path
+    command: Sequence[str], environ: Mapping[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher, ended with its ranks at the end of the block.
+    """Start a launcher; end it with its ranks at the end of the block.
 
     Args:
         command: of the launcher.
         environ: all of its variables.
-        place: where each rank's model writes its process number, as `pid-RANK-LIFE`.
+        folder: where each rank's model writes its process number, as `pid-RANK-LIFE`.
     """
     process = subprocess.Popen(
         command,
-        env={**environ, "FAULT_FOLDER": str(place)},
+        env={**environ, "FAULT_FOLDER": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -239,14 +240,14 @@ def started(
     finally:
         if process.poll() is None:
             process.kill()
-            for path in place.glob("pid-*"):
+            for path in folder.glob("pid-*"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(path.read_text()), signal.SIGKILL)
             process.communicate()
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:
-    """Step, loss and norm of each line that a run has written."""
+    """Return step, loss and norm of each line that a run has written."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
@@ -266,22 +267,22 @@ def _words(setting: Setting) -> list[str]:
 
 
 def _problem(
-    place: Path,
+    folder: Path,
     expected: list[tuple[int, float, float]],
     status: int,
-    said: str,
+    errors: str,
     latest: str,
     begun: int | None,
 ) -> str | None:
     if status:
-        return f"exit status {status}: {said[-1500:]}"
-    found = curve(place / "runs" / "r")
-    if found != expected:
-        wrong = [n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
-        first = wrong[0] if wrong else min(len(found), len(expected))
-        pair = [rows[first : first + 1] for rows in (found, expected)]
+        return f"exit status {status}: {errors[-1500:]}"
+    measured = curve(folder / "runs" / "r")
+    if measured != expected:
+        wrong = [n for n, (a, b) in enumerate(zip(measured, expected, strict=False)) if a != b]
+        first = wrong[0] if wrong else min(len(measured), len(expected))
+        pair = [rows[first : first + 1] for rows in (measured, expected)]
         return (
-            f"{len(found)} steps, not those of the run without a fault from line {first + 1}: "
+            f"{len(measured)} steps, not those of the run without a fault from line {first + 1}: "
             f"{pair[0]} and {pair[1]}"
         )
     announced = int(latest.removeprefix("step-")) if latest.startswith("step-") else 0
@@ -290,16 +291,16 @@ def _problem(
     return None
 
 
-def _latest(place: Path) -> str:
+def _latest(folder: Path) -> str:
     try:
-        return (place / "runs" / "r" / "checkpoints" / "latest").read_text().strip()
+        return (folder / "runs" / "r" / "checkpoints" / "latest").read_text().strip()
     except OSError:
         return "none"
 
 
-def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
-    """Wait until the fault's step is done; false where the run ended before."""
-    metrics, begun = place / "runs" / "r" / "metrics.jsonl", place / f"pid-{fault.rank}-0"
+def _wait_for(folder: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
+    """Wait until the fault's step is done; return False if the run ended before."""
+    metrics, begun = folder / "runs" / "r" / "metrics.jsonl", folder / f"pid-{fault.rank}-0"
     end = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < end:
         if begun.exists() and begun.read_text():
@@ -310,9 +311,9 @@ def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str], limit_s
     return False
 
 
-def _strike(place: Path, fault: Fault) -> bool:
-    """Send the signal; false where the rank has ended by then."""
-    pid = int((place / f"pid-{fault.rank}-0").read_text())
+def _strike(folder: Path, fault: Fault) -> bool:
+    """Send the signal; return False if the rank has already ended."""
+    pid = int((folder / f"pid-{fault.rank}-0").read_text())
     try:
         os.kill(pid, getattr(signal, fault.kind))
     except ProcessLookupError:
@@ -321,7 +322,7 @@ def _strike(place: Path, fault: Fault) -> bool:
 
 
 def forked_interpreters() -> Callable[[str], str]:
-    """What stands for an interpreter with its imports done, by strategy."""
+    """Return the programs that stand for an interpreter with its imports done, by strategy."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     zygotes = importlib.import_module("support.zygote")
     kinds = {"zero2": "deepspeed"}
@@ -333,9 +334,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", default="0..99", metavar="A..B", help="their numbers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--real", action="store_true", help="processes import all by themselves")
+    parser.add_argument(
+        "--real", action="store_true", help="start real interpreters, which import everything"
+    )
     parser.add_argument("--at-once", type=int, default=2, metavar="K", help="runs at a time")
-    parser.add_argument("--output", type=Path, help="added to, where it has runs of this seed")
+    parser.add_argument("--output", type=Path, help="new runs are added to those of this seed")
     parser.add_argument("--damage", type=int, metavar="N", help="damage N checkpoints, run nothing")
     options = parser.parse_args()
     if options.damage is not None:
@@ -346,7 +349,7 @@ def main() -> int:
     first, _, last = options.runs.partition("..")
     numbers = range(int(first), int(last or first) + 1)
     python = "real" if options.real else "forked"
-    commit = surroundings()["commit"]  # others may go on committing meanwhile
+    commit = surroundings()["commit"]  # other ranks may write further checkpoints meanwhile
     outcomes = runs_of(options.output, options.seed, python)
     make = (lambda _: sys.executable) if options.real else forked_interpreters()
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -358,8 +361,10 @@ def main() -> int:
         for done in as_completed(threads.submit(runs.drawn, n, options.seed) for n in numbers):
             outcome = done.result()
             outcomes[outcome.number] = {**asdict(outcome), "commit": commit}
-            held = outcome.problem or ("held" if outcome.came else "held, came too late")
-            print(outcome.number, outcome.setting, outcome.fault, held, outcome.seconds, flush=True)
+            verdict = outcome.problem or ("held" if outcome.came else "held, came too late")
+            print(
+                outcome.number, outcome.setting, outcome.fault, verdict, outcome.seconds, flush=True
+            )
             every = [outcomes[number] for number in sorted(outcomes)]
             keep_runs(options.output, options.seed, python, every)
     print(table(list(outcomes.values())))
@@ -367,35 +372,35 @@ def main() -> int:
 
 
 def damage(number: int, seed: int, output: Path | None) -> int:
-    """Damage so many checkpoints; the exit status."""
+    """Damage a number of checkpoints; return the exit status."""
     from damages import damage_all
     from harness import keep
 
-    found = damage_all(number, seed)
-    keep(output, found)
-    for kind, row in found["by_kind"].items():
+    document = damage_all(number, seed)
+    keep(output, document)
+    for kind, row in document["by_kind"].items():
         print(f"{kind:12} {row['damages']:5} damages, {row['failed']} failed")
-    print(f"{number} damages, {found['failed']} loaded or not said, {found['seconds']} s")
-    return 1 if found["failed"] else 0
+    print(f"{number} damages, {document['failed']} loaded or not said, {document['seconds']} s")
+    return 1 if document["failed"] else 0
 
 
 def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:
-    """The runs that a file has, by their numbers, where they were made alike."""
+    """Return the runs of a file by number, if they have the same seed and interpreter."""
     if path is None or not path.exists():
         return {}
-    found = json.loads(path.read_text())
-    if (found.get("seed"), found.get("python")) != (seed, python):
+    document = json.loads(path.read_text())
+    if (document.get("seed"), document.get("python")) != (seed, python):
         return {}
-    return {outcome["number"]: outcome for outcome in found["outcomes"]}
+    return {outcome["number"]: outcome for outcome in document["outcomes"]}
 
 
 def keep_runs(
     path: Path | None, seed: int, python: str, outcomes: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the file anew, with all runs so far."""
+    """Write the file with all runs so far."""
     from harness import keep
 
-    found = {
+    document = {
         "python": python,
         "seed": seed,
         "runs": len(outcomes),
@@ -404,30 +409,32 @@ def keep_runs(
         "by_setting": {" ".join(key): row for key, row in _rows(outcomes).items()},
         "outcomes": list(outcomes),
     }
-    keep(path, found)
+    keep(path, document)
 
 
 def _rows(outcomes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
-    """Of each setting and kind how many held, of how many that were hit; others in brackets."""
+    """Return, by setting and kind, the runs that passed, of those that the fault reached."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for strategy in STRATEGIES:
-        for beside, word in ((False, "at once"), (True, "beside")):
+        for asynchronous, word in ((False, "at once"), (True, "beside")):
             row = {}
             for kind in KINDS:
-                one = [
+                outcomes_of_kind = [
                     o
                     for o in outcomes
-                    if o["setting"] == {"strategy": strategy, "asynchronous": beside}
+                    if o["setting"] == {"strategy": strategy, "asynchronous": asynchronous}
                     and o["fault"]["kind"] == kind
                 ]
-                held = sum(o["came"] and o["problem"] is None for o in one)
-                row[kind] = f"{held} of {sum(o['came'] or bool(o['problem']) for o in one)}"
+                passed = sum(o["came"] and o["problem"] is None for o in outcomes_of_kind)
+                row[kind] = (
+                    f"{passed} of {sum(o['came'] or bool(o['problem']) for o in outcomes_of_kind)}"
+                )
             rows[strategy, word] = row
     return rows
 
 
 def table(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """How many of the runs that were hit held, by setting and kind; as Markdown."""
+    """Return a Markdown table of the runs that passed, by setting and kind."""
     lines = [
         f"| strategy | saved | {' | '.join(KINDS)} |",
         "| --- | --- |" + " ---: |" * len(KINDS),

@@ -1,7 +1,7 @@
-"""A net, its data, and calls of the system that end its process: copied for benchmarks/faults.py.
+"""A net, its data, and system calls that end the process: copied for benchmarks/faults.py.
 
-The calls that write checkpoints are counted; before the one that `FAULT_CALL` names (RANK:NUMBER)
-the process of that rank is killed in its run's first life.
+The calls that write checkpoints are counted. Before the call that `FAULT_CALL` names (RANK:NUMBER)
+the process of that rank is killed, before the first restart only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _count() -> None:
     _made[0] += 1
     if f"{_RANK}:{_made[0]}" == os.environ.get("FAULT_CALL") and _LIFE == "0":
         latest = _FOLDER / "runs" / "r" / "checkpoints" / "latest"
-        said = latest.read_bytes() if latest.exists() else b""
-        (_FOLDER / "fault").write_bytes(said or b"none")
+        name = latest.read_bytes() if latest.exists() else b""
+        (_FOLDER / "fault").write_bytes(name or b"none")
         os.kill(os.getpid(), signal.SIGKILL)
     (_FOLDER / f"calls-{_RANK}").write_text(str(_made[0]))
 
@@ -60,14 +60,14 @@ for name in _CALLS:
 
 
 def points() -> Data:
-    """Samples of 8 numbers in 4 classes."""
+    """Return samples of 8 numbers in 4 classes."""
     drawn = torch.Generator().manual_seed(7)
     inputs, targets = torch.randn(64, 8, generator=drawn), torch.arange(64) % 4
     return Data(torch.utils.data.TensorDataset(inputs, targets), None, ClassificationTask(4))
 
 
 class Net(nn.Sequential):
-    """Two layers with dropout, and the classes."""
+    """Two layers with dropout, and a head for the classes."""
 
     def __init__(self) -> None:
         first, second = nn.Linear(8, 24), nn.Linear(24, 24)

@@ -1,12 +1,12 @@
-"""What the flight recorder costs a step of the default job, in one process.
+"""Measure the cost of the flight recorder for a step of the default job, in one process.
 
     python benchmarks/flight_recorder.py --output benchmarks/results/flight_recorder.json
 
-Steps with it and steps without it take turns in one process, so a machine that slows down slows
-both: the ratio is the median over the pairs. On a machine that is not quiet its quartiles are
-wide; so the events of a step are counted, too, and the seconds of an event's hooks measured by
-themselves: `share` is their product over the median step. What torch's own record of exchanges
-costs is in both kinds of steps; it is on in torch by default.
+Steps with and without the recorder alternate in one process, so a machine that slows down slows
+both; the ratio is the median over the pairs. On a busy machine its quartiles are far apart.
+Therefore the events of a step are counted, too, and the seconds of an event's hooks are measured
+separately: `share` is their product divided by the median step. Both kinds of steps include the
+cost of torch's own record of exchanges, which is on in torch by default.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from bigtrain.recorder.ring import FlightRecorder
 
 
 class Silent(FlightRecorder):
-    """Hears everything and writes nothing."""
+    """A recorder that records nothing."""
 
     def note(self, what: str = "") -> None:
-        """Nothing."""
+        """Record nothing."""
 
 
 def measure(steps: int) -> dict[str, Any]:
-    """Steps with and without, in turns."""
+    """Measure steps with and without the recorder, in alternation."""
     job = load_job("default", "single", ["memory.track_steps=0", f"train.steps={2 * steps + 20}"])
     parts = open_setup(job, make_plan(job, 1, "cpu"))
     context = RunContext.alone()
@@ -70,7 +70,7 @@ def measure(steps: int) -> dict[str, Any]:
 
 
 def switch(engine: Engine, context: RunContext, *, on: bool) -> FlightRecorder:
-    """Let the engine's meter and blocks have the recorder, or none."""
+    """Give the engine's meter and blocks a recorder, or none."""
     unmark_blocks(engine.model)
     recorder = engine.meter.recorder = context.recorder if on else Silent()
     if on:
@@ -79,7 +79,7 @@ def switch(engine: Engine, context: RunContext, *, on: bool) -> FlightRecorder:
 
 
 def seconds_of_an_event(rounds: int = 2000) -> float:
-    """A block's hooks, forward and backward, divided by its two events; the quickest of five."""
+    """Return the seconds of a block's hooks divided by its two events; the fastest of five."""
     mark, module = BlockMark(FlightRecorder(), "block"), torch.nn.Identity()
     x = torch.zeros(1, requires_grad=True)
 
@@ -96,15 +96,15 @@ def seconds_of_an_event(rounds: int = 2000) -> float:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(options.steps)
-    print(json.dumps(found, indent=1))
-    keep(options.output, found)
+    figures = measure(options.steps)
+    print(json.dumps(figures, indent=1))
+    keep(options.output, figures)
 
 
 if __name__ == "__main__":

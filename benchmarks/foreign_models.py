@@ -1,10 +1,10 @@
-"""Models that nobody picked: drawn by a seed from what torchvision, timm and transformers list.
+"""Models drawn at random, by a seed, from the lists of torchvision, timm and transformers.
 
-Neither timm nor transformers is needed by bigtrain: see `cut_zoo.py` for an environment with both.
-No weights are downloaded. transformers' configurations are made small by the numbers in `SMALL`,
-as far as their classes know these; images have 64 pixels a side where the model is not made for
-one size. A model is left out, with its reason, where it has too many parameters or operations for a
-step in seconds, or where it cannot run in one process as it is.
+bigtrain needs neither timm nor transformers: see `cut_zoo.py` for an environment with both. No
+weights are downloaded. transformers' configurations are made small by the numbers in `SMALL` where
+their classes have such fields; images have 64 pixels a side unless the model has a fixed size. A
+model is left out, with its reason, if it has too many parameters or operations for a step within
+seconds, or if it cannot run unchanged in one process.
 
     OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/foreign_models.py  # draws, and writes FILE
 """
@@ -57,7 +57,7 @@ SMALL: dict[str, int] = {
 
 
 def of_torchvision(name: str, num_classes: int = CLASSES) -> nn.Module:
-    """A classifier of torchvision's, without weights."""
+    """Return a classifier of torchvision with initial weights."""
     from torchvision import models
 
     options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
@@ -66,7 +66,7 @@ def of_torchvision(name: str, num_classes: int = CLASSES) -> nn.Module:
 
 
 def of_timm(name: str, num_classes: int = CLASSES) -> nn.Module:
-    """A classifier of timm's, without weights."""
+    """Return a classifier of timm with initial weights."""
     import timm
 
     model: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes)
@@ -74,14 +74,14 @@ def of_timm(name: str, num_classes: int = CLASSES) -> nn.Module:
 
 
 class OneInput(nn.Module):
-    """A model of transformers that is called with one tensor and returns its logits."""
+    """Calls a model of transformers with one tensor, and returns its logits."""
 
     def __init__(self, model: nn.Module, head: str) -> None:
         super().__init__()
         self.model, self.head = model, head
 
     def forward(self, inputs: Tensor) -> Any:
-        """Images, or tokens (rows, places), which a decoder beside an encoder is given, too."""
+        """Take images, or tokens (rows, positions), which a decoder after an encoder gets, too."""
         if self.head == "IMAGE_CLASSIFICATION":
             return self.model(pixel_values=inputs).logits
         more = {"decoder_input_ids": inputs} if self.head == "SEQ_TO_SEQ_CAUSAL_LM" else {}
@@ -89,7 +89,7 @@ class OneInput(nn.Module):
 
 
 def of_transformers(name: str, **_: Any) -> nn.Module:
-    """A model by its head and kind, `CAUSAL_LM:gpt2`, from a small configuration."""
+    """Return a model by its head and kind, as `CAUSAL_LM:gpt2`, from a small configuration."""
     head, config_class, model_class = _classes(name)
     known = config_class().to_dict()
     small = {key: value for key, value in SMALL.items() if _is_number(known.get(key, "no"))}
@@ -123,7 +123,7 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def names_of(library: str) -> list[str]:
-    """Every name that a library itself lists."""
+    """Return every model name that a library lists."""
     if library == "torchvision":
         from torchvision import models
 
@@ -142,16 +142,16 @@ def names_of(library: str) -> list[str]:
 
 
 def side_of(library: str, model: nn.Module) -> int:
-    """Pixels a side of the images that a model is given."""
+    """Return the pixels a side of a model's images."""
     if library != "timm":
         return SIDE
     described: Any = getattr(model, "default_cfg", {})
-    own = int(described["input_size"][-1])
-    return own if described.get("fixed_input_size") else min(own, SIDE)
+    native_side = int(described["input_size"][-1])
+    return native_side if described.get("fixed_input_size") else min(native_side, SIDE)
 
 
 def words_of(model: dict[str, Any]) -> list[str]:
-    """The keys of a job that say which model it is, and on which random samples."""
+    """Return the keys of a job for a model and its random samples."""
     words = [f"model.name=foreign_models:of_{model['library']}", "data.name=synthetic"]
     words.append(f"model.args.name={json.dumps(model['name'])}")
     if "side" not in model:
@@ -201,7 +201,7 @@ def tried(library: str, name: str) -> dict[str, Any]:
 
 
 def drawn(library: str) -> Iterable[dict[str, Any]]:
-    """Models in an order drawn by the seed, until enough of them run."""
+    """Draw models by the seed until enough of them run."""
     names = names_of(library)
     random.Random(f"{SEED}:{library}").shuffle(names)
     left = EACH
@@ -214,7 +214,7 @@ def drawn(library: str) -> Iterable[dict[str, Any]]:
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-    """The models that were drawn and run, by a name that a row can bear."""
+    """Return the drawn models that run, by the name for a row."""
     rows = json.loads(FILE.read_text())["models"]
     return {
         f"{row['library']}:{re.sub(r'[^A-Za-z0-9_.]', '_', row['name'])}": row
@@ -224,7 +224,7 @@ def chosen() -> dict[str, dict[str, Any]]:
 
 
 def load() -> None:
-    """Import what the chosen models need."""
+    """Import the libraries of the chosen models."""
     import timm  # noqa: F401
 
     for row in chosen().values():
@@ -245,8 +245,8 @@ def main() -> None:
         for row in drawn(library):
             rows.append(row)
             print(library, row["name"], row.get("left_out", ""), file=sys.stderr, flush=True)
-    whole = {"seed": SEED, "versions": versions, "models": rows}
-    FILE.write_text(json.dumps(whole, indent=1) + "\n")
+    document = {"seed": SEED, "versions": versions, "models": rows}
+    FILE.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

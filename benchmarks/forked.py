@@ -1,9 +1,10 @@
-"""Runs on real ranks, forked from one process that has everything loaded: no import for each.
+"""Runs on real ranks, forked from one process that has imported everything.
 
-The parent computes nothing and has one thread, so that its children may do anything. Of each run
-it forks a leader, which prepares what all ranks need and forks these. They meet by a file in a
-folder of their own; no port is taken. What a run leaves is what its ranks return, or why one of
-them failed. A leader and its ranks are a process group, which ends with the run.
+The parent computes nothing and has one thread, so its children may use any library. For each run it
+forks a leader, which prepares the data that all ranks need and forks the ranks. They meet by a file
+in a folder for this run, so no port is used. The result of a run is the values that its ranks
+return, or the reason for which one of them failed. A leader and its ranks are one process group,
+which ends with the run.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """The result of a run."""
 
     name: str
     values: tuple[Any, ...] = ()
@@ -84,7 +85,7 @@ class Outcome:
 
 
 def load_everything() -> None:
-    """Start this program anew in the right surroundings, once, and import what ranks may need."""
+    """Restart this program once with the right variables, and import what ranks may need."""
     if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **ENVIRONMENT})
     import warnings
@@ -99,7 +100,7 @@ def load_everything() -> None:
 
 
 def run_all(tasks: Iterable[Task], at_once: int) -> Iterator[Outcome]:
-    """Run tasks, several at once; an outcome as soon as there is one.
+    """Run tasks, several at once; yield each outcome when it is there.
 
     Args:
         tasks: in the order in which they begin.
@@ -109,48 +110,48 @@ def run_all(tasks: Iterable[Task], at_once: int) -> Iterator[Outcome]:
     going: list[_Going] = []
     try:
         while waiting or going:
-            busy = sum(one.task.ranks for one in going)
+            busy = sum(run.task.ranks for run in going)
             if waiting and (not going or busy + waiting[0].ranks <= at_once):
                 going.append(_Going(waiting.pop(0)))
                 continue
-            left = min(one.deadline for one in going) - time.monotonic()
-            wait([one.pipe for one in going], max(0.0, left))
-            for one in list(going):
-                outcome = one.look()
+            left = min(run.deadline for run in going) - time.monotonic()
+            wait([run.pipe for run in going], max(0.0, left))
+            for run in list(going):
+                outcome = run.look()
                 if outcome is not None:
-                    going.remove(one)
-                    one.end()
+                    going.remove(run)
+                    run.end()
                     yield outcome
     finally:
-        for one in going:
-            one.end()
+        for run in going:
+            run.end()
 
 
 class _Going:
-    """A task under way: its leader, as the parent sees it."""
+    """A running task: its leader, as the parent sees it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.deadline = time.monotonic() + task.limit_s
-        self.pipe, theirs = _FORK.Pipe(duplex=False)
-        self._process = _FORK.Process(target=_lead, args=(task, theirs))
+        self.pipe, child_pipe = _FORK.Pipe(duplex=False)
+        self._process = _FORK.Process(target=_lead, args=(task, child_pipe))
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def look(self) -> Outcome | None:
-        """The outcome, when there is one."""
+        """Return the outcome if the run has ended, else None."""
         if self.pipe.poll():
             try:
-                found: Outcome = pickle.loads(self.pipe.recv_bytes())
+                outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
             except EOFError:
-                return Outcome(self.task.name, failed="its leader ended without a word")
-            return found
+                return Outcome(self.task.name, failed="its leader ended without a message")
+            return outcome
         if time.monotonic() > self.deadline:
             return Outcome(self.task.name, failed=f"not done after {self.task.limit_s:.0f} s")
         return None
 
     def end(self) -> None:
-        """Let nothing of it go on."""
+        """End the leader and its ranks."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
@@ -159,12 +160,12 @@ class _Going:
 
 
 def _lead(task: Task, pipe: Connection) -> None:
-    """Prepare, fork the ranks, tell the parent what became of them."""
+    """Prepare, fork the ranks, and send the parent their result."""
     os.setsid()
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)
-    # In a process of its own: autograd that has run in a parent runs in no child of it any more.
+    # In a separate process: autograd that has run in a parent does not run in its children.
     kind, value = _apart(lambda: task.prepare(*task.args))
     if kind == "done":
         with tempfile.TemporaryDirectory(prefix="bigtrain-forked-") as folder:
@@ -176,28 +177,28 @@ def _lead(task: Task, pipe: Connection) -> None:
 
 
 def _apart(run: Callable[[], Any]) -> tuple[str, Any]:
-    mine, theirs = _FORK.Pipe(duplex=False)
+    parent_pipe, child_pipe = _FORK.Pipe(duplex=False)
 
     def answer() -> None:
-        theirs.send_bytes(pickle.dumps(_answer(run)))
+        child_pipe.send_bytes(pickle.dumps(_answer(run)))
         os._exit(0)
 
     _FORK.Process(target=answer).start()
-    theirs.close()
+    child_pipe.close()
     try:
-        found: tuple[str, Any] = pickle.loads(mine.recv_bytes())
+        kind_and_value: tuple[str, Any] = pickle.loads(parent_pipe.recv_bytes())
     except EOFError:
-        return "failed", "it ended without a word while it was prepared"
-    return found
+        return "failed", "it ended without a message while it was prepared"
+    return kind_and_value
 
 
 def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
     ranks: dict[Connection, int] = {}
     for rank in range(task.ranks):
-        mine, theirs = _FORK.Pipe(duplex=False)
-        _FORK.Process(target=_rank, args=(task, prepared, rank, folder, theirs)).start()
-        theirs.close()
-        ranks[mine] = rank
+        parent_pipe, child_pipe = _FORK.Pipe(duplex=False)
+        _FORK.Process(target=_rank, args=(task, prepared, rank, folder, child_pipe)).start()
+        child_pipe.close()
+        ranks[parent_pipe] = rank
     values: dict[int, Any] = {}
     silent: list[int] = []
     while ranks:
@@ -208,26 +209,28 @@ def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
             rank = ranks.pop(pipe)  # type: ignore[call-overload]
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:  # most often the echo of another one that is about to speak
+            except (
+                EOFError
+            ):  # mostly a consequence of another rank's failure, which is reported soon
                 silent.append(rank)
                 continue
             if kind != "done":
-                said = value if kind == "refused" else f"rank {rank}: {value}"
-                return _outcome(task, kind, said)
+                reason = value if kind == "refused" else f"rank {rank}: {value}"
+                return _outcome(task, kind, reason)
             values[rank] = value
     if silent:
-        return Outcome(task.name, failed=f"rank {silent[0]} ended without a word")
+        return Outcome(task.name, failed=f"rank {silent[0]} ended without a message")
     return Outcome(task.name, tuple(values[rank] for rank in range(task.ranks)))
 
 
-def _outcome(task: Task, kind: str, said: str) -> Outcome:
+def _outcome(task: Task, kind: str, reason: str) -> Outcome:
     if kind == "refused":
-        return Outcome(task.name, refused=said)
-    return Outcome(task.name, failed=said)
+        return Outcome(task.name, refused=reason)
+    return Outcome(task.name, failed=reason)
 
 
 def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) -> None:
-    """One rank: connect, call, answer, and go without the interpreter's slow farewell."""
+    """Run one rank: connect, call, answer, and exit without the interpreter's slow shutdown."""
     import torch
 
     from bigtrain.ranks.connect import connect
@@ -252,13 +255,13 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
             _give_way()
             return task.call(context, prepared, *task.args)
 
-    with suppress(SystemExit):  # another rank failed, and says so itself
+    with suppress(SystemExit):  # another rank failed, and reports it itself
         pipe.send_bytes(pickle.dumps(_answer(run)))
     os._exit(0)
 
 
 def _give_way() -> None:
-    """Let the threads of gloo go before this one: they hold tensors until they come to an end.
+    """Let gloo's threads end before this one: they hold tensors until then.
 
     With more ranks than cores they would be kept waiting, and what they hold counted, for as long
     as others work. To let go of a tensor that is tracked they need the interpreter, too.
@@ -270,7 +273,7 @@ def _give_way() -> None:
 
 
 def _answer(run: Callable[[], Any]) -> tuple[str, Any]:
-    """What a function returns, or how it fails: (done | refused | failed, the value or why)."""
+    """Return the result of a function: (done | refused | failed, the value or the reason)."""
     try:
         return "done", run()
     except ConfigError as error:
@@ -278,5 +281,5 @@ def _answer(run: Callable[[], Any]) -> tuple[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is one row
         lines = str(error).strip().splitlines() or [""]
         where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        return "failed", f"{type(error).__name__}: {lines[0]} ({place})"
+        source_line = f"{Path(where.filename).name}:{where.lineno}"
+        return "failed", f"{type(error).__name__}: {lines[0]} ({source_line})"

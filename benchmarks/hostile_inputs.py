@@ -1,15 +1,16 @@
-"""Inputs that nobody means well with, drawn by a seed: each ends in one line or runs.
+"""Give the command malformed inputs, drawn by a seed; each must end in one line of error, or run.
 
     python benchmarks/hostile_inputs.py --inputs 2000 --seed 1
 
-YAML files as job, strategy, plan and cluster; words on the command line; JSON files as DeepSpeed's
-configuration, as caches and as the index of a folder of weights; headers of safetensors; variables
-of launchers and of bigtrain itself. They are made of what is right by changing, cutting, repeating,
-nesting and exchanging it, and of what is known to be awkward. Held are, each time: the exit status
-is 0 or 2, there is no traceback, 2 comes with one line of bigtrain's, and it takes no longer than
-`LIMIT_S`. Nothing is trained: `train --dry-run`, and `checkpoint convert`.
+The inputs are YAML files as job, strategy, plan and cluster; words on the command line; JSON files
+as DeepSpeed's configuration, as caches and as the index of a folder of weights; headers of
+safetensors; and variables of launchers and of bigtrain itself. They are made from valid inputs by
+changing, cutting, repeating, nesting and exchanging parts, and from values that are known to be
+difficult. The checks: the exit status is 0 or 2, there is no traceback, status 2 comes with one
+line of bigtrain's, and the command takes at most `LIMIT_S`. Nothing is trained: the commands are
+`train --dry-run` and `checkpoint convert`.
 
-What input N is follows from N and the seed alone. Processes are forked with their imports done.
+Input N depends only on N and the seed. Processes are forked with their imports done.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MOST_LETTERS = 5200
 
 @dataclass(frozen=True)
 class HostileInput:
-    """What a command is given."""
+    """The words, files and variables of a command."""
 
     kind: str
     words: tuple[str, ...]
@@ -57,13 +58,13 @@ class HostileInput:
 
 
 def drawn_input(number: int, seed: int) -> HostileInput:
-    """The input with this number."""
+    """Return the input with this number."""
     draw = random.Random(f"{seed}:{number}")
     name = list(KINDS)[number % len(KINDS)]
     return KINDS[name](draw)
 
 
-# Values that are awkward somewhere.
+# Values that are difficult for some key.
 
 NUMBERS = (
     *("0", "-1", "1", "2", "7", "-0", "0x10", "0b1", "1_0", "1:30:00", "1e3", "1.5", ".5", "-.inf"),
@@ -185,7 +186,7 @@ KEYS = (
 
 
 def _value(draw: random.Random, depth: int = 0) -> str:
-    """A value as YAML's flow writes it."""
+    """Return a random value in YAML's flow style."""
     pool = draw.choice((NUMBERS, WORDS, YAML_ONLY, PLAUSIBLE, PLAUSIBLE))
     if depth < 3 and draw.random() < 0.2:
         inner = ", ".join(_value(draw, depth + 1) for _ in range(draw.randrange(4)))
@@ -200,7 +201,7 @@ def _value(draw: random.Random, depth: int = 0) -> str:
 
 
 def _yaml_text(draw: random.Random, keys: tuple[str, ...] = KEYS) -> str:
-    """A file of nested keys, some of them right."""
+    """Return a file of nested keys, some of them valid."""
     lines: list[str] = []
     for key in draw.sample(keys, draw.randint(1, 3)):
         parts = key.split(".")
@@ -211,7 +212,7 @@ def _yaml_text(draw: random.Random, keys: tuple[str, ...] = KEYS) -> str:
 
 
 def _bomb(draw: random.Random) -> str:
-    """Aliases of aliases: a few hundred bytes that stand for what no memory holds."""
+    """Return aliases of aliases: a few hundred bytes that expand to more than any memory."""
     levels, width = draw.randint(6, 30), draw.randint(2, 9)
     flavour = draw.choice(("list", "map", "merge"))
     lines = ["a0: &a0 {x: 1, y: 2}" if flavour != "list" else "a0: &a0 [x, y]"]
@@ -228,22 +229,22 @@ def _bomb(draw: random.Random) -> str:
 
 
 def _mutated(draw: random.Random, data: bytes) -> bytes:
-    """Changed, cut, repeated, or with something put in between."""
+    """Return data with a part changed, cut, repeated or inserted."""
     for _ in range(draw.randint(1, 4)):
-        place = draw.randrange(len(data) + 1)
-        other = draw.randrange(len(data) + 1)
-        first, last = sorted((place, other))
+        begin = draw.randrange(len(data) + 1)
+        end = draw.randrange(len(data) + 1)
+        first, last = sorted((begin, end))
         odd = draw.choice(
             (b"\0", b"\xff", b"\t", b"\r", b"\xef\xbb\xbf", b":", b"- ", b"{", b"]", b"&a", b"\n\n")
             + (b'"', b"\\ud800", b"\x85", b"\xe2\x80\xa8", b"<<: ", b"!!int ", b"9" * 50, b"e999")
         )
         data = draw.choice(
             (
-                data[:place] + odd + data[place:],
+                data[:begin] + odd + data[begin:],
                 data[:first] + data[last:],
-                data[:place] + data[first:last] * 2 + data[place:],
-                data[:place],
-                data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :],
+                data[:begin] + data[first:last] * 2 + data[begin:],
+                data[:begin],
+                data[:begin] + bytes([draw.randrange(256)]) + data[begin + 1 :],
             )
         )
     return data
@@ -253,7 +254,7 @@ def _yaml_bytes(draw: random.Random, right: str, keys: tuple[str, ...] = KEYS) -
     way = draw.random()
     if way < 0.25:
         return _yaml_text(draw, keys).encode("utf-8", "surrogatepass")
-    if way < 0.45:  # one value of what is right
+    if way < 0.45:  # change one value of a valid file
         places = [match.span(1) for match in re.finditer(r": ([^\s,{}]+)", right)]
         begin, end = draw.choice(places)
         return (right[:begin] + _value(draw) + right[end:]).encode("utf-8", "surrogatepass")
@@ -349,7 +350,7 @@ _SIZES = (
 
 
 def _sizes(draw: random.Random) -> HostileInput:
-    """Numbers that are of the right kind, and beyond all that there is."""
+    """Return numbers of the right kind that are far too large."""
     numbers: tuple[str, ...]
     numbers = ("0", "1", "3", "7", "1000", "1000003", "10000000000", str(1 << 31), str(1 << 40))
     numbers += (str((1 << 63) - 1), str(1 << 63), str(10**18), str(10**30), "9" * 400)
@@ -358,7 +359,7 @@ def _sizes(draw: random.Random) -> HostileInput:
 
 
 def _json_text(draw: random.Random, right: Any) -> bytes:
-    """JSON that is nearly right, or none."""
+    """Return JSON that is nearly valid, or invalid."""
     text = json.dumps(right)
     deep = draw.choice((b"[", b'{"a":', b'{"zero_optimization":', b"[[{}],"))
     values: tuple[str, ...] = (
@@ -382,9 +383,9 @@ def _json_text(draw: random.Random, right: Any) -> bytes:
         return draw.choice(values).encode()
     if way < 0.65:
         places = [n for n, c in enumerate(text) if c == ":"]
-        place = draw.choice(places)
-        end = min(n for n in (text.find(",", place), text.find("}", place)) if n > 0)
-        return (text[: place + 1] + draw.choice(values) + text[end:]).encode()
+        position = draw.choice(places)
+        end = min(n for n in (text.find(",", position), text.find("}", position)) if n > 0)
+        return (text[: position + 1] + draw.choice(values) + text[end:]).encode()
     if way < 0.75:
         return text.replace("{", '{"a": 1, "a": 2, ', draw.randint(1, 2)).encode()
     return _mutated(draw, text.encode())
@@ -412,9 +413,9 @@ def _cache(draw: random.Random) -> HostileInput:
 
 def _header(draw: random.Random) -> HostileInput:
     damages = importlib.import_module("damages")
-    one = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     two = {"dtype": "I64", "shape": [4], "data_offsets": [24, 56]}
-    header, body = {"__metadata__": {"format": "pt"}, "a": one, "b": two}, bytes(range(56))
+    header, body = {"__metadata__": {"format": "pt"}, "a": entry, "b": two}, bytes(range(56))
     if draw.random() < 0.6:
         _, head, body = damages.broken_header(draw, header, body)
         data = head + body
@@ -530,7 +531,7 @@ KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
 
 
 class HostileRuns:
-    """Gives inputs to the command, each in a folder of its own.
+    """Gives inputs to the command, each in its own folder.
 
     Args:
         folder: for all of them.
@@ -550,58 +551,60 @@ class HostileRuns:
         self._limit_s = limit_s
 
     def one(self, number: int, seed: int) -> dict[str, Any]:
-        """The input with this number; `problem` is None where everything held."""
-        given = drawn_input(number, seed)
-        place = self._folder / f"input-{number}"
-        place.mkdir()
-        (place / "text.txt").write_text("a text of some letters, " * 40)
-        for name, data in given.files.items():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_bytes(data)
-        # Ranks of one launch keep each other quiet, and all inputs are started by one process.
-        own = {"PMIX_NAMESPACE": f"{seed}-{number}-{os.getpid()}"}
-        own |= {"XDG_CACHE_HOME": str(place / "cache"), "HOME": str(place)}
-        environ = {**self._environ, **own, **given.environ}
+        """Run the input with this number; `problem` is None if every check passed."""
+        drawn = drawn_input(number, seed)
+        folder = self._folder / f"input-{number}"
+        folder.mkdir()
+        (folder / "text.txt").write_text("a text of some letters, " * 40)
+        for name, data in drawn.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        # Ranks of one launch silence each other's messages, and one process starts all inputs.
+        own_environ = {"PMIX_NAMESPACE": f"{seed}-{number}-{os.getpid()}"}
+        own_environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
+        environ = {**self._environ, **own_environ, **drawn.environ}
         began = time.monotonic()
         status, problem = None, None
         try:
-            done = self._run(given.words, cwd=place, env=environ, timeout=3 * self._limit_s)
+            done = self._run(drawn.words, cwd=folder, env=environ, timeout=3 * self._limit_s)
             status, problem = done.returncode, _fault(done)
         except subprocess.TimeoutExpired:
             problem = f"not done after {3 * self._limit_s:.0f} s"
-        except ValueError as error:  # a NUL in a word: no process can be given it
+        except ValueError as error:  # a NUL in a word: no process can have it as an argument
             problem = None if "null byte" in str(error) else str(error)
         seconds = time.monotonic() - began
         if problem is None and seconds > self._limit_s:
             problem = f"it took {seconds:.1f} s"
-        shutil.rmtree(place, ignore_errors=True)
-        row = {"number": number, "kind": given.kind, "status": status, "problem": problem}
+        shutil.rmtree(folder, ignore_errors=True)
+        row = {"number": number, "kind": drawn.kind, "status": status, "problem": problem}
         if problem is not None:
-            row["words"] = [word[:120] for word in given.words if word not in SMALL]
-            row["files"] = {name: repr(data[:300]) for name, data in given.files.items()}
-            row["environ"] = {name: value[:100] for name, value in given.environ.items()}
+            row["words"] = [word[:120] for word in drawn.words if word not in SMALL]
+            row["files"] = {name: repr(data[:300]) for name, data in drawn.files.items()}
+            row["environ"] = {name: value[:100] for name, value in drawn.environ.items()}
         return row
 
 
 def _fault(done: subprocess.CompletedProcess[str]) -> str | None:
-    said = done.stderr
-    if "Traceback (most recent call last)" in said + done.stdout:
-        lines = [line for line in said.splitlines() if line.strip()]
+    errors = done.stderr
+    if "Traceback (most recent call last)" in errors + done.stdout:
+        lines = [line for line in errors.splitlines() if line.strip()]
         where = [line.strip() for line in lines if line.startswith("  File ")]
         return f"traceback: {lines[-1][:200]} ({where[-1] if where else ''})"
     if done.returncode not in (0, 2):
-        return f"exit status {done.returncode}: {(said or done.stdout)[-300:]}"
+        return f"exit status {done.returncode}: {(errors or done.stdout)[-300:]}"
     if done.returncode == 2:
-        own = [line for line in said.splitlines() if line.startswith(("bigtrain: ", "usage: "))]
-        if not own:
-            return f"exit status 2 without a line: {said[-200:]}"
-        if max(map(len, own)) > _MOST_LETTERS:
-            return f"a line of {max(map(len, own))} letters: {own[0][:200]}"
+        own_lines = [
+            line for line in errors.splitlines() if line.startswith(("bigtrain: ", "usage: "))
+        ]
+        if not own_lines:
+            return f"exit status 2 without a line: {errors[-200:]}"
+        if max(map(len, own_lines)) > _MOST_LETTERS:
+            return f"a line of {max(map(len, own_lines))} letters: {own_lines[0][:200]}"
     return None
 
 
 def summary_of(rows: list[dict[str, Any]], seed: int, seconds: float) -> dict[str, Any]:
-    """What to keep of some inputs."""
+    """Return a summary of the inputs and their results."""
     counts = Counter((row["kind"], row["status"]) for row in rows)
     failed = [row for row in rows if row["problem"] is not None]
     return {
@@ -635,7 +638,7 @@ def main() -> int:
     first, dots, last = options.inputs.partition("..")
     numbers = range(int(first), int(last) + 1) if dots else range(int(first))
     environ = {**zygotes.surroundings(), "OMP_NUM_THREADS": "1"}
-    zygotes.forked_cli(["strategies"])  # what is imported once is no input's time
+    zygotes.forked_cli(["strategies"])  # imports do not count in the time of an input
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     with (
@@ -647,12 +650,12 @@ def main() -> int:
             rows.append(row)
             if row["problem"] is not None:
                 print(json.dumps(row), flush=True)
-    found = summary_of(rows, options.seed, time.monotonic() - began)
-    keep(options.output, found)
-    for kind, row in found["by_kind"].items():
+    document = summary_of(rows, options.seed, time.monotonic() - began)
+    keep(options.output, document)
+    for kind, row in document["by_kind"].items():
         print(f"{kind:12} {row['ran']:5} ran, {row['refused']:5} refused, {row['failed']} failed")
-    print(f"{found['inputs']} inputs, {found['failed']} failed, {found['seconds']} s")
-    return 1 if found["failed"] else 0
+    print(f"{document['inputs']} inputs, {document['failed']} failed, {document['seconds']} s")
+    return 1 if document["failed"] else 0
 
 
 if __name__ == "__main__":

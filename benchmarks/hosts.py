@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces behind a switch of a given rate and delay.
+"""Simulate hosts on one machine: network namespaces behind a switch with a rate and a delay.
 
     python benchmarks/hosts.py --hosts 2 --rate 1gbit --delay 1ms -- bigtrain train KEY=VALUE
     python benchmarks/hosts.py -- torchrun --nnodes 2 --node-rank {host} --nproc-per-node 1 \
@@ -13,15 +13,14 @@
     python benchmarks/hosts.py --remove
 
 The command runs on every host, as one rank of `host0`, `host1`, ... by torch's variables (RANK,
-WORLD_SIZE, MASTER_ADDR ...), or with --first on `host0` alone, to start the others itself: `ssh`
-and `pdsh` are there and lead to the other hosts. In it {host} is the host's number, {hosts} the
-names of all with commas between, {hostfile} a file of them in DeepSpeed's form. A host has a
-network, a name, an /etc/hosts and one core of its own; files, memory and process numbers are the
-machine's.
+WORLD_SIZE, MASTER_ADDR ...), or with --first on `host0` only, to start the others itself: `ssh` and
+`pdsh` lead to the other hosts. In the command {host} is the host's number, {hosts} the names of all
+hosts separated by commas, and {hostfile} a file of them in DeepSpeed's format. Each host has its
+own network, name, /etc/hosts and core; files, memory and process numbers are the machine's.
 
-All is removed at the end, after Ctrl-C and after a failure; `--remove` takes away what a process
-left that was killed. Root is needed. What carries the frames: `benchmarks/network_switch.py`.
-`--table` is `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command
+Everything is removed at the end, also after Ctrl-C and after a failure; `--remove` removes the
+remains of a killed process. Root is needed. `benchmarks/network_switch.py` carries the frames.
+`--table` runs `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command
 on `host0` (`benchmarks/slurm_hosts.py`).
 """
 
@@ -58,8 +57,8 @@ PORT = 29500
 _PR_SET_PDEATHSIG = 1
 _NAMESPACES = Path("/run/netns")
 
-# Options with a word of their own are skipped with it. Programs are looked for on all hosts by
-# DeepSpeed when it is stopped, by name: process numbers are shared, so it would find everybody's.
+# Options with an argument are skipped with it. When DeepSpeed is stopped, it searches all hosts for
+# programs by name: process numbers are shared, so it would find the programs of other runs.
 _SSH = """#!/bin/sh
 while :; do case "$1" in
   -[opliFEcmbeDLRWSJwOQIB]) shift 2;;
@@ -86,7 +85,7 @@ done
 for one in $started; do wait "$one" || status=$?; done
 exit $status
 """
-# Without a name server, as there is none on that network: each question would wait for seconds.
+# Without a name server, as that network has none: each look-up would wait for seconds.
 _SETTLE = (
     'echo "$0" >/proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && '
     '{ mount --bind /dev/null /etc/resolv.conf; shift; exec "$@"; }'
@@ -94,7 +93,7 @@ _SETTLE = (
 
 
 class World:
-    """Hosts on a network of their own, there from `with` to its end.
+    """Hosts with their own network, which exist inside the `with` block.
 
     Args:
         hosts: how many.
@@ -132,23 +131,23 @@ class World:
 
     @property
     def hostfile(self) -> Path:
-        """In DeepSpeed's form: a slot on each."""
+        """The hosts in DeepSpeed's format, with a slot on each."""
         return self.folder / "hostfile"
 
     def words(self, command: Sequence[str], host: int) -> list[str]:
-        """A command with what stands in braces put in."""
+        """Return a command with its {names} replaced."""
         known = {
             "{host}": str(host),
             "{hosts}": ",".join(f"host{n}" for n in range(self.hosts)),
             "{hostfile}": str(self.hostfile),
         }
-        found = []
-        for given in command:
-            word = given
+        filled = []
+        for word_of_command in command:
+            word = word_of_command
             for key, value in known.items():
                 word = word.replace(key, value)
-            found.append(word)
-        return found
+            filled.append(word)
+        return filled
 
     def start(
         self,
@@ -167,7 +166,7 @@ class World:
         """
         core = self._cores[host % len(self._cores)]
         enter = ["nsenter", f"--net={_NAMESPACES / self.names[host]}", "unshare", "--uts"]
-        place = ["--mount", "sh", "-c", _SETTLE, f"host{host}", str(self.folder / "hosts")]
+        namespace = ["--mount", "sh", "-c", _SETTLE, f"host{host}", str(self.folder / "hosts")]
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
 
         def settle() -> None:
@@ -175,7 +174,7 @@ class World:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         return subprocess.Popen(
-            [*enter, *place, *self.words(command, host)],
+            [*enter, *namespace, *self.words(command, host)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -193,7 +192,7 @@ class World:
         output: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> int:
-        """Run a command on every host, or on the first, and wait; the worst exit status.
+        """Run a command on every host, or on the first; return the worst exit status.
 
         Where one fails the others are ended. After `limit_s` seconds all are, and it is 124. The
         ranks find each other by torch's variables, or by what `environ` has in their place.
@@ -204,28 +203,30 @@ class World:
         running = [self.start(n, command, environs[n], output) for n in places]
         deadline = None if limit_s is None else time.monotonic() + limit_s
         try:
-            while any(one.poll() is None for one in running):
-                if any(one.poll() not in (None, 0) for one in running):
+            while any(program.poll() is None for program in running):
+                if any(program.poll() not in (None, 0) for program in running):
                     break
                 if deadline is not None and time.monotonic() > deadline:
                     return 124
                 time.sleep(0.05)
         finally:
             self.end_programs(running)
-        return max((abs(one.returncode or 0) for one in running), default=0)
+        return max((abs(program.returncode or 0) for program in running), default=0)
 
     def end_programs(self, started: Sequence[subprocess.Popen[bytes]] = ()) -> None:
-        """End all that runs on the hosts: asked to first, by force where that does not do."""
-        if any(one.poll() not in (None, 0) for one in started):
-            self._wait(END_S)  # the others find out by themselves
+        """End all programs on the hosts, first by SIGTERM, then by SIGKILL."""
+        if any(program.poll() not in (None, 0) for program in started):
+            self._wait(END_S)  # the other hosts notice it themselves
         for number in (signal.SIGTERM, signal.SIGKILL):
-            own = [one.pid for one in started if one.poll() is None]  # not there yet, perhaps
-            for pid in {*own, *self._programs()}:
+            pids = [
+                program.pid for program in started if program.poll() is None
+            ]  # perhaps not on the host yet
+            for pid in {*pids, *self._programs()}:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             self._wait(END_S)
-        for one in started:
-            one.wait(END_S)
+        for program in started:
+            program.wait(END_S)
 
     def _wait(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -288,12 +289,12 @@ class World:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove namespaces and folders whose maker is gone, and end what runs there; their names."""
+    """Remove namespaces and folders of ended processes; end programs there; return the names."""
     places = (_NAMESPACES, Path(tempfile.gettempdir()))
-    found = [path for place in places for path in sorted(place.glob(f"{PREFIX}*"))]
+    leftovers = [path for parent in places for path in sorted(parent.glob(f"{PREFIX}*"))]
     gone = [
         path
-        for path in found
+        for path in leftovers
         if not Path("/proc", path.name.removeprefix(PREFIX).partition("-")[0]).exists()
     ]
     for path in gone:
@@ -329,7 +330,7 @@ def _ip(*words: str) -> None:
 def _check_able() -> None:
     if os.geteuid() != 0:
         raise ConfigError(
-            "hosts.py makes network namespaces, which root alone may. Use "
+            "hosts.py makes network namespaces, which only root may. Use "
             f"sudo {sys.executable} benchmarks/hosts.py"
         )
     for tool, package in TOOLS.items():
@@ -344,7 +345,7 @@ _TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
 
 
 def parse_rate(text: str) -> float:
-    """Bits a second of '1gbit', '100mbit'.
+    """Return the bits per second of '1gbit', '100mbit'.
 
     Raises:
         ConfigError: it is none.
@@ -353,7 +354,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_delay(text: str) -> float:
-    """Seconds of '1ms', '50us', '0ms'.
+    """Return the seconds of '1ms', '50us', '0ms'.
 
     Raises:
         ConfigError: it is none.
@@ -362,23 +363,27 @@ def parse_delay(text: str) -> float:
 
 
 def _parse(option: str, text: str, units: Mapping[str, float], example: str, least: float) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
-    if found is None or found[2] not in units or float(found[1]) * units[found[2]] < least:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
+    if match is None or match[2] not in units or float(match[1]) * units[match[2]] < least:
         raise ConfigError(f"{option} {text}: a number and a unit are needed. Write {example}")
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]
 
 
 def main() -> int:
-    """One command in a world of hosts, or the table; the exit status."""
+    """Run one command on simulated hosts, or the table; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each link, each way (default 1gbit)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of each link in each direction (default 1gbit)"
+    )
     parser.add_argument("--delay", default="1ms", help="from host to host (default 1ms)")
-    parser.add_argument("--first", action="store_true", help="run it on host0 alone")
+    parser.add_argument("--first", action="store_true", help="run it on host0 only")
     parser.add_argument("--slurm", action="store_true", help="on host0, in a Slurm of the hosts")
-    parser.add_argument("--remove", action="store_true", help="take away what was left behind")
+    parser.add_argument(
+        "--remove", action="store_true", help="remove the remains of killed processes"
+    )
     parser.add_argument("--table", action="store_true", help="measure strategies on two links")
     parser.add_argument("--steps", type=int, default=8, help="of --table: timed steps")
     parser.add_argument("--cluster", help="of --table: figures of this machine (default: measure)")

@@ -1,19 +1,19 @@
-"""Strategies over slow links: measured, predicted, and what the planner would have chosen.
+"""Compare strategies over slow links: measured, predicted, and the planner's choice.
 
     python benchmarks/hosts.py --table --output benchmarks/results/hosts.json
 
-Two hosts of one core each (`benchmarks/hosts.py`), on links of `LINKS`, train a small GPT under
-each strategy of `NAMES` that there is, and under the plan that `bigtrain plan` finds fastest for a
+Two hosts of one core each (`benchmarks/hosts.py`), on the links of `LINKS`, train a small GPT under
+each available strategy of `NAMES`, and under the plan that `bigtrain plan` finds fastest for a
 cluster of such hosts. The cluster has the rates that `bigtrain doctor` measures on this machine
-(with --cluster those of a file), a core's share of them for each host, and between the hosts what
-the switch was told: its rate, and as latency twice its delay (gloo sends when the receiver has
-said that it is ready) and what a message takes here without one. Nothing of the cluster is fitted
-to what the runs then take.
+(with --cluster those of a file); each host has one core's share of them. The link between the hosts
+has the switch's rate; its latency is twice the switch's delay (gloo sends after the receiver has
+said that it is ready) plus the seconds of a message on this machine without a switch. Nothing of
+the cluster is fitted to the measured steps.
 
-`step_seconds` is the mean of the steps after `WARM`, as techniques may exchange in some steps only.
-`chosen_over_best` is the step of the planner's plan over that of the fastest row of those that
-compute what one process does; `local_sgd` does not, and the planner has no such plans. These are
-timings: one at a time, on an idle machine.
+`step_seconds` is the mean of the steps after `WARM`, as some techniques exchange in some steps
+only. `chosen_over_best` is the step of the planner's plan divided by that of the fastest row that
+computes what one process does; `local_sgd` does not, and the planner has no such plans. The figures
+are times: use an idle machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ WORDS = [
 
 
 def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Cluster:
-    """Hosts of one core each, from the figures of one machine.
+    """Return a cluster of hosts of one core each, from the rates of one machine.
 
     Args:
         base: one node whose ranks share the cores.
@@ -82,7 +82,7 @@ def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Clust
     memory = base.node.host_memory // hosts
     node = NodeSpec(devices=1, host_memory=memory, shared=True, cores=1)
     latency = 2 * delay + base.inside.latency
-    # torch's gloo does a reduce-scatter as an all-reduce of the same bytes: seen on these hosts.
+    # Seen on these hosts: gloo runs a reduce-scatter as an all-reduce of the same bytes.
     twice = LinkSpec(latency=2 * latency, bandwidth=rate / 16, ranks=hosts)
     link = Link(
         latency=latency, bandwidth=rate / 8, efficiency=1.0, kinds={"reduce_scatter": twice}
@@ -92,19 +92,19 @@ def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Clust
 
 
 def predicted(name: str, words: list[str], cluster: Cluster, hosts: int) -> dict[str, Any]:
-    """Seconds of a step, by part; or why they are not known."""
+    """Return the predicted seconds of a step, by part; or the reason why they are unknown."""
     try:
         job = load_job(None, name, words)
         parts = open_setup(job, make_plan(job, hosts, "cpu"))
         given = (job, parts.resolved, parts.workload, StepTimer(cluster))
-        found = RunClock(*given, at_once=hosts, script=SCRIPT).forecast()
+        forecast = RunClock(*given, at_once=hosts, script=SCRIPT).forecast()
     except BigtrainError as error:
         return {"predicted_seconds": None, "why": str(error)}
-    return {"predicted_seconds": found.seconds, "predicted_parts": found.parts}
+    return {"predicted_seconds": forecast.seconds, "predicted_parts": forecast.parts}
 
 
 def chosen_plan(cluster: Cluster, hosts: int) -> tuple[str, str, float]:
-    """The planner's plan: its name, its file's text, its seconds."""
+    """Return the planner's plan: its name, the text of its file, its seconds."""
     memory, _ = rank_limits(cluster, memory=None, cap=None)
     question = Question(
         job=load_job(None, "single", WORDS),
@@ -117,13 +117,16 @@ def chosen_plan(cluster: Cluster, hosts: int) -> tuple[str, str, float]:
     )
     answer = ask(question)
     best = answer.result.best[0]
-    one = best.candidate
-    name = f"{best.label} pp {one.pp} x dp {one.dp}, {one.rows} x {one.micro_batches}"
+    candidate = best.candidate
+    name = (
+        f"{best.label} pp {candidate.pp} x dp {candidate.dp}, {candidate.rows} x "
+        f"{candidate.micro_batches}"
+    )
     return name, plan_text(answer, best, "benchmarks/hosts.py --table"), best.seconds.total
 
 
 def measured(world: World, words: list[str], steps: int) -> dict[str, Any]:
-    """A run on all hosts: seconds of a step, or why there are none."""
+    """Run on all hosts; return the seconds of a step, or the reason for a failure."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         quiet = ["train.eval_every=0", "checkpoint.at_end=false", "checkpoint.resume=null"]
@@ -142,9 +145,9 @@ def measured(world: World, words: list[str], steps: int) -> dict[str, Any]:
 
 
 def of_link(base: Cluster, hosts: int, rate: float, steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each strategy, and the planner's."""
+    """Return a row for each strategy and one for the planner's plan."""
     cluster = hosts_cluster(base, hosts, rate, DELAY_S)
-    found, text, seconds = chosen_plan(cluster, hosts)
+    plan, text, seconds = chosen_plan(cluster, hosts)
     with World(hosts, rate, DELAY_S) as world, tempfile.TemporaryDirectory() as folder:
         for name in NAMES:
             if name in preset_names("strategies"):
@@ -152,12 +155,12 @@ def of_link(base: Cluster, hosts: int, rate: float, steps: int) -> Iterator[dict
                 yield {"strategy": name, **told, **measured(world, ["--strategy", name], steps)}
         path = Path(folder) / "plan.yaml"
         path.write_text(text)
-        told = {"plan": found, "predicted_seconds": seconds}
+        told = {"plan": plan, "predicted_seconds": seconds}
         yield {"strategy": "planner", **told, **measured(world, ["--plan", str(path)], steps)}
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     seconds, forecast = row["step_seconds"], row["predicted_seconds"]
     shown = f"{row['strategy']}: " + (f"{seconds:.3f} s" if seconds else f"none ({row['why']})")
     shown += f", predicted {forecast:.3f} s" if forecast else ", not predicted"
@@ -165,7 +168,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def make_table(hosts: int, steps: int, output: Path | None, figures: str | None) -> int:
-    """Measure and print, and keep the figures; the exit status.
+    """Measure, print and write the figures; return the exit status.
 
     Args:
         hosts: how many.
@@ -175,7 +178,7 @@ def make_table(hosts: int, steps: int, output: Path | None, figures: str | None)
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     base = load_cluster(figures) if figures else measure_local_cluster(hosts)
-    found: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
     for name, rate in LINKS.items():
         rows: list[dict[str, Any]] = []
         for row in of_link(base, hosts, rate, steps):
@@ -185,10 +188,12 @@ def make_table(hosts: int, steps: int, output: Path | None, figures: str | None)
         chosen = rows[-1]["step_seconds"]
         best = min(ran, key=lambda row: float(row["step_seconds"])) if ran else None
         ratio = chosen / best["step_seconds"] if chosen and best else None
-        said = "-" if ratio is None or best is None else f"{ratio:.3f}; best {best['strategy']}"
-        print(f"{name}: planner over best {said}", flush=True)
+        ratio_words = (
+            "-" if ratio is None or best is None else f"{ratio:.3f}; best {best['strategy']}"
+        )
+        print(f"{name}: planner over best {ratio_words}", flush=True)
         link = {"link": name, "bits_per_second": rate, "delay_seconds": DELAY_S}
-        found.append({**link, "chosen_over_best": ratio, "rows": rows})
+        links.append({**link, "chosen_over_best": ratio, "rows": rows})
         command = shlex.join(["python", "benchmarks/hosts.py", "--table"])
-        keep(output, {"command": command, "hosts": hosts, "steps": steps, "links": found})
-    return 0 if any(row["step_seconds"] for link in found for row in link["rows"]) else 1
+        keep(output, {"command": command, "hosts": hosts, "steps": steps, "links": links})
+    return 0 if any(row["step_seconds"] for link in links for row in link["rows"]) else 1

@@ -1,11 +1,11 @@
-"""What `train.compile=blocks` and `train.memory_format=channels_last` are worth: runs in turns.
+"""Measure `train.compile=blocks` and `train.memory_format=channels_last`, in alternating runs.
 
     python benchmarks/kernels.py --output benchmarks/results/kernels.json
 
-The default job, and ResNet-18 on images, in one process: as written, and with the keys. A step is
-the median of those in which memory is not tracked but for the first of them, which compiles; its
-share is the median over the rounds of a run beside the one as written in the same round. One run at
-a time, on an idle machine: these are timings.
+The default job, and ResNet-18 on images, run in one process: as written, and with the keys. A step
+is the median of the steps in which memory is not tracked, without the first, which compiles; its
+share is the median over the rounds of (the run / the run as written in the same round). The figures
+are times: use an idle machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEYS = {
 
 
 def run(words: list[str], threads: int) -> dict[str, Any]:
-    """One run: median seconds of a step, and whether others used the machine meanwhile."""
+    """Run once; return the median seconds of a step, and whether other programs were busy."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"train.steps={STEPS}", "train.eval_every=0", f"log.dir={folder}"]
         failed = run_command(
@@ -45,8 +45,8 @@ def run(words: list[str], threads: int) -> dict[str, Any]:
         )
         if failed is not None:
             return {"failed": failed}
-        found = json.loads((Path(folder) / "one" / "memory.json").read_text("utf-8"))
-    return {"seconds": found["step"]["measured_seconds"], "busy": found["step"]["busy"]}
+        report = json.loads((Path(folder) / "one" / "memory.json").read_text("utf-8"))
+    return {"seconds": report["step"]["measured_seconds"], "busy": report["step"]["busy"]}
 
 
 def main() -> None:
@@ -63,11 +63,12 @@ def main() -> None:
             for _ in range(options.rounds)
         ]
         for name in keys:
-            runs = [one[name] for one in rounds]
+            runs = [runs_of_round[name] for runs_of_round in rounds]
             ratios = [
-                one[name]["seconds"] / one["as written"]["seconds"]
-                for one in rounds
-                if "failed" not in one[name] and "failed" not in one["as written"]
+                runs_of_round[name]["seconds"] / runs_of_round["as written"]["seconds"]
+                for runs_of_round in rounds
+                if "failed" not in runs_of_round[name]
+                and "failed" not in runs_of_round["as written"]
             ]
             share = statistics.median(ratios) if ratios else None
             rows.append({"job": job, "kernels": name, "share_of_written": share, "runs": runs})

@@ -1,17 +1,18 @@
-"""A network switch as a program: one interface in each network namespace, frames go between them.
+"""A network switch as a program: it carries frames between network namespaces.
 
     python benchmarks/network_switch.py RATE DELAY NAMESPACE...
 
-RATE is bits a second, DELAY seconds. Each namespace gets `eth0`, a TAP device, whose other side is
-this process. Every interface sends at RATE and receives at RATE, at the same time; a frame arrives
-DELAY after its last bit was sent. Where more is sent than goes out, the sender waits: nothing is
-lost. `ready` on standard output says that the interfaces are there; they go when this process ends.
+RATE is in bits per second, DELAY in seconds. Each namespace gets `eth0`, a TAP device whose other
+side is this process. Every interface sends and receives at RATE at the same time; a frame arrives
+DELAY after its last bit was sent. If more is sent than the rate allows, the sender waits: no frame
+is lost. `ready` on standard output says that the interfaces exist; they are removed when this
+process ends.
 
-The kernel's own means for this is `tc qdisc ... netem`, which kernels of small virtual machines
-lack. What is asked of it here is little: frames are taken as the kernel has them before it cuts
-them up for the wire (up to 64 KiB), so a gigabit is some thousands of reads a second. The process
-runs ahead of all others (SCHED_FIFO), as ranks that compute on all cores would hold it up for
-milliseconds; what it takes of a core is missing there.
+The kernel's own tool for this is `tc qdisc ... netem`, which kernels of small virtual machines
+lack. The work here is small: the kernel hands over frames before it segments them (up to 64 KiB),
+so a gigabit is a few thousand reads per second. The process runs with real-time priority
+(SCHED_FIFO), as ranks that compute on all cores would delay it by milliseconds; the ranks lack the
+processor time that it takes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Port:
 
 
 class Wires:
-    """When frames arrive, by rate and delay. Times are seconds of one clock.
+    """The arrival times of frames, by rate and delay. Times are seconds of one clock.
 
     Args:
         ports: the interfaces.
@@ -69,7 +70,7 @@ class Wires:
         self._number = count()
 
     def take(self, source: Port, frame: bytes, now: float) -> None:
-        """A frame comes from an interface: it will arrive at the one of its address, or at all."""
+        """Accept a frame of an interface; it will arrive at its address, or at all interfaces."""
         seconds = (len(frame) - HEADER_BYTES) * self._seconds_per_byte
         source.sends_until = sent = max(now, source.sends_until) + seconds
         address = frame[HEADER_BYTES : HEADER_BYTES + 6]
@@ -82,28 +83,28 @@ class Wires:
             heapq.heappush(self._waiting, (arrival, next(self._number), port, frame))
 
     def next_arrival(self) -> float | None:
-        """When the next frame arrives; None where none is under way."""
+        """Return the time of the next arrival; None if no frame is on its way."""
         return self._waiting[0][0] if self._waiting else None
 
     def arrived(self, now: float) -> list[tuple[Port, bytes]]:
-        """The frames that have arrived, in order."""
-        found = []
+        """Return the frames that have arrived, in order."""
+        frames = []
         while self._waiting and self._waiting[0][0] <= now:
             _, _, port, frame = heapq.heappop(self._waiting)
-            found.append((port, frame))
-        return found
+            frames.append((port, frame))
+        return frames
 
     def takes(self, source: Port, now: float) -> bool:
-        """Whether an interface takes more: not with much to send, nor while any receiver has."""
+        """Whether an interface accepts more frames: no receiver, nor itself, has a long queue."""
         latest = max(p.receives_until for p in self._ports if p is not source)
         return max(source.sends_until, latest) - now < MOST_WAITING_S
 
 
 def open_port(namespace: Path, name: str, mac: bytes) -> Port:
-    """Make an interface in a namespace; what goes through it is read and written here."""
+    """Make an interface in a namespace; its frames are read and written here."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/proc/self/ns/net").open() as own, namespace.open() as there:
-        if libc.setns(there.fileno(), _CLONE_NEWNET):
+    with Path("/proc/self/ns/net").open() as own_namespace, namespace.open() as host_namespace:
+        if libc.setns(host_namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
         try:
             fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -111,35 +112,35 @@ def open_port(namespace: Path, name: str, mac: bytes) -> Port:
             fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
             fcntl.ioctl(fd, _TUNSETOFFLOAD, _CHECKSUM | _TSO4 | _TSO6)
         finally:
-            libc.setns(own.fileno(), _CLONE_NEWNET)
+            libc.setns(own_namespace.fileno(), _CLONE_NEWNET)
     return Port(fd, mac)
 
 
 def mac_of(number: int) -> bytes:
-    """The address of the interface of a host: one that no maker gives."""
+    """Return the address of a host's interface, which no manufacturer uses."""
     return bytes((0x02, 0, 0, 0, number // 256, number % 256))
 
 
-def forward(ports: list[Port], wires: Wires) -> None:
-    """Take frames and deliver them, for ever."""
+def forward(ports: list[Port], links: Wires) -> None:
+    """Receive frames and deliver them, forever."""
     by_fd = {port.fd: port for port in ports}
     while True:
         now = time.monotonic()
-        for port, frame in wires.arrived(now):
+        for port, frame in links.arrived(now):
             with suppress(OSError):  # the interface is not up yet
                 os.write(port.fd, frame)
-        open_fds = [port.fd for port in ports if wires.takes(port, now)]
-        then = wires.next_arrival()
+        open_fds = [port.fd for port in ports if links.takes(port, now)]
+        then = links.next_arrival()
         wait = 1.0 if then is None else max(0.0, then - time.monotonic())
         if len(open_fds) < len(ports):
             wait = min(wait, MOST_WAITING_S / 4)
         for fd in select.select(open_fds, [], [], wait)[0]:
             with suppress(OSError):
-                wires.take(by_fd[fd], os.read(fd, LARGEST_FRAME), time.monotonic())
+                links.take(by_fd[fd], os.read(fd, LARGEST_FRAME), time.monotonic())
 
 
 def main() -> None:
-    """Make the interfaces and forward until ended; ends with whoever started it."""
+    """Make the interfaces and forward frames until the parent process ends."""
     rate, delay, *namespaces = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):

@@ -1,14 +1,14 @@
-"""What optimizer state on disk saves, and what it costs: one process and two, 50 million numbers.
+"""Measure the memory that optimizer state on disk saves, and its cost, for one and two processes.
 
     python benchmarks/offload.py [--repeats 3] [--output benchmarks/results/offload.json]
 
-Every run is one of its own through the `bigtrain` command: a GPT of 7 blocks, 768 wide, on the
-text of the Python library, 4 samples of 128 tokens to a step and rank, fused AdamW, fp32. The
-runs without and with offload take turns, so that a machine that slows down slows both. Peaks are
-those of the rank with the highest: `peak` of all tensors, `process` of the process's resident
-memory above what it was before the model was built. The fall is given as a share of the optimizer
-state's bytes (8 for each trained number, on every rank). `step` is the median over the steps
-after the tracked ones, of the fastest of the repeats.
+Every run is a separate run of the `bigtrain` command: a GPT of 50 million parameters (7 blocks, 768
+wide) on the text of the Python library, 4 samples of 128 tokens a step and rank, fused AdamW, fp32.
+Runs without and with offload alternate, so a machine that slows down slows both. Peaks are those of
+the rank with the highest: `peak` of all tensors, `process` of the process's resident memory above
+that before the model was built. The reduction is a share of the bytes of the optimizer's state (8
+for each trained number, on every rank). `step` is the median of the steps after the tracked ones,
+of the fastest repeat.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAIRS: dict[str, tuple[int, list[str]]] = {
 
 
 def measure(ranks: int, words: list[str], scratch: str) -> dict[str, Any]:
-    """Train for a few steps; the figures of the rank with the highest peak."""
+    """Train for a few steps; return the figures of the rank with the highest peak."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "bigtrain", "train", "-n", str(ranks), *words, *MODEL]
         command += ["train.micro_batch_size=4", "train.global_batch_size=null"]
@@ -63,12 +63,15 @@ def measure(ranks: int, words: list[str], scratch: str) -> dict[str, Any]:
 
 
 def pair(ranks: int, words: list[str], repeats: int, scratch: str) -> dict[str, Any]:
-    """One strategy without and with its state on disk."""
+    """Measure one strategy without and with its state on disk."""
     runs: dict[str, list[dict[str, Any]]] = {"device": [], "disk": []}
     for _ in range(repeats):
         runs["device"].append(measure(ranks, words, scratch))
         runs["disk"].append(measure(ranks, [*words, DISK], scratch))
-    best = {k: min(found, key=lambda run: run["step_seconds"]) for k, found in runs.items()}
+    best = {
+        k: min(repeated_runs, key=lambda run: run["step_seconds"])
+        for k, repeated_runs in runs.items()
+    }
     # AdamW's two numbers for each parameter; its step counts (4 bytes a tensor) are not moved.
     state = best["device"]["breakdown"]["parameters"] * 2
     device, disk = best["device"], best["disk"]
@@ -86,7 +89,7 @@ def pair(ranks: int, words: list[str], repeats: int, scratch: str) -> dict[str, 
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown, sizes in MiB."""
+    """Return the rows as a Markdown table, sizes in MiB."""
     head = ["strategy", "state", "peak", "on disk", "process", "on disk", "fall", "step", "on disk"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name, row in rows.items():

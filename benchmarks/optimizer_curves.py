@@ -1,11 +1,11 @@
-"""Loss curves of parameters in bf16 without an fp32 copy, beside fp32: with both roundings.
+"""Compare loss curves of bf16 parameters without an fp32 copy with fp32, for both roundings.
 
     python benchmarks/optimizer_curves.py [--steps 300] [--output benchmarks/results/...json]
 
-The default job (a small GPT on the Python library's source) with the same seed, data and rates
-four times: all in fp32; bf16 with fp32 parameters (autocast); bf16 parameters and bf16 moments
-with stochastic rounding; and the same rounded to the nearest. Writes the losses as JSON and a
-picture of the smoothed curves as SVG beside it.
+The default job (a small GPT on the Python library's source) runs four times with the same seed,
+data and rates: all in fp32; bf16 with fp32 parameters (autocast); bf16 parameters and bf16 moments
+with stochastic rounding; and the same with rounding to nearest. The script writes the losses as
+JSON and, next to it, a picture of the smoothed curves as SVG.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def main() -> int:
     for name, keys in RUNS.items():
         losses[name] = run(keys, options.steps, options.batch, options.limit)
         print(name, [round(value, 3) for value in at_steps(losses[name]).values()], flush=True)
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         **surroundings(),
         "job": f"configs/jobs/default.yaml, {options.steps} steps of {options.batch} samples",
         "mean_loss_of_the_last_steps": WINDOW,
         "table": {name: at_steps(curve) for name, curve in losses.items()},
         "losses": {name: [round(v, 5) for v in curve] for name, curve in losses.items()},
     }
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
     options.output.with_suffix(".svg").write_text(picture(losses))
     return 0
 
 
 def run(keys: tuple[str, ...], steps: int, batch: int, limit_s: float) -> list[float]:
-    """The training loss of each step."""
+    """Return the training loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *("train", "--strategy", "single"),
@@ -74,20 +74,20 @@ def run(keys: tuple[str, ...], steps: int, batch: int, limit_s: float) -> list[f
 
 
 def smooth(curve: list[float]) -> list[float]:
-    """Means over the last `WINDOW` steps."""
+    """Return means over the last `WINDOW` steps."""
     parts = [curve[max(0, n + 1 - WINDOW) : n + 1] for n in range(len(curve))]
     return [sum(part) / len(part) for part in parts]
 
 
 def at_steps(curve: list[float]) -> dict[int, float]:
-    """The smoothed loss at five steps."""
+    """Return the smoothed loss at five steps."""
     means = smooth(curve)
     steps = [round(len(curve) * n / 5) for n in range(1, 6)]
     return {step: round(means[step - 1], 4) for step in steps}
 
 
 def picture(losses: dict[str, list[float]]) -> str:
-    """The smoothed curves as SVG."""
+    """Draw the smoothed curves as SVG."""
     curves = {name: smooth(curve) for name, curve in losses.items()}
     steps = max(map(len, curves.values()))
     high = max(curve[min(len(curve) - 1, WINDOW)] for curve in curves.values())

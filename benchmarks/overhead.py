@@ -1,13 +1,13 @@
-"""What bigtrain costs on top of a hand-written DDP loop: step time and peak memory, two ranks.
+"""Measure bigtrain's step time and peak memory against a hand-written DDP loop, on two ranks.
 
     python benchmarks/overhead.py [--steps 40] [--output benchmarks/results/overhead.json]
 
-The same GPT, batch, optimizer and clipping twice: once as the plain PyTorch loop that a careful
-person would write (fused AdamW, gradients as bucket views), once through `bigtrain.Engine`. The
-two take turns, step by step, in the same two processes, so a machine that slows down slows both;
-the figure is the median over the pairs of (bigtrain / plain). Peaks are tracked tensor bytes,
-each loop measured in processes of its own. `closed_meter` holds a run that has tracked its memory
-for two steps against one that has not, from then on.
+The same GPT, batch, optimizer and clipping run twice: as a careful plain PyTorch loop (fused AdamW,
+gradients as bucket views), and through `bigtrain.Engine`. The two alternate, step by step, in the
+same two processes, so a machine that slows down slows both; the figure is the median over the pairs
+of (bigtrain / plain). Peaks are bytes of tracked tensors, measured for each loop in separate
+processes. `closed_meter` compares a run that tracked its memory for two steps with one that tracked
+none, after those steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Plain:
-    """The loop by hand."""
+    """The hand-written loop."""
 
     def __init__(self, *, bucket_view: bool) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class Plain:
 
 
 class Ours:
-    """The same through bigtrain."""
+    """The same loop through bigtrain."""
 
     def __init__(self, context: RunContext, track_steps: int) -> None:
         keys = {
@@ -97,19 +97,19 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure_speed(context: RunContext, steps: int) -> dict[str, Any]:
-    """Against a loop by hand."""
+    """Compare with a hand-written loop."""
     loops = {"plain": Plain(bucket_view=True), "bigtrain": Ours(context, track_steps=0)}
     return alternate(context, steps, loops)
 
 
 def measure_meter(context: RunContext, steps: int) -> dict[str, Any]:
-    """A run whose meter has tracked two steps and is closed, against one that never tracked."""
+    """Compare a run whose meter tracked two steps and is closed with one that never tracked."""
     loops = {"unmetered": Ours(context, track_steps=0), "closed": Ours(context, track_steps=2)}
     return alternate(context, steps, loops)
 
 
 def alternate(context: RunContext, steps: int, loops: dict[str, Any]) -> dict[str, Any]:
-    """Let two loops take turns, step by step; the second's time against the first's."""
+    """Alternate two loops, step by step; return the ratio of the second's time to the first's."""
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for step in range(steps + 5):
         order = list(loops.items())
@@ -147,27 +147,27 @@ def measure_peak(context: RunContext, which: str) -> dict[str, Any]:
     return {"peak_bytes": tracker.peak_bytes}
 
 
-def rank_main(what: str, steps: int, output: Path) -> None:
+def rank_main(measurement: str, steps: int, output: Path) -> None:
     with bigtrain.connect(bigtrain.detect_rank_info(os.environ), device="cpu") as context:
         torch.set_num_threads(1)
         measures = {"speed": measure_speed, "meter": measure_meter}
-        if what in measures:
-            found = measures[what](context, steps)
+        if measurement in measures:
+            figures = measures[measurement](context, steps)
         else:
-            found = measure_peak(context, what)
+            figures = measure_peak(context, measurement)
         if context.is_main:
-            output.write_text(json.dumps(found))
+            output.write_text(json.dumps(figures))
 
 
-def start(what: str, steps: int) -> dict[str, Any]:
+def start(measurement: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", __file__, "--rank", what]
+        command += ["--nproc-per-node", "2", __file__, "--rank", measurement]
         command += ["--steps", str(steps), "--output", str(output)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads(output.read_text())
-        return found
+        figures: dict[str, Any] = json.loads(output.read_text())
+        return figures
 
 
 def main() -> None:

@@ -1,20 +1,20 @@
-"""Models of transformers and timm with losses as users have them, beside a plain torch loop.
+"""Compare user-defined losses of models of transformers and timm with a plain torch loop.
 
 A hundred models are drawn by a seed: sixty of transformers, which return their own loss of padded
-labels (`out.loss`), and forty of timm with a cross entropy with label smoothing of the user's. Each
-trains three steps of SGD with momentum in one process on the whole batch, by a loop that has
-nothing of bigtrain, and then on two ranks under each strategy, in micro-batches. A row says for
-each strategy how far its losses are from the loop's, relative to these, or why it was refused.
+labels (`out.loss`), and forty of timm with a user's cross entropy with label smoothing. Each trains
+three steps of SGD with momentum in one process on the whole batch, by a loop without bigtrain, and
+then on two ranks under each strategy, in micro-batches. A row has, for each strategy, the relative
+difference of its losses from the loop's, or the reason why it was refused.
 
-A model is left out, with its reason, where it cannot run in one process as it is, where it is too
-large, where it draws random numbers when its dropout is off, or where it has BatchNorm, whose
-statistics are those of each micro-batch by intent.
+A model is left out, with its reason, if it cannot run unchanged in one process, if it is too large,
+if it draws random numbers while its dropout is off, or if it has BatchNorm, whose statistics are
+those of each micro-batch by intent.
 
-Neither timm nor transformers is needed by bigtrain: see `cut_zoo.py` for an environment with both.
+bigtrain needs neither timm nor transformers: see `cut_zoo.py` for an environment with both.
 
     OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/own_losses.py [NUMBER [FILE]]
 
-With a NUMBER only so many models are tried, of each library in proportion; results go to FILE.
+NUMBER limits the number of models, in the same proportion of both libraries; results go to FILE.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Batch = dict[str, Tensor]
 
 
 class OwnLoss(nn.Module):
-    """A model of transformers that is called with a dict and returns its output, loss included."""
+    """Calls a model of transformers with a dict, and returns its output with the loss."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -71,15 +71,15 @@ class OwnLoss(nn.Module):
         self.head = head
 
     def forward(self, batch: Batch) -> Any:
-        """The model's own output."""
+        """Return the model's own output."""
         return self.model(**batch)
 
 
 def model_of(name: str) -> nn.Module:
-    """The model, its weights by the seed, its dropout off."""
+    """Return the model with weights by the seed and its dropout off."""
     torch.manual_seed(0)
-    library, _, own = name.partition("/")
-    model = OwnLoss(own) if library == "transformers" else foreign_models.of_timm(own)
+    library, _, model_name = name.partition("/")
+    model = OwnLoss(model_name) if library == "transformers" else foreign_models.of_timm(model_name)
     disable_dropout(model)
     config = getattr(getattr(model, "model", None), "config", None)
     for key, value in vars(config).items() if config is not None else ():
@@ -89,10 +89,10 @@ def model_of(name: str) -> nn.Module:
 
 
 def batch_of(name: str, step: int, side: int) -> tuple[Any, Any]:
-    """A batch as users make them: padded to its longest row, padding not counted."""
+    """Return a batch padded to its longest row; padding does not count in the loss."""
     draw = torch.Generator().manual_seed(step)
-    library, _, own = name.partition("/")
-    head = own.split(":")[0] if library == "transformers" else "timm"
+    library, _, model_name = name.partition("/")
+    head = model_name.split(":")[0] if library == "transformers" else "timm"
     if head in ("timm", "IMAGE_CLASSIFICATION"):
         images = torch.randn(ROWS, 3, side, side, generator=draw)
         labels = torch.randint(foreign_models.CLASSES, (ROWS,), generator=draw)
@@ -116,19 +116,19 @@ def batch_of(name: str, step: int, side: int) -> tuple[Any, Any]:
 
 
 def loss_of(name: str) -> Callable[[Any, Any], Tensor]:
-    """The user's loss function."""
+    """Return the user's loss function."""
     if name.startswith("transformers/"):
         return lambda output, _: output.loss
     return lambda output, labels: F.cross_entropy(output, labels, label_smoothing=0.1)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """SGD, which lets rounding be seen as it is."""
+    """Return SGD, which does not amplify rounding."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def plain_losses(name: str, side: int) -> list[float]:
-    """The losses of a plain torch loop on whole batches."""
+    """Return the losses of a plain torch loop on whole batches."""
     model, loss = model_of(name), loss_of(name)
     optimizer, losses = optimizer_of(model.parameters()), []
     for step in range(STEPS):
@@ -142,18 +142,18 @@ def plain_losses(name: str, side: int) -> list[float]:
 
 
 def train(context: RunContext, _: Any, name: str, side: int, strategy: str) -> list[float]:
-    """The losses of the same steps under a strategy."""
+    """Return the losses of the same steps under a strategy."""
     keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "memory.predict": False}
     job = job_from_keys(strategy, {**keys, "memory.track_steps": 0, "device": "cpu"})
     plan = make_plan(job, context.world_size, "cpu")
     rows = ROWS // context.dp_size
-    own = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
+    rank_rows = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
     loss = as_loss(loss_of(name))
     first = example_batch(_rows(batch_of(name, 0, side), slice(0, 2)), loss, job, plan)
     losses = []
     with Engine(model_of(name), loss, optimizer_of, job, context, example=first) as engine:
         for step in range(STEPS):
-            losses.append(engine.step(_rows(batch_of(name, step, side), own)).loss)
+            losses.append(engine.step(_rows(batch_of(name, step, side), rank_rows)).loss)
     return losses
 
 
@@ -164,7 +164,7 @@ def _rows(batch: tuple[Any, Any], rows: slice) -> tuple[Any, Any]:
 
 
 def tried(name: str) -> dict[str, Any]:
-    """The row of a model that runs in one process; with `left_out` where it does not."""
+    """Return the row of a model; it has `left_out` if the model does not run in one process."""
     row: dict[str, Any] = {"model": name}
     try:
         row["parameters"] = _size(name)
@@ -198,7 +198,7 @@ def tried(name: str) -> dict[str, Any]:
 
 
 def _size(name: str) -> int:
-    """The parameters, counted without memory; 0 where the constructor reads numbers."""
+    """Return the number of parameters, without memory; 0 if the constructor reads values."""
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in model_of(name).parameters())
@@ -207,7 +207,7 @@ def _size(name: str) -> int:
 
 
 def names_of(library: str) -> list[str]:
-    """All names of a library, in an order drawn by the seed."""
+    """Return all names of a library, in an order drawn by the seed."""
     if library == "timm":
         names = foreign_models.names_of("timm")
     else:
@@ -223,7 +223,7 @@ def names_of(library: str) -> list[str]:
 
 
 def rows(number: int) -> Iterator[dict[str, Any]]:
-    """The models that are drawn, each tried in a process of its own."""
+    """Yield the drawn models, each tried in its own process."""
     wanted = {"transformers": round(number * OF_TRANSFORMERS)}
     wanted["timm"] = number - wanted["transformers"]
     for library, left in wanted.items():
@@ -244,7 +244,7 @@ def _handed(_: RunContext, prepared: Any, *__: Any) -> Any:
 
 
 def judged(row: dict[str, Any], outcome: forked.Outcome) -> dict[str, Any]:
-    """What became of a model under a strategy."""
+    """Return the result of a model under a strategy."""
     if outcome.refused is not None:
         return {"verdict": "refused", "reason": outcome.refused}
     if not outcome.values:
@@ -268,10 +268,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     foreign_models.load()
     torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
+    rows_done: list[dict[str, Any]] = []
     counts: dict[str, Counter[str]] = {strategy: Counter() for strategy in STRATEGIES}
     for row in rows(number):
-        found.append(row)
+        rows_done.append(row)
         if "left_out" in row:
             continue
         row["strategies"] = {}
@@ -288,9 +288,9 @@ def main() -> None:
         shown = {s: v["verdict"] for s, v in row["strategies"].items()}
         print(row["model"], shown, file=sys.stderr, flush=True)
         versions = {module.__name__: module.__version__ for module in (timm, transformers)}
-        whole = {**surroundings(), "seed": SEED, "versions_of_models": versions, "same": SAME}
-        whole |= {"counts": {s: dict(c) for s, c in counts.items()}, "models": found}
-        file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        document = {**surroundings(), "seed": SEED, "versions_of_models": versions, "same": SAME}
+        document |= {"counts": {s: dict(c) for s, c in counts.items()}, "models": rows_done}
+        file.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     print(json.dumps({s: dict(c) for s, c in counts.items()}))
 
 

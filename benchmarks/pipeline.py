@@ -1,15 +1,15 @@
-"""How much of the ideal a pipeline reaches on two ranks, and what it holds in flight.
+"""Measure how close a pipeline on two ranks comes to the ideal, and its micro-batches in flight.
 
     python benchmarks/pipeline.py --output benchmarks/results/pipeline.json
 
-A GPT of 8 blocks, 512 wide, 4 x 128 tokens to a micro-batch, fp32, one thread to a process. One
-process with the same micro-batches and two stages take turns, `--rounds` times; a round's time of
-a step is the median of its steps but the first ones. With T for one process and t for p stages the
-efficiency is T / (p t). GPipe (Huang et al. 2019, arXiv 1811.06965, section 2.3) leaves
-m / (m + p - 1) of it for m micro-batches; `share` is the efficiency as a part of that.
+A GPT of 8 blocks, 512 wide, runs on micro-batches of 4 x 128 tokens, in fp32, with one thread a
+process. One process with the same micro-batches and two stages alternate, `--rounds` times; the
+time of a round is the median of its steps without the first ones. With T for one process and t for
+p stages the efficiency is T / (p t). GPipe (Huang et al. 2019, arXiv 1811.06965, section 2.3)
+predicts m / (m + p - 1) for m micro-batches; `share` is the efficiency divided by that.
 
-In flight: the micro-batches whose activations a stage holds at most, by the schedule (GPipe m, 1F1B
-at most p - stage), beside the tracked activations at the peak.
+In flight: the most micro-batches whose activations a stage holds, by the schedule (GPipe m, 1F1B at
+most p - stage), next to the tracked activations at the peak.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM = 2
 
 
 def run(strategy: str, ranks: int, micro_batches: int, steps: int, limit_s: float) -> Any:
-    """Seconds of a step, and each rank's memory.json; or the reason why there is none."""
+    """Return the seconds of a step and each rank's memory.json, or the reason of a failure."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["train", "-n", str(ranks)]
         command += ["--strategy", strategy, *JOB, f"train.steps={steps + WARM}"]
@@ -57,12 +57,12 @@ def run(strategy: str, ranks: int, micro_batches: int, steps: int, limit_s: floa
 
 
 def efficiency(options: argparse.Namespace, schedule: str, micro_batches: int) -> dict[str, Any]:
-    """One process and two stages in turns."""
+    """Measure one process and two stages, in alternation."""
     alone, both = [], []
     for _ in range(options.rounds):
         alone.append(run("single", 1, micro_batches, options.steps, options.limit)[0])
         both.append(run(schedule, 2, micro_batches, options.steps, options.limit)[0])
-    reached = [one / (2 * two) for one, two in zip(alone, both, strict=True)]
+    reached = [single_seconds / (2 * two) for single_seconds, two in zip(alone, both, strict=True)]
     bound = micro_batches / (micro_batches + 1)
     return {
         "schedule": schedule,
@@ -77,29 +77,29 @@ def efficiency(options: argparse.Namespace, schedule: str, micro_batches: int) -
 
 
 def flights(options: argparse.Namespace, schedule: str) -> list[dict[str, Any]]:
-    """What each stage holds with 2, 4 and 8 micro-batches."""
-    found = []
+    """Return the micro-batches that each stage holds, of 2, 4 and 8."""
+    figures = []
     for micro_batches in (2, 4, 8):
         _, ranks = run(schedule, 2, micro_batches, 1, options.limit)
         orders = schedule_orders(schedule, 2, 1, micro_batches)
         for rank, actions in zip(ranks, orders, strict=True):
-            (held,) = peak_in_flight(actions).values()
-            found.append(
+            (in_flight,) = peak_in_flight(actions).values()
+            figures.append(
                 {
                     "schedule": schedule,
                     "micro_batches": micro_batches,
                     "stage": rank["rank"],
-                    "in_flight": held,
+                    "in_flight": in_flight,
                     "activation_bytes": rank["breakdown"]["activations"],
                     "peak_bytes": rank["peak_bytes"],
                     "predicted_peak_bytes": rank["predicted_peak_bytes"],
                 }
             )
-    return found
+    return figures
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Both as Markdown."""
+    """Return both tables as Markdown."""
     lines = [
         "| schedule | micro-batches | one process | two stages | efficiency | m/(m+1) | share |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

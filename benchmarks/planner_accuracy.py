@@ -1,30 +1,32 @@
-"""Predicted beside tracked memory, on every rank of a few hundred configurations.
+"""Compare predicted with tracked memory, on every rank of a few hundred configurations.
 
     python benchmarks/planner_accuracy.py --output benchmarks/results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --rows 'gpt-fsdp*' --limit 5
-    python benchmarks/planner_accuracy.py --output FILE --resume        # goes on where it stopped
+    python benchmarks/planner_accuracy.py --output FILE --resume        # continues where it stopped
     python benchmarks/planner_accuracy.py --optimizers --output FILE
     /tmp/zoo/bin/python benchmarks/planner_accuracy.py --foreign --output FILE
 
-A row is a model, a strategy, what is kept for the backward pass, a precision and a micro-batch.
-Before anything is built each rank predicts its peak from the job alone (`Engine.predicted`); then
-it trains a few steps on random samples with every tensor tracked (`MemoryMeter.measured().peak`).
-The error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0
-(for fairscale, which deals states out unevenly, forecasts are those of the fullest rank);
-`process` is the process's resident memory above what it was before the model was built,
-`process_base` what it was then: together its highest (VmHWM). The error of the process is that of
-the forecast on top of the base.
+A row is a model, a strategy, a recomputation policy, a precision and a micro-batch. Before anything
+is built each rank predicts its peak from the job alone (`Engine.predicted`); then it trains a few
+steps on random samples with every tensor tracked (`MemoryMeter.measured().peak`). The error is
+predicted / tracked - 1, and that of a row is the error of the rank furthest from 0. (fairscale
+distributes states unevenly, so its forecasts are those of the fullest rank.) `process` is the
+process's resident memory above that before the model was built, and `process_base` that memory
+before; their sum is the highest (VmHWM). The error of the process compares it with the base plus
+the forecast.
 
-Each strategy has a row with each model and each way of keeping, in both precisions and both sizes
-of micro-batch; which of these go together rotates from row to row. A budget lies half-way between
-the predicted peaks of keeping all and of computing all blocks again. What a strategy refuses is a
-row with its message. `--foreign` has, in place of these, models that nobody picked, each with each
-of nine strategies on two ranks (`foreign_models.py`). `--optimizers` has a small net with each
-optimizer of torch, default, foreach and fused, on each engine (`accuracy_optimizers.py`).
+Each strategy has a row with each model and each recomputation policy, in both precisions and both
+sizes of micro-batch; their combinations rotate from row to row. A budget is half-way between the
+predicted peaks of saving everything and of recomputing all blocks. If a strategy refuses a
+configuration, the row has its message. `--foreign` instead has models drawn at random, each with
+one of nine strategies in turn on two ranks (`foreign_models.py`). `--optimizers` has a small net
+with each optimizer of torch, default, foreach and fused, on each engine
+(`accuracy_optimizers.py`).
+
 Ranks are forked from one process (`forked.py`), several rows at once. Memory does not depend on
-what else runs, but for one thing: a thread of gloo lets go of a collective's tensors when it gets
-the processor. So a row of which a rank tracked more than torch's bar allows is run again by itself,
-at most twice, and `tracked_in_all` has what each run found; the lowest counts.
+other programs, with one exception: a thread of gloo releases the tensors of a collective only when
+it gets the processor. Therefore a row with a rank that tracked more than the limit for torch is run
+again alone, at most twice. `tracked_in_all` has the peaks of all runs; the lowest counts.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ MICRO = (1, 4)
 
 
 class ResidualMLP(nn.Module):
-    """What a user may have written: residual blocks of their own between two projections."""
+    """A user-defined model: residual blocks between two projections."""
 
     def __init__(self, num_classes: int = 10, width: int = 192, depth: int = 8) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class _Residual(nn.Module):
 
 
 def vit(num_classes: int = 10) -> nn.Module:
-    """Torchvision's vision transformer, as vit_b_16 but smaller."""
+    """Return torchvision's vision transformer, smaller than vit_b_16."""
     from torchvision.models import VisionTransformer
 
     model: nn.Module = VisionTransformer(
@@ -173,36 +175,38 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As it is selected and stored."""
+        """The name by which a row is selected and stored."""
         parts = (self.model, f"{self.strategy}.{self.places}", self.keep, self.precision)
-        own = [self.optimizer] if self.optimizer else []
-        return "-".join((*parts, f"m{self.micro}x{self.accumulation}", *own))
+        optimizer_words = [self.optimizer] if self.optimizer else []
+        return "-".join((*parts, f"m{self.micro}x{self.accumulation}", *optimizer_words))
 
     @property
     def pp(self) -> int:
-        """Ranks on the pp axis."""
+        """The number of ranks on the pp axis."""
         return 2 if self.strategy in BOTH else self.places if self.strategy in PIPELINES else 1
 
     @property
     def tp(self) -> int:
-        """Ranks on the tp axis."""
+        """The number of ranks on the tp axis."""
         return self.places if self.strategy == "tensor" else 1
 
     @property
     def processes(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return 1 if self.strategy in DEVICES else self.places
 
     @property
     def engine(self) -> str:
-        """Whose implementation it is."""
+        """The library that implements the strategy."""
         return ENGINES.get(self.strategy, "torch")
 
     def words(self) -> list[str]:
-        """The keys of the job, but for what a block keeps."""
+        """The keys of the job, without the recomputation policy."""
         size = self.micro * self.accumulation * self.processes // self.pp // self.tp
-        own = MODELS.get(self.model) or foreign_models.words_of(foreign_models.chosen()[self.model])
-        words = [*own, f"train.global_batch_size={size}"]
+        model_words = MODELS.get(self.model) or foreign_models.words_of(
+            foreign_models.chosen()[self.model]
+        )
+        words = [*model_words, f"train.global_batch_size={size}"]
         words += [f"train.micro_batch_size={self.micro}", f"train.precision={self.precision}"]
         words += [
             f"memory.track_steps={self.steps}",
@@ -219,40 +223,40 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The selection, the same each time."""
+    """Return the rows, the same each time."""
     places = [(s, 1) for s in ONE] + [(s, 2) for s in REPLICAS]
     places += [(s, p) for p in (2, 4) for s in (*PIPELINES, *DEVICES)] + [(s, 4) for s in BOTH]
-    found = []
+    selection = []
     models = tuple(model for model in MODELS if model != "blocks")
     for number, (strategy, ranks) in enumerate(places):
-        # Five turns have a model each; the last two repeat two of them with another keep. Four
-        # stages have what two have shown, more ranks and no more to say.
-        for turn in range(5 if _stages(strategy, ranks) == 4 else 7):
-            model = models[(turn + (number if turn > 4 else 0)) % len(models)]
-            keep = KEEPS[(turn + number) % len(KEEPS)]
-            precision = PRECISIONS[(turn // 2 + number // 4) % 2]
-            micro = MICRO[(turn + turn // 4 + number // 2) % 2]
-            few = 1 + (turn + number) % 2
+        # The first five rows have a model each; the last two repeat two models with another
+        # policy. Four stages have five rows only, as they use the same code as two.
+        for offset in range(5 if _stages(strategy, ranks) == 4 else 7):
+            model = models[(offset + (number if offset > 4 else 0)) % len(models)]
+            keep = KEEPS[(offset + number) % len(KEEPS)]
+            precision = PRECISIONS[(offset // 2 + number // 4) % 2]
+            micro = MICRO[(offset + offset // 4 + number // 2) % 2]
+            few = 1 + (offset + number) % 2
             accumulation = {1: few, 2: 4, 4: 8}[max(1, _stages(strategy, ranks))]
             micro = SMALLEST.get(model, micro) if micro == 1 else micro
-            found.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
+            selection.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
         if ranks < 4:
-            # One more, of a model that no strategy refuses: pipelines do the others' blocks again
-            # only as a whole, as they change what they are given.
+            # One more row, of a model that no strategy refuses: blocks of the other models change
+            # their inputs in place, so pipelines can recompute them only together.
             model = ("gpt", "residual_mlp", "vit")[number % 3]
             keep, precision = KEEPS[(number + 2) % len(KEEPS)], PRECISIONS[(number // 3) % 2]
             accumulation = {1: 2, 2: 4}[max(1, _stages(strategy, ranks))]
             micro = MICRO[(number // 2) % 2]
-            found.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
+            selection.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
     for strategy in ("gpipe", "1f1b", "gpipe_fairscale"):
         for keep, model in (("always", "gpt"), ("except_last", "gpt"), ("except_last", "resnet50")):
             if (strategy, keep) != ("1f1b", "except_last") or model == "gpt":
-                found.append(Row(model, strategy, 2, keep, "fp32", 4, 4))
-    return list({row.name: row for row in found}.values())
+                selection.append(Row(model, strategy, 2, keep, "fp32", 4, 4))
+    return list({row.name: row for row in selection}.values())
 
 
 def foreign_rows() -> list[Row]:
-    """All models that were drawn with one strategy after the other; one or two micro-batches."""
+    """Return rows of all drawn models with the strategies in turn, and 1 or 2 micro-batches."""
     return [
         Row(
             model,
@@ -270,7 +274,7 @@ def foreign_rows() -> list[Row]:
 
 
 def optimizer_rows() -> list[Row]:
-    """Each optimizer with each engine, with one micro-batch and with several."""
+    """Return rows of each optimizer with each engine, with one and several micro-batches."""
     rows_of_batch, steps = 4, accuracy_optimizers.STEPS
     return [
         Row("blocks", strategy, 2, "all", "fp32", rows_of_batch, micro_batches, steps, optimizer)
@@ -285,20 +289,20 @@ def _stages(strategy: str, ranks: int) -> int:
 
 
 class Unchecked(Layout):
-    """Is not compared with the whole model, which takes time and says nothing about memory."""
+    """A layout without the comparison with the whole model, which does not affect memory."""
 
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:  # noqa: ARG002
         return "cut: not compared with the whole model"
 
 
 def unchecked(parts: RunSetup) -> RunSetup:
-    """The same, with a layout that is not compared."""
+    """Return the parts of a run with a layout that is not compared."""
     layout = parts.resolved.layout and Unchecked(**vars(parts.resolved.layout))
     return replace(parts, resolved=replace(parts.resolved, layout=layout))
 
 
 def prepare(row: Row) -> list[str]:
-    """The words that say what a block keeps; a budget is worked out once for all ranks."""
+    """Return the words of the recomputation policy; a budget is computed once for all ranks."""
     if row.keep == "budget":
         return [f"strategy.recompute.budget={_budget(row)}"]
     return WORDS[row.keep]
@@ -314,7 +318,7 @@ def _opened(row: Row, words: Sequence[str]) -> tuple[Job, RunSetup]:
 
 
 def _budget(row: Row) -> int:
-    """Half-way between keeping all and computing all blocks again, as predicted."""
+    """Return bytes half-way between the peaks of saving everything and recomputing all blocks."""
     highest = []
     for words in ([], WORDS["full"]):
         _, parts = _opened(row, words)
@@ -324,22 +328,22 @@ def _budget(row: Row) -> int:
 
 
 def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]:
-    """One rank of a row: predict, train, and tell what was predicted and tracked."""
+    """Run one rank of a row: predict, train, and return the predicted and tracked peaks."""
     job, parts = _opened(row, words)
     with unchecked(parts).engine(context) as engine:
         for batch in parts.training_steps(context, 0):
             if engine.step(batch).step == row.steps:
                 break
-        found, predicted = engine.meter.measured(), engine.prediction.peak
+        measured, predicted = engine.meter.measured(), engine.prediction.peak
         note = engine.prediction.note
-    tracked = found.peak
+    tracked = measured.peak
     if predicted is None or tracked is None:
         raise RuntimeError(f"no prediction: {note}")
     return {
         "predicted_bytes": predicted.bytes,
         "tracked_bytes": tracked.bytes,
-        "process_bytes": found.process_peak_bytes,
-        "process_base_bytes": found.process_base_bytes,
+        "process_bytes": measured.process_peak_bytes,
+        "process_base_bytes": measured.process_base_bytes,
         "predicted_phase": predicted.phase,
         "tracked_phase": tracked.phase,
         "error": round(predicted.bytes / tracked.bytes - 1, 5),
@@ -350,25 +354,25 @@ def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]
 
 
 def _result(row: Row, outcome: forked.Outcome) -> dict[str, Any]:
-    found = {**vars(row), "name": row.name, "engine": row.engine}
+    result = {**vars(row), "name": row.name, "engine": row.engine}
     if outcome.refused is not None:
-        return {**found, "refused": outcome.refused}
+        return {**result, "refused": outcome.refused}
     if outcome.failed is not None:
-        return {**found, "failed": outcome.failed}
+        return {**result, "failed": outcome.failed}
     ranks = list(outcome.values)
     error = max((rank["error"] for rank in ranks), key=abs)
-    found["words"] = ranks[0]["words"]
-    kept = [{k: v for k, v in rank.items() if k != "words"} for rank in ranks]
-    return {**found, "error": error, "ranks": kept}
+    result["words"] = ranks[0]["words"]
+    rank_figures = [{k: v for k, v in rank.items() if k != "words"} for rank in ranks]
+    return {**result, "error": error, "ranks": rank_figures}
 
 
-def _write(path: Path, found: dict[str, dict[str, Any]], order: Sequence[str]) -> None:
-    ordered = {name: found[name] for name in order if name in found}
-    whole = {**surroundings(), "summary": summary(found), "rows": ordered}
+def _write(path: Path, results: dict[str, dict[str, Any]], order: Sequence[str]) -> None:
+    ordered = {name: results[name] for name in order if name in results}
+    document = {**surroundings(), "summary": summary(results), "rows": ordered}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(whole, indent=1) + "\n")
-    beside.replace(path)  # an interruption leaves the old file or the new one
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(document, indent=1) + "\n")
+    draft.replace(path)  # an interruption leaves the old file or the new one
 
 
 def _run(chosen: Sequence[Row], ranks_at_once: int) -> Iterable[forked.Outcome]:
@@ -384,7 +388,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", help="patterns of names, with commas: gpt-*,*-zbv.2-*")
-    parser.add_argument("--limit", type=int, help="the first so many rows of those selected")
+    parser.add_argument("--limit", type=int, help="only the first N selected rows")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep what the output has already")
     parser.add_argument("--foreign", action="store_true", help="models drawn by a seed")
@@ -395,30 +399,36 @@ def main() -> None:
     if options.foreign:
         foreign_models.load()
     patterns = options.rows.split(",") if options.rows else ["*"]
-    own = optimizer_rows if options.optimizers else foreign_rows if options.foreign else rows
-    every = {row.name: row for row in own()}
+    rows_of_kind = (
+        optimizer_rows if options.optimizers else foreign_rows if options.foreign else rows
+    )
+    every = {row.name: row for row in rows_of_kind()}
     chosen = [r for r in every.values() if any(fnmatchcase(r.name, p) for p in patterns)]
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     if options.resume and options.output and options.output.exists():
         before = json.loads(options.output.read_text())["rows"]
-        found = {name: row for name, row in before.items() if "failed" not in row}
+        results = {name: row for name, row in before.items() if "failed" not in row}
     chosen = chosen[: options.limit]
-    for outcome in _run([row for row in chosen if row.name not in found], options.ranks_at_once):
-        row = found[outcome.name] = _result(every[outcome.name], outcome)
-        said = row.get("refused") or row.get("failed") or f"{100 * row['error']:+.2f} %"
-        print(f"{len(found)}/{len(every)} {outcome.name}: {said}", file=sys.stderr, flush=True)
+    for outcome in _run([row for row in chosen if row.name not in results], options.ranks_at_once):
+        row = results[outcome.name] = _result(every[outcome.name], outcome)
+        outcome_words = row.get("refused") or row.get("failed") or f"{100 * row['error']:+.2f} %"
+        print(
+            f"{len(results)}/{len(every)} {outcome.name}: {outcome_words}",
+            file=sys.stderr,
+            flush=True,
+        )
         if options.output:
-            _write(options.output, found, list(every))
+            _write(options.output, results, list(every))
     for _ in range(AGAIN):
-        for outcome in _run([row for row in chosen if is_late(found[row.name])], 1):
-            row = again(found[outcome.name], _result(every[outcome.name], outcome))
-            found[outcome.name] = row
-            said = f"again: {100 * row['error']:+.2f} %"
-            print(f"{outcome.name} {said}", file=sys.stderr, flush=True)
+        for outcome in _run([row for row in chosen if is_late(results[row.name])], 1):
+            row = again(results[outcome.name], _result(every[outcome.name], outcome))
+            results[outcome.name] = row
+            outcome_words = f"again: {100 * row['error']:+.2f} %"
+            print(f"{outcome.name} {outcome_words}", file=sys.stderr, flush=True)
             if options.output:
-                _write(options.output, found, list(every))
-    print(table(found))
-    print(json.dumps(summary(found), indent=1))
+                _write(options.output, results, list(every))
+    print(table(results))
+    print(json.dumps(summary(results), indent=1))
 
 
 if __name__ == "__main__":

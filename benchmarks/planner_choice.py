@@ -1,21 +1,20 @@
-"""Whether the planner chooses well: its plan under five caps beside all others, measured.
+"""Check the planner's choice: its plan under five caps against all other plans, measured.
 
     python benchmarks/planner_choice.py --output benchmarks/results/planner_choice.json
     python benchmarks/planner_choice.py --ranks 2 --shares 1.0
 
-For 1, 2 and 4 ranks a small GPT is planned under five caps, from just enough for the smallest
-plan to enough for the fastest. Under each cap every candidate of the space that fits by forecast
-is a plan to be measured, not only those that the search has looked at: its step is the median of
-`STEPS` steps of a real run, in which the cap is enforced (`memory.cap`: the first, so the lowest,
-of those under which it fits), its peak the highest tracked one of all ranks. `chosen` is the step
-of the planner's plan over that of the best one measured, 1 being the best; both are measured again,
-in alternation, as single runs differ by some per cent. `rank correlation` is Spearman's between the
-predicted and the measured seconds of all plans under a cap. `wrong` counts plans that were said to
-fit and ended out of memory, or whose tracked peak is above what the cap leaves to tensors.
+For 1, 2 and 4 ranks a small GPT is planned under five caps, from one that just fits the smallest
+plan to one that fits the fastest. Under each cap every candidate of the space that fits by forecast
+is measured, not only those that the search evaluated. Its step is the median of `STEPS` steps of a
+real run that enforces the cap (`memory.cap`: the lowest of the caps under which it fits), its peak
+the highest tracked peak of all ranks. `chosen` is the step of the planner's plan divided by that of
+the best measured plan (1 is the best); both are measured again, in alternation, as single runs
+differ by some per cent. `rank correlation` is Spearman's, of the predicted and measured seconds of
+all plans under a cap. `wrong` counts plans that were said to fit but ran out of memory, or whose
+tracked peak exceeds the part of the cap for tensors.
 
-Rates are those that `bigtrain doctor` measures on this machine, and blocks are timed on it. One
-rank alone has two threads, of several each has one. One run at a time, on an idle machine: these
-are timings.
+`bigtrain doctor` measures the rates on this machine, and blocks are timed on it. A single rank has
+two threads; with several ranks each has one. The figures are times: use an idle machine.
 """
 
 from __future__ import annotations
@@ -64,16 +63,16 @@ WORDS = [
 
 
 def threads_of(ranks: int) -> int:
-    """Of each rank."""
+    """Return the number of threads of each rank."""
     return 2 if ranks == 1 else 1
 
 
 def planned(ranks: int, cap: int | None) -> PlannedAnswer:
-    """The planner's answer under a cap."""
+    """Return the planner's answer under a cap."""
     words = WORDS if cap is None else [*WORDS, f"memory.cap={cap}"]
     job, cluster = load_job(None, "single", words), measure_local_cluster(ranks)
-    kept = None if cap is None else str(cap)
-    memory, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=kept)
+    cap_words = None if cap is None else str(cap)
+    memory, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=cap_words)
     question = Question(
         job=job,
         cluster=cluster,
@@ -87,26 +86,26 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
 
 
 def prepare(ranks: int, shares: Sequence[float]) -> list[tuple[int, int, list[dict[str, Any]]]]:
-    """For each cap what it leaves to tensors and the plans that fit, the planner's own first."""
-    os.environ["OMP_NUM_THREADS"] = str(threads_of(ranks))  # of the ranks that time blocks
+    """Return, for each cap, its bytes for tensors and the plans that fit, the chosen one first."""
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(ranks))  # for the ranks that time blocks
     roomy = planned(ranks, None)
     smallest = roomy.search.smallest()
     low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0
     high = max(low, roomy.result.best[0].peak.bytes)
-    found = []
+    by_cap = []
     for share in shares:
         wanted = round(low + (high - low) * share) + MIB
         cap = Limit(0).memory_for(wanted) - 1
         answer = planned(ranks, cap)
         limit = answer.question.limit
         plans = [*answer.result.best[:1], *_fitting(answer, limit)]
-        found.append((cap, limit, [_told(one) for one in plans]))
-    return found
+        by_cap.append((cap, limit, [_told(plan) for plan in plans]))
+    return by_cap
 
 
-def _fitting(found: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
-    judge = found.search.evaluator
-    for candidate in found.search.space.candidates():
+def _fitting(planned: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
+    judge = planned.search.evaluator
+    for candidate in planned.search.space.candidates():
         try:
             judged = judge.evaluate(candidate, judge.plan_of(candidate), limit)
         except ConfigError:  # a technique refuses it
@@ -116,30 +115,31 @@ def _fitting(found: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
 
 
 def _told(judged: EvaluatedPlan) -> dict[str, Any]:
-    one = judged.candidate
+    candidate = judged.candidate
     less = sorted(judged.recomputed.items())
     return {
-        "plan": f"{one.label} pp {one.pp} x dp {one.dp}, {one.rows} x {one.micro_batches}",
+        "plan": f"{candidate.label} pp {candidate.pp} x dp {candidate.dp}, {candidate.rows} x "
+        f"{candidate.micro_batches}",
         "computed_again": len(less),
         "cuts": judged.cuts,
         "predicted_bytes": judged.peak.bytes,
         "predicted_seconds": judged.seconds.total,
-        "key": repr((one, less, judged.cuts)),
+        "key": repr((candidate, less, judged.cuts)),
         "job": judged.job,
     }
 
 
 def given_back(_: RunContext, prepared: Any, *__: Any) -> Any:
-    """What was prepared."""
+    """Return the prepared value."""
     return prepared
 
 
 def nothing(*_: Any) -> None:
-    """Of a run nothing has to be prepared."""
+    """Prepare nothing."""
 
 
 def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
-    """One rank: its tracked peak, and the seconds of the steps after the warm ones."""
+    """Run one rank; return its tracked peak, and the seconds of the steps after warm-up."""
     torch.set_num_threads(threads_of(context.world_size))
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
     seconds = []
@@ -157,7 +157,7 @@ def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
 
 
 def measured(ranks: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """Run a plan: the highest tracked peak of its ranks, the median of its slowest ranks' steps."""
+    """Run a plan; return the highest tracked peak, and the median of the slowest ranks' steps."""
     pp = plan["job"].mesh.pp
     task = forked.Task(plan["plan"], nothing, train, (plan["job"],), ranks, pp, LIMIT_S)
     (outcome,) = forked.run_all([task], ranks)
@@ -169,14 +169,14 @@ def measured(ranks: int, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside(ranks: int, chosen: dict[str, Any], best: dict[str, Any]) -> float | None:
-    """The step of one plan over that of another, both run anew in alternation; None: none ran."""
+    """Return the ratio of two plans' steps, run anew in alternation; None if none ran."""
     pairs = [(measured(ranks, chosen), measured(ranks, best)) for _ in range(AGAIN)]
     ratios = [a["seconds"] / b["seconds"] for a, b in pairs if "seconds" in a and "seconds" in b]
     return statistics.median(ratios) if ratios else None
 
 
 def of_ranks(ranks: int, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """A row for each limit."""
+    """Return a row for each limit."""
     task = forked.Task("plans", prepare, given_back, (ranks, shares), 1, 1, 10 * LIMIT_S)
     (outcome,) = forked.run_all([task], 1)
     if not outcome.values:
@@ -186,11 +186,11 @@ def of_ranks(ranks: int, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
         for plan in plans:
             if plan["key"] not in known:
                 known[plan["key"]] = measured(ranks, plan)
-        ran = [one for one in plans if "seconds" in known[one["key"]]]
-        chosen, best = plans[0], min(ran, key=lambda one: known[one["key"]]["seconds"])
+        ran = [ran_plan for ran_plan in plans if "seconds" in known[ran_plan["key"]]]
+        chosen, best = plans[0], min(ran, key=lambda ran_plan: known[ran_plan["key"]]["seconds"])
         ratio = 1.0 if chosen["key"] == best["key"] else beside(ranks, chosen, best)
         fields = ("plan", "computed_again", "predicted_bytes", "predicted_seconds")
-        rows = [{k: one[k] for k in fields} | known[one["key"]] for one in plans[1:]]
+        rows = [{k: ran_plan[k] for k in fields} | known[ran_plan["key"]] for ran_plan in plans[1:]]
         yield {
             "ranks": ranks,
             "cap_bytes": cap,
@@ -210,16 +210,16 @@ def _is_wrong(row: dict[str, Any], limit: int) -> bool:
 
 
 def correlation(rows: list[dict[str, Any]]) -> float | None:
-    """Spearman's, of predicted and measured seconds; None of fewer than three plans."""
+    """Return Spearman's correlation of predicted and measured seconds; None below three plans."""
     if len(rows) < 3:
         return None
-    found = [torch.tensor([r[k] for r in rows]) for k in ("predicted_seconds", "seconds")]
-    places = torch.stack([each.argsort().argsort().double() for each in found])
+    seconds = [torch.tensor([r[k] for r in rows]) for k in ("predicted_seconds", "seconds")]
+    places = torch.stack([each.argsort().argsort().double() for each in seconds])
     return float(torch.corrcoef(places)[0, 1])
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     ratio, rank = row["chosen_over_best"], row["rank_correlation"]
     return (
         f"{row['ranks']} ranks, {row['cap_bytes'] / MIB:.0f} MiB: {row['chosen']}; best "
@@ -230,19 +230,19 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print, and keep the figures."""
+    """Measure, print and write the figures."""
     forked.load_everything()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="see SHARES")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found = []
+    rows = []
     for ranks in options.ranks:
         for row in of_ranks(ranks, options.shares):
-            found.append(row)
+            rows.append(row)
             print(line(row), flush=True)
-            keep(options.output, {"rows": found})
+            keep(options.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Run the cases, or be one of them."""
+    """Run all cases, or one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
@@ -55,17 +55,17 @@ def main() -> None:
     if options.case is not None:
         json.dump(measured(options.case), sys.stdout)
         return
-    found = []
+    rows = []
     for name in CASES:
         command = [sys.executable, __file__, "--case", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append({"case": name, **json.loads(done.stdout)})
-        print(line(found[-1]), flush=True)
-    keep(options.output, {"rows": found})
+        rows.append({"case": name, **json.loads(done.stdout)})
+        print(line(rows[-1]), flush=True)
+    keep(options.output, {"rows": rows})
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     best = row["best"]
     return (
         f"{row['case']}: search {row['search_seconds']:.1f} s, all {row['all_seconds']:.1f} s, "
@@ -78,7 +78,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def question_of(case: dict[str, Any]) -> Question:
-    """What the planner is asked of a case.
+    """Return the planner's question of a case.
 
     Args:
         case: `devices`, `batch` and the model's `args`; `cluster` (left out, `h100-node`) and

@@ -94,7 +94,7 @@ SHORTCUTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Run the cases, or be one of them."""
+    """Run all cases, or one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--without", default="", help=argparse.SUPPRESS)
@@ -122,27 +122,27 @@ def main() -> None:
 def row_of(
     case: str, name: str, runs: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The medians of one search, and how many times the usual search it takes."""
+    """Return the medians of one search, and their ratio to the usual search."""
 
     def cpu_seconds(which: str) -> float:
         return float(statistics.median(run["cpu_seconds"] for run in runs[case, which]))
 
-    found, usual = runs[case, name], runs[case, ""]
+    searches, usual = runs[case, name], runs[case, ""]
     return {
         "case": case,
         "without": name,
         "cpu_seconds": cpu_seconds(name),
-        "wall_seconds": statistics.median(run["wall_seconds"] for run in found),
+        "wall_seconds": statistics.median(run["wall_seconds"] for run in searches),
         "ratio": cpu_seconds(name) / cpu_seconds(""),
-        "runs_on_fakes": found[0]["runs_on_fakes"],
-        "forecast": found[0]["forecast"],
-        "best_seconds": found[0]["best_seconds"],
-        "is_same_plan": found[0]["best"] == usual[0]["best"],
+        "runs_on_fakes": searches[0]["runs_on_fakes"],
+        "forecast": searches[0]["forecast"],
+        "best_seconds": searches[0]["best_seconds"],
+        "is_same_plan": searches[0]["best"] == usual[0]["best"],
     }
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     return (
         f"{row['case']:32} without {row['without'] or '-':40} {row['cpu_seconds']:6.1f} s CPU "
         f"({row['ratio']:.2f}x), {row['runs_on_fakes']} runs on fakes, {row['forecast']} forecast, "

@@ -1,18 +1,17 @@
-"""How much more than its tensors a process takes, and what that costs in time.
+"""Measure a process's memory in addition to its tensors, and the cost in time of tcmalloc.
 
     python benchmarks/process_memory.py --output benchmarks/results/process_memory.json
     python benchmarks/process_memory.py --jobs gpt55 --strategies fsdp --repeats 1
 
-Strategies on a GPT of 55 million parameters (4 x 128 tokens a rank) and on the default job, each
-through the command in fresh processes: as users run it (`bigtrain`: with tcmalloc, where that is
+Strategies run a GPT of 55 million parameters (4 x 128 tokens a rank) and the default job, each
+through the command in new processes: as users run it (`bigtrain`: with tcmalloc, if that is
 installed) and with the C library's allocator (`glibc`). Runs alternate; a ratio is the median of
-those of neighbouring runs.
+the ratios of neighbouring runs.
 
-`process_over_tracked` is the process's highest resident memory above what it held before the
-model was built, over the tracked peak; of the rank with the highest. `cpu_seconds` and
-`page_faults` are those of all processes of a run, imports included, and tell something on a busy
-machine, too; `seconds` are those of a step (the median after the tracked ones) and need an idle
-one.
+`process_over_tracked` is the process's highest resident memory above that before the model was
+built, divided by the tracked peak, on the rank with the highest. `cpu_seconds` and `page_faults`
+are those of all processes of a run, imports included, and are useful on a busy machine, too;
+`seconds` are those of a step (the median after the tracked ones) and need an idle machine.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ SETTINGS: dict[str, dict[str, str]] = {"bigtrain": {}, "glibc": {"LD_PRELOAD": "
 
 
 def run_once(words: list[str], environ: dict[str, str]) -> dict[str, Any]:
-    """One run of the command: its figures, or why there are none."""
+    """Run the command once; return its figures, or the reason of a failure."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         line = [*words, f"log.dir={folder}", "log.name=run"]
@@ -85,7 +84,7 @@ def run_once(words: list[str], environ: dict[str, str]) -> dict[str, Any]:
 
 
 def rows(jobs: list[str], strategies: list[str], repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each job and strategy."""
+    """Return a row for each job and strategy."""
     for job in jobs:
         for strategy in strategies:
             words = ["train", "-n", "2", "--strategy", strategy, *JOBS[job]]
@@ -99,7 +98,7 @@ def rows(jobs: list[str], strategies: list[str], repeats: int) -> Iterator[dict[
 
 
 def summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The figures of one setting, and its time over that of the C library's own."""
+    """Return the figures of one setting, and its time divided by that of the C library's."""
     failed = [run["failed"] for run in runs[name] if "failed" in run]
     if failed:
         return {"failed": failed[0]}
@@ -115,18 +114,18 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print; see the module's docstring."""
+    """Measure, print and write the rows; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found = []
+    figures = []
     for row in rows(options.jobs, options.strategies, options.repeats):
-        found.append(row)
+        figures.append(row)
         print(json.dumps(row), flush=True)
-        keep(options.output, {"steps": STEPS, "allocator": tcmalloc(), "rows": found})
+        keep(options.output, {"steps": STEPS, "allocator": tcmalloc(), "rows": figures})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ SEQUENCE, VOCABULARY = 2048, 51200
 
 
 def flops(layers: int, width: int, batch: int) -> float:
-    """Of a step, with what is computed again, as the paper counts them."""
+    """Return the FLOPs of a step with recomputation, as the paper counts them."""
     n, h, s, v = layers, width, SEQUENCE, VOCABULARY
     return 96.0 * batch * n * s * h**2 * (1 + s / (6 * h) + v / (16 * h * n))
 
 
 def job_words(layers: int, width: int, heads: int, batch: int) -> list[str]:
-    """Its job, in bf16, with as many samples as a step has."""
+    """Return the words of its job, in bf16, for a number of samples a step."""
     size = {"num_layers": layers, "width": width, "num_heads": heads}
     size |= {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
     return [
@@ -30,7 +30,7 @@ def job_words(layers: int, width: int, heads: int, batch: int) -> list[str]:
 
 
 def a100_nodes(efficiency: float | None = None) -> Cluster:
-    """Nodes of A100; with another share of the peak that products reach than is assumed."""
+    """Return nodes of A100, optionally with another share of the peak for matrix products."""
     cluster = load_cluster("a100-node")
     if efficiency is None:
         return cluster

@@ -1,20 +1,21 @@
-"""Plans of three dimensions of Narayanan et al. 2021, forecast beside what was published of them.
+"""Compare forecasts of the parallel plans of Narayanan et al. 2021 with the published figures.
 
     python benchmarks/published_plans.py --output benchmarks/results/published_plans.json
 
-`rows` are the ten of table 1 (arXiv 2104.04473): GPT of 1.7 billion to a trillion parameters on 32
-to 3,072 A100. `predicted` is the printed plan (tensor, pipeline and replicas as printed, blocks
-computed again), `best` what the planner finds for the same devices and batch. The paper's mixed
-precision (layers see 16 bits, the optimizer has 32) is `zero1_torch`'s here, which also shares the
-optimizer's state; `ddp` casts 32 bits in each micro-batch. Micro-batches
-are not printed: 1, 2 and 4 are forecast, and so are interleaved schedules of 2 to 4 stages a rank
-(the paper's, whose number is not printed either) where blocks divide; the fastest counts.
-`crossovers` are figures 10 and 13 to 15: which of their plans is fastest, not how fast. Their
-figure is TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step.
-Nothing is measured here, and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`.
-With `--efficiency 0.859`, the share of its peak that the best of many large products was measured
-to reach on an A100 (S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"),
-the same is asked without what that file assumes.
+`rows` are the ten rows of table 1 (arXiv 2104.04473): GPT of 1.7 billion to a trillion parameters
+on 32 to 3,072 A100. `predicted` is the printed plan (tensor, pipeline and data parallel sizes as
+printed, blocks recomputed), `best` the planner's plan for the same devices and batch. The paper's
+mixed precision (16 bits in the layers, 32 bits in the optimizer) is `zero1_torch` here, which also
+shards the optimizer's state; `ddp` casts from 32 bits in each micro-batch. The paper does not print
+micro-batches: 1, 2 and 4 are forecast. It does not print the number of stages a rank of its
+interleaved schedules either: 2 to 4 are forecast if they divide the blocks. The fastest counts.
+
+`crossovers` are figures 10 and 13 to 15: which plan is fastest, not its speed. Their figure is
+TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step. Nothing is
+measured here and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`. With
+`--efficiency 0.859` the assumption of that file is replaced by the measured one: the share of its
+peak that an A100 reached in the best of many large products (S. Bekman, Machine Learning
+Engineering, "Maximum Achievable Matmul FLOPS").
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ TABLE_2 = {384: (144, 153), 768: (88, 149), 1536: (44, 141)}
 
 
 def question(model: Model, devices: int, batch: int) -> Question:
-    """All plans of a model on so many devices."""
+    """Return the planner's question for a model on a number of devices."""
     words = job_words(*model, batch)
     memory = rank_limits(USED["cluster"], memory=None, cap=None)[0]
     given = (load_job(None, "single", words), USED["cluster"], devices, memory, batch)
@@ -87,7 +88,7 @@ def question(model: Model, devices: int, batch: int) -> Question:
 
 @cache
 def evaluator(model: Model) -> PlanEvaluator:
-    """Of its plans, on any number of devices."""
+    """Return the evaluator of a model's plans, on any number of devices."""
     return open_evaluator(question(model, 64, 64))[2]
 
 
@@ -98,9 +99,9 @@ def plan(
     interleaved: int,
     replicate: str = "zero1_torch",
 ) -> Candidate:
-    """A plan of (tp, pp, dp), of micro-batches of so many rows and so many stages a rank."""
+    """Return a plan of (tp, pp, dp), rows of a micro-batch and stages a rank."""
     tp, pp, dp = mesh
-    # With fewer micro-batches than ranks 1f1b is gpipe, and is to be called so.
+    # With fewer micro-batches than ranks 1f1b equals gpipe, and must be named so.
     plain = "1f1b" if batch // dp // rows >= pp else "gpipe"
     word = "interleaved_1f1b" if interleaved > 1 else plain
     more = {"stages_per_rank": interleaved} if interleaved > 1 else {}
@@ -117,13 +118,13 @@ def plan(
 
 
 def seconds(judge: PlanEvaluator, candidate: Candidate) -> dict[str, float]:
-    """The parts of its step, all blocks computed again."""
-    found = judge.seconds_with(candidate, judge.plan_of(candidate), "full")
-    return {**vars(found), "total": found.total}
+    """Return the seconds of a step by part, with all blocks recomputed."""
+    parts = judge.seconds_with(candidate, judge.plan_of(candidate), "full")
+    return {**vars(parts), "total": parts.total}
 
 
 def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
-    """The plans that a row may mean, and their stages a rank."""
+    """Return the plans that a row may mean, and their stages a rank."""
     dp = row.devices // row.tp // row.pp
     for rows in MICRO_BATCHES:
         if row.batch // dp % rows:
@@ -134,9 +135,9 @@ def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
 
 
 def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
-    """A row of table 1: published, predicted, and what the planner would do."""
+    """Return a row of table 1: published, predicted, and the planner's plan."""
     judge, answer = evaluator(row.model), None
-    found: list[dict[str, Any]] = []
+    forecasts: list[dict[str, Any]] = []
     if searched:
         answer = ask(question(row.model, row.devices, row.batch))
         judge = answer.search.evaluator
@@ -144,10 +145,13 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
         try:
             parts = seconds(judge, candidate)
         except ConfigError as error:
-            found.append({"refused": str(error), "micro_batch": candidate.rows})
+            forecasts.append({"refused": str(error), "micro_batch": candidate.rows})
             continue
-        found.append({"micro_batch": candidate.rows, "stages_per_rank": count, **parts})
-    fastest = min((one for one in found if "total" in one), key=lambda one: one["total"])
+        forecasts.append({"micro_batch": candidate.rows, "stages_per_rank": count, **parts})
+    fastest = min(
+        (forecast for forecast in forecasts if "total" in forecast),
+        key=lambda forecast: forecast["total"],
+    )
     work = flops(row.model.layers, row.model.width, row.batch) / row.devices / 1e12
     result = {
         **row._asdict(),
@@ -157,7 +161,7 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
         "predicted_tflops": work / fastest["total"],
         "error": row.tflops * fastest["total"] / work - 1,
         "micro_batch": fastest["micro_batch"],
-        "forecasts": found,
+        "forecasts": forecasts,
     }
     if answer is not None:
         best = answer.result.best[0]
@@ -173,7 +177,7 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     mesh = mesh_words(row["pp"], row["devices"] // row["pp"] // row["tp"], row["tp"])
     best = row.get("best")
     planned = (
@@ -192,59 +196,61 @@ def line(row: dict[str, Any]) -> str:
 def throughputs(
     model: Model, meshes: list[tuple[int, int, int]], batch: int, replicate: str = "zero1_torch"
 ) -> dict[str, float]:
-    """TFLOP/s a device of each mesh (tp, pp, dp), one sequence a micro-batch."""
-    judge, found = evaluator(model), {}
+    """Return TFLOP/s a device of each mesh (tp, pp, dp), with one sequence a micro-batch."""
+    judge, by_mesh = evaluator(model), {}
     for tp, pp, dp in meshes:
         candidate = plan((tp, pp, dp), batch, 1, 1, replicate)
         work = flops(model.layers, model.width, batch) / (tp * pp * dp) / 1e12
-        found[mesh_words(pp, dp, tp)] = work / seconds(judge, candidate)["total"]
-    return found
+        by_mesh[mesh_words(pp, dp, tp)] = work / seconds(judge, candidate)["total"]
+    return by_mesh
 
 
 def crossovers() -> Iterator[dict[str, Any]]:
-    """Which plan is the fastest in figures 13, 14, 15 and 10, as forecast and as published."""
+    """Return the fastest plans in figures 13, 14, 15 and 10, as forecast and as published."""
     pairs = [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2)]
     for batch in (32, 128):
-        found = throughputs(GPT_162B, [(tp, pp, 1) for tp, pp in pairs], batch)
-        holds = max(found, key=found.__getitem__) == mesh_words(8, 1, 8)
-        yield _case(f"figure 13, batch {batch}", "tp 8 x pp 8 is the fastest", found, holds=holds)
+        by_mesh = throughputs(GPT_162B, [(tp, pp, 1) for tp, pp in pairs], batch)
+        holds = max(by_mesh, key=by_mesh.__getitem__) == mesh_words(8, 1, 8)
+        yield _case(f"figure 13, batch {batch}", "tp 8 x pp 8 is the fastest", by_mesh, holds=holds)
     for figure, meshes in (
         ("figure 14", [(1, pp, dp) for pp, dp in pairs]),
         ("figure 15", [(tp, 1, dp) for tp, dp in pairs]),
     ):
         for batch in (32, 128, 512):
-            found = throughputs(GPT_6B, meshes, batch)
-            first = next(iter(found))
-            holds = max(found, key=found.__getitem__) == first
-            said = f"{first} is the fastest, with the most replicas"
-            yield _case(f"{figure}, batch {batch}", said, found, holds=holds)
+            by_mesh = throughputs(GPT_6B, meshes, batch)
+            first = next(iter(by_mesh))
+            holds = max(by_mesh, key=by_mesh.__getitem__) == first
+            published = f"{first} is the fastest, with the most replicas"
+            yield _case(f"{figure}, batch {batch}", published, by_mesh, holds=holds)
     yield _figure_10()
 
 
 def _figure_10() -> dict[str, Any]:
-    judge, batch, found = evaluator(GPT_175B), 1536, {}
+    judge, batch, by_devices = evaluator(GPT_175B), 1536, {}
     for devices in TABLE_2:
         work = flops(GPT_175B.layers, GPT_175B.width, batch) / devices / 1e12
         sharded = plan((1, 1, devices), batch, batch // devices, 1, "fsdp")
         sliced = plan((8, 12, devices // 96), batch, 1, 2)
-        found[str(devices)] = [work / seconds(judge, one)["total"] for one in (sharded, sliced)]
-    ratios = [there / here for there, here in found.values()]
+        by_devices[str(devices)] = [
+            work / seconds(judge, candidate)["total"] for candidate in (sharded, sliced)
+        ]
+    ratios = [zero3 / here for zero3, here in by_devices.values()]
     holds = ratios == sorted(ratios, reverse=True) and max(ratios) < 1
-    said = "ZeRO-3 is slower than tp 8 x pp 12, and falls behind as devices double"
+    statement = "ZeRO-3 is slower than tp 8 x pp 12, and more so with twice the devices"
     published = {str(devices): pair for devices, pair in TABLE_2.items()}
-    return {**_case("figure 10", said, found, holds=holds), "published": published}
+    return {**_case("figure 10", statement, by_devices, holds=holds), "published": published}
 
 
-def _case(figure: str, said: str, found: Any, *, holds: bool) -> dict[str, Any]:
-    return {"figure": figure, "published_says": said, "tflops": found, "holds": holds}
+def _case(figure: str, statement: str, figures: Any, *, holds: bool) -> dict[str, Any]:
+    return {"figure": figure, "published_says": statement, "tflops": figures, "holds": holds}
 
 
 def main() -> None:
-    """Print, and keep the figures."""
+    """Print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--no-search", action="store_true", help="the printed plans alone")
-    parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
+    parser.add_argument("--no-search", action="store_true", help="only the printed plans")
+    parser.add_argument("--efficiency", type=float, help="instead of the cluster's own")
     options = parser.parse_args()
     USED["cluster"] = cluster = a100_nodes(options.efficiency)
     rows: list[dict[str, Any]] = []

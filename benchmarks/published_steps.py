@@ -1,13 +1,14 @@
-"""Predicted beside published steps, where shapes, devices and batch are printed.
+"""Compare predicted with published step times, where shapes, devices and batch are printed.
 
     python benchmarks/published_steps.py --output benchmarks/results/published_steps.json
 
-GPT of Narayanan et al. 2021 (arXiv 2104.04473; tables 1 and 2) on nodes of A100: replicas of 1.7
-billion parameters, and ZeRO stage 3 of 175 billion; of Zhao et al. 2023 (arXiv 2304.11277) FSDP of
-175 billion. All compute their blocks again, in 16 bits. Their figure is TFLOP/s a device, which
-counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step; it is turned into seconds. The
-micro-batch of the first row is not printed: one rank's share of the batch is 16, taken at once and
-in sixteen. Nothing is measured here: the cluster is `configs/clusters/a100-node.yaml`.
+The rows: GPT of Narayanan et al. 2021 (arXiv 2104.04473; tables 1 and 2) on nodes of A100, as
+replicas of 1.7 billion parameters and with ZeRO stage 3 of 175 billion; FSDP of 175 billion of Zhao
+et al. 2023 (arXiv 2304.11277). All recompute their blocks, in 16 bits. Their figure is TFLOP/s a
+device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step; it is converted to
+seconds. The micro-batch of the first row is not printed: one rank's share of the batch is 16, which
+is computed at once and in sixteen parts. Nothing is measured here: the cluster is
+`configs/clusters/a100-node.yaml`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ROWS = (
 
 
 def predicted(row: Published, cluster: Cluster) -> dict[str, float]:
-    """Seconds of the parts of a step."""
+    """Return the seconds of the parts of a step."""
     words = [
         *job_words(row.layers, row.width, row.heads, row.batch),
         f"train.micro_batch_size={row.micro_batch}",
@@ -66,20 +67,18 @@ def predicted(row: Published, cluster: Cluster) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print, and keep the figures."""
+    """Print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
+    parser.add_argument("--efficiency", type=float, help="instead of the cluster's own")
     options = parser.parse_args()
     cluster = a100_nodes(options.efficiency)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for row in ROWS:
         work = flops(row.layers, row.width, row.batch)
         parts, published = predicted(row, cluster), work / row.devices / row.tflops / 1e12
         seconds = sum(parts.values())
-        found.append(
-            {**row._asdict(), "published": published, "predicted": seconds, "parts": parts}
-        )
+        rows.append({**row._asdict(), "published": published, "predicted": seconds, "parts": parts})
         shape = f"{row.layers} x {row.width}, {row.strategy} on {row.devices}"
         print(
             f"{row.source}: {shape}, micro-batch {row.micro_batch}: published {published:.2f} s, "
@@ -87,7 +86,7 @@ def main() -> None:
             {name: round(part, 2) for name, part in parts.items()},
             flush=True,
         )
-        keep(options.output, {"efficiency": cluster.device.efficiency, "rows": found})
+        keep(options.output, {"efficiency": cluster.device.efficiency, "rows": rows})
 
 
 if __name__ == "__main__":

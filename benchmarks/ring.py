@@ -1,12 +1,12 @@
-"""The ring of sends and receives beside gloo's own all-reduce and DDP: ratios of seconds.
+"""Compare the ring of sends and receives with gloo's own all-reduce and with DDP, in seconds.
 
     python benchmarks/ring.py --output benchmarks/results/ring.json
     python benchmarks/ring.py --ranks 2 --pairs 3      # a few seconds
 
-In one run, on the same ranks, one after the other in alternation: an average of so many bytes by
+In one run, on the same ranks, alternate: an average of a number of bytes by
 `strategies.ring.RingReduce` and by `all_reduce` with a division; and a step of a small GPT under
-`ring` and under `ddp`. A ratio is the median of those of neighbours; below 1 the ring is faster.
-These are timings: on an idle machine, with no more ranks than cores.
+`ring` and under `ddp`. A ratio is the median of the ratios of neighbours; below 1 the ring is
+faster. The figures are times: use an idle machine, with no more ranks than cores.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ WARM, LIMIT_S = 3, 900.0
 def compare(
     ways: Sequence[Callable[[], object]], pairs: int, context: RunContext
 ) -> dict[str, float]:
-    """Seconds of two ways and the median ratio of neighbours, of the slowest rank."""
+    """Return the seconds of two functions and their median ratio, on the slowest rank."""
     taken: tuple[list[float], list[float]] = ([], [])
-    for turn in range(WARM + pairs):
+    for round_number in range(WARM + pairs):
         for way, seconds in zip(ways, taken, strict=True):
             context.barrier()
             begin = time.perf_counter()
             way()
-            own = time.perf_counter() - begin
-            slowest = max(context.all_gather_numbers(own))
-            if turn >= WARM:
+            elapsed = time.perf_counter() - begin
+            slowest = max(context.all_gather_numbers(elapsed))
+            if round_number >= WARM:
                 seconds.append(slowest)
-    ratios = [one / other for one, other in zip(*taken, strict=True)]
+    ratios = [
+        first_seconds / second_seconds for first_seconds, second_seconds in zip(*taken, strict=True)
+    ]
     return {
         "ring_seconds": statistics.median(taken[0]),
         "other_seconds": statistics.median(taken[1]),
@@ -76,7 +78,7 @@ def _step(engine: Engine, batches: Iterator[Step]) -> None:
 
 
 def averages(context: RunContext, pairs: int) -> list[dict[str, Any]]:
-    """The ring and gloo's all-reduce, for each size."""
+    """Compare the ring with gloo's all-reduce, for each size."""
     rows = []
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4)
@@ -87,7 +89,7 @@ def averages(context: RunContext, pairs: int) -> list[dict[str, Any]]:
 
 
 def steps(context: RunContext, pairs: int) -> dict[str, Any]:
-    """A step under `ring` and under `ddp`."""
+    """Compare a step under `ring` with one under `ddp`."""
     with ExitStack() as stack:
         ways = []
         for name in ("ring", "ddp"):
@@ -102,16 +104,16 @@ def steps(context: RunContext, pairs: int) -> dict[str, Any]:
 
 
 def measure(context: RunContext, _: None, pairs: int) -> dict[str, Any]:
-    """All of it, on one rank."""
+    """Measure everything on one rank."""
     return {"averages": averages(context, 4 * pairs), "step": steps(context, pairs)}
 
 
 def prepare(_: int) -> None:
-    """Nothing."""
+    """Prepare nothing."""
 
 
 def main() -> int:
-    """Measure, print and keep."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument(
@@ -127,19 +129,19 @@ def main() -> int:
             if outcome.failed or outcome.refused:
                 print(outcome.failed or outcome.refused, file=sys.stderr)
                 return 1
-            found = outcome.values[0]
-            for one in found["averages"]:
-                mine, theirs = one["ring_seconds"] * 1e3, one["other_seconds"] * 1e3
+            figures = outcome.values[0]
+            for average in figures["averages"]:
+                ring_ms, gloo_ms = average["ring_seconds"] * 1e3, average["other_seconds"] * 1e3
                 print(
-                    f"{ranks} ranks, {one['bytes'] / KIB:.0f} KiB: ring {mine:.2f} ms, "
-                    f"gloo {theirs:.2f} ms, ratio {one['ratio']:.2f}"
+                    f"{ranks} ranks, {average['bytes'] / KIB:.0f} KiB: ring {ring_ms:.2f} ms, "
+                    f"gloo {gloo_ms:.2f} ms, ratio {average['ratio']:.2f}"
                 )
-            one = found["step"]
+            average = figures["step"]
             print(
-                f"{ranks} ranks, a step: ring {one['ring_seconds'] * 1e3:.1f} ms, ddp "
-                f"{one['other_seconds'] * 1e3:.1f} ms, ratio {one['ratio']:.3f}"
+                f"{ranks} ranks, a step: ring {average['ring_seconds'] * 1e3:.1f} ms, ddp "
+                f"{average['other_seconds'] * 1e3:.1f} ms, ratio {average['ratio']:.3f}"
             )
-            rows.append({"ranks": ranks, **found})
+            rows.append({"ranks": ranks, **figures})
     keep(options.output, {"model": GPT, "rows": rows})
     return 0
 

@@ -1,15 +1,15 @@
-"""Random slices of models that nobody picked, on real ranks beside one process, in float64.
+"""Compare random slices of random models on real ranks with one process, in float64.
 
-Models are drawn by a seed from what torchvision, timm and transformers list (`foreign_models.py`);
-of each, parameters and buffers drawn by a seed are sliced on random dims, with random sections and
-units. Outputs, loss, gradients and buffers are compared with those of the whole model. Where they
-differ, the tensors are named whose slices alone make them differ. Dropout is off: what is sliced
-draws other numbers.
+Models are drawn by a seed from the lists of torchvision, timm and transformers
+(`foreign_models.py`). Parameters and buffers of each, drawn by a seed, are sliced along random
+dims, with random sections and units. Outputs, loss, gradients and buffers are compared with those
+of the whole model. If they differ, the row names the tensors whose slices alone make a difference.
+Dropout is off, as sliced tensors draw other random numbers.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. /tmp/zoo/bin/python benchmarks/slicing_fuzz.py --models 20
 
-With `--planned` the slices are those that bigtrain chooses: the proof that a sliced model computes
-what one process does.
+With `--planned` the slices are those that bigtrain chooses: this checks that a sliced model
+computes what one process does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHARES = (0.1, 0.4, 0.9)
 
 
 def drop_nothing(model: nn.Module) -> None:
-    """Set every rate of dropout to nought."""
+    """Set every dropout rate to 0."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for name, value in list(vars(owner).items()) if owner is not None else ():
@@ -50,13 +50,13 @@ def drop_nothing(model: nn.Module) -> None:
 
 
 def in_double() -> None:
-    """Where a model's code asks for float32, it gets float64: rounding would hide differences."""
+    """Give float64 where a model's code asks for float32: rounding would hide differences."""
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 
 def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
-    """A model in float64 with no weight at nought, and a forward pass of it with a loss."""
+    """Return a float64 model without zero weights, and a forward pass with a loss."""
     import foreign_models as zoo
 
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "eager"  # the fused one knows no float64
+            config._experts_implementation = "eager"  # the fused kernel does not support float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -85,7 +85,7 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
 def of_rank(
     context: Any, row: dict[str, Any], seeds: list[int], sequence_dim: int | None
 ) -> list[dict[str, Any]]:
-    """What one rank finds of one model."""
+    """Return the results of one rank for one model."""
     import copy
 
     from support.sliced import compared, random_slices, slice_group
@@ -97,7 +97,7 @@ def of_rank(
         run(copy.deepcopy(model))[1].backward()
     except Exception as error:  # noqa: BLE001 - the table says what it was
         return [{"left_out": f"whole, in float64: {error}"[:300], "difference": 0.0}]
-    found = []
+    results = []
     for seed in seeds:
         group = slice_group(context, sequence_dim)
         begin = time.perf_counter()
@@ -105,17 +105,17 @@ def of_rank(
             try:
                 slices, gathered = planned(row, group.size)
             except ConfigError as error:
-                found.append({"seed": seed, "refused": str(error), "difference": 0.0})
+                results.append({"seed": seed, "refused": str(error), "difference": 0.0})
                 continue
         else:
             slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
             gathered = frozenset()
         result = compared(copy.deepcopy(model), run, slices, group, gathered=gathered)
         if "bigtrain.errors.ConfigError: strategy.slice" in result.error:
-            said = result.error.strip().splitlines()[-1]
-            found.append({"seed": seed, "refused": said, "difference": 0.0})
+            message = result.error.strip().splitlines()[-1]
+            results.append({"seed": seed, "refused": message, "difference": 0.0})
             continue
-        found.append(
+        results.append(
             {
                 **{"seed": seed, "sliced": len(slices), "difference": result.worst},
                 **{"where": result.where, "gathers": result.gathers, "error": result.error},
@@ -123,12 +123,12 @@ def of_rank(
             }
         )
         if _any(result.worst > TOLERANCE, group):
-            found[-1]["alone"] = _alone(model, run, slices, context, sequence_dim)
-    return found
+            results[-1]["alone"] = _alone(model, run, slices, context, sequence_dim)
+    return results
 
 
 def planned(row: dict[str, Any], ranks: int) -> tuple[dict[str, Any], frozenset[str]]:
-    """The slices that are chosen for a model, and the weights whose product is gathered at once."""
+    """Return the slices chosen for a model, and the weights whose product is gathered at once."""
     from types import SimpleNamespace
 
     import slicing_zoo as zoo
@@ -150,27 +150,27 @@ def _any(is_wrong: bool, group: Any) -> bool:
 def _alone(
     model: nn.Module, run: Any, slices: dict[str, Any], context: Any, sequence_dim: int | None
 ) -> list[str]:
-    """Tensors whose slices alone make a difference: at most three."""
+    """Return at most three tensors whose slices alone make a difference."""
     import copy
 
     from support.sliced import compared, slice_group
 
     names = []
-    for name, own in slices.items():
+    for name, slices_of_tensor in slices.items():
         group = slice_group(context, sequence_dim)
-        result = compared(copy.deepcopy(model), run, {name: own}, group)
+        result = compared(copy.deepcopy(model), run, {name: slices_of_tensor}, group)
         if _any(result.worst > TOLERANCE, group):
-            names.append(f"{name} {own}: {result.where} {result.error[-600:]}")
+            names.append(f"{name} {slices_of_tensor}: {result.where} {result.error[-600:]}")
             if len(names) == 3:
                 break
     return names
 
 
 def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
-    """Models that run, so many of each library."""
+    """Yield models that run, a number of each library."""
     import foreign_models as zoo
 
-    found = []
+    rows = []
     for library in libraries:
         names = zoo.names_of(library)
         random.Random(f"{seed}:{library}").shuffle(names)
@@ -179,28 +179,30 @@ def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
             row = zoo.tried(library, name)
             if "left_out" in row:
                 continue
-            found.append(row)
+            rows.append(row)
             left -= 1
             if not left:
                 break
-    return found
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", type=int, default=0, help="of each library; else those known")
+    parser.add_argument(
+        "--models", type=int, default=0, help="of each library (default: the known ones)"
+    )
     parser.add_argument("--draw", type=int, default=1, help="seed of the models")
     parser.add_argument("--seeds", type=int, default=3, help="assignments of each model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequence", type=int, help="dim along which sums are sliced")
-    parser.add_argument("--only", default="", help="models whose name has this")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--libraries", default="torchvision,timm,transformers")
     parser.add_argument("--planned", action="store_true", help="slices as bigtrain chooses them")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     import foreign_models as zoo
-    import slicing_fuzz  # by its own name, so that other processes find what is pickled
+    import slicing_fuzz  # by name, so that other processes can unpickle its functions
     from support.ranks import run_ranks
 
     libraries = options.libraries.split(",")
@@ -213,7 +215,7 @@ def main() -> None:
     for row in rows:
         if options.only not in row["name"]:
             continue
-        whole = {key: row.get(key) for key in ("library", "name", "side")}
+        identity = {key: row.get(key) for key in ("library", "name", "side")}
         try:
             ranks = run_ranks(
                 *(slicing_fuzz.of_rank, options.ranks, row, seeds, options.sequence),
@@ -221,21 +223,21 @@ def main() -> None:
                 timeout_s=300,
             )
         except Exception as error:  # noqa: BLE001 - the table says what it was
-            results.append({**whole, "raised": str(error)[-1500:]})
+            results.append({**identity, "raised": str(error)[-1500:]})
             failed += 1
             print("RAISED", row["name"], results[-1]["raised"], flush=True)
             continue
         for of_ranks in zip(*ranks, strict=True):
-            worst = max(of_ranks, key=lambda one: one["difference"])
-            results.append({**whole, **worst})
+            worst = max(of_ranks, key=lambda result: result["difference"])
+            results.append({**identity, **worst})
             is_wrong = not worst["difference"] < TOLERANCE
             failed += is_wrong
             if "left_out" in worst or "refused" in worst:
                 print(row["name"], worst.get("left_out", worst.get("refused")), flush=True)
                 continue
             total = sum(worst["gathers"].values())
-            said = (worst["seed"], worst["difference"], worst["where"], total)
-            print(row["name"], *said, flush=True)
+            figures = (worst["seed"], worst["difference"], worst["where"], total)
+            print(row["name"], *figures, flush=True)
             if is_wrong:
                 print("WRONG", worst["error"][-900:], *worst.get("alone", []), sep="\n", flush=True)
     print(f"{len(results)} runs, {failed} wrong")

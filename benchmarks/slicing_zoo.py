@@ -1,18 +1,18 @@
-"""How much of models that nobody made for it is sliced: share of parameters and of operations.
+"""Measure the share of parameters and of operations that is sliced, for models of three libraries.
 
     python -m venv /tmp/zoo && /tmp/zoo/bin/pip install -e . transformers timm torchvision
     OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/slicing_zoo.py
 
-Models are those that `foreign_models.py` drew by its seed ("drawn"), and those that `cut_zoo.py`
-lists ("listed"). Nothing runs on ranks: it is what the choice says of one process's model. That
-what goes together is sound is tried on numbers, in float64, on up to a dozen classes of a model:
-the units of all tensors of a class are shuffled alike, and the output must stay as it was. A
-look-up's rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's
-heads the order matters, as each has its own slope in a constant, of which a rank has its own part.
+The models are those drawn by the seed of `foreign_models.py` ("drawn"), and those listed in
+`cut_zoo.py` ("listed"). Nothing runs on ranks: the script only chooses slices for one process's
+model. A numeric check, in float64, tests up to a dozen classes of a model: the units of all tensors
+of a class are permuted alike, and the output must not change. The check excludes the rows of a
+look-up table and classes whose input is gathered on its way. The order of ALiBi's heads matters, as
+each has its own slope in a constant, of which each rank has its own part.
 
-Words on the command line choose models by a part of their name. The table goes to the screen, its
-rows to benchmarks/results/slicing_zoo.json. The bar: of nine in ten of the drawn models nine tenths
-of the parameters are sliced over 2 ranks.
+Words on the command line select models by a part of their name. The table is printed, and its rows
+are written to benchmarks/results/slicing_zoo.json. The goal: nine tenths of the parameters are
+sliced over 2 ranks in nine of ten drawn models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LIKE_ALIBI = {"mpt", "bloom", "CAUSAL_LM:mpt"}
 
 
 def drawn(row: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """A model of `foreign_models.py`, and a batch for it."""
+    """Return a model of `foreign_models.py`, and a batch for it."""
     torch.manual_seed(0)
     model = foreign_models.MAKERS[row["library"]](row["name"]).train()
     if "side" in row:
@@ -63,7 +63,7 @@ def drawn(row: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 def listed(library: str, name: str) -> tuple[nn.Module, Any]:
-    """A model of `cut_zoo.py`, and a batch for it."""
+    """Return a model of `cut_zoo.py`, and a batch for it."""
     torch.manual_seed(0)
     make = cut_zoo.of_timm if library == "timm" else cut_zoo.of_transformers
     model, inputs = make(name)
@@ -71,43 +71,45 @@ def listed(library: str, name: str) -> tuple[nn.Module, Any]:
 
 
 def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
-    """How much is sliced, and what of the rest is largest."""
-    own = {id(p): name for name, p in model.named_parameters()}
-    sliced = {name for name in plan.slices if name in own.values()}
-    holders = [m for m in model.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+    """Return the sliced shares, and the largest tensors that stay whole."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    sliced = {name for name in plan.slices if name in names.values()}
+    holders = [
+        m for m in model.modules() if any(id(p) in names for p in m.parameters(recurse=False))
+    ]
     inside = [
         module
         for module in holders
-        if any(own[id(p)] in sliced for p in module.parameters(recurse=False))
+        if any(names[id(p)] in sliced for p in module.parameters(recurse=False))
     ]
     total = sum(p.numel() for p in model.parameters())
-    kept = {
+    whole_shares = {
         name: round(p.numel() / total, 4)
         for name, p in model.named_parameters()
         if name not in sliced
     }
     parts: list[Any] = [*plan.classes, *plan.single_layers]
-    largest = sorted(kept, key=lambda name: -kept[name])[:3]
+    largest = sorted(whole_shares, key=lambda name: -whole_shares[name])[:3]
     return {
         "parameters": round(plan.sliced_share(model), 4),
         "operations": round(min(1.0, sum(part.flops for part in parts) / max(1, plan.flops)), 4),
         "modules": f"{len(inside)} of {len(holders)}",
         "classes": len(plan.classes),
         "by_themselves": len(plan.single_layers),
-        "kept": {name: f"{kept[name]:.2%}: {plan.whole_reasons[name]}" for name in largest},
+        "kept": {name: f"{whole_shares[name]:.2%}: {plan.whole_reasons[name]}" for name in largest},
     }
 
 
 def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Of how many classes the units can be shuffled, and how far the output is from before."""
+    """Return the number of classes that can be permuted, and those that change the output."""
     groups = AxisClasses(trace_axes(model, inputs, -1))
     classes = [
-        own
-        for own in groups.classes.values()
-        if own.units > 1
-        and own.in_activations
-        and not own.is_table
-        and all(sent.kind != "all_gather" for sent in own.exchanged)
+        slice_class
+        for slice_class in groups.classes.values()
+        if slice_class.units > 1
+        and slice_class.in_activations
+        and not slice_class.is_table
+        and all(sent.kind != "all_gather" for sent in slice_class.exchanged)
     ]
     count = len(classes)
     most = OF_LARGE if sum(p.numel() for p in model.parameters()) > LARGE else MOST_SHUFFLED
@@ -124,10 +126,13 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
         model.double()
         run(precise)
         bound = 1e-8
-    except RuntimeError:  # operations that are not there in float64
+    except RuntimeError:  # operations that do not exist in float64
         model.float()
         precise, bound = inputs, 1e-3
-    gaps = {own.name: difference(model, lambda: run(precise), own.slices) for own in classes}
+    gaps = {
+        slice_class.name: difference(model, lambda: run(precise), slice_class.slices)
+        for slice_class in classes
+    }
     others = {name: gap for name, gap in gaps.items() if not gap <= bound}
     return {
         "classes": count,
@@ -138,7 +143,7 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def tried(library: str, name: str, origin: str, made: tuple[nn.Module, Any]) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     model, inputs = made
     row: dict[str, Any] = {"library": library, "name": name, "origin": origin}
     work: Any = SimpleNamespace(
@@ -156,42 +161,45 @@ def tried(library: str, name: str, origin: str, made: tuple[nn.Module, Any]) -> 
 
 
 def show(row: dict[str, Any]) -> None:
-    found = [row[f"tp{degree}"] for degree in DEGREES]
-    shown = [f"{own.get('parameters', 0):.3f} {own.get('operations', 0):.3f}" for own in found]
-    own, differ = row["sound"], len(row["sound"]["differ"])
+    figures = [row[f"tp{degree}"] for degree in DEGREES]
+    shown = [
+        f"{degree_figures.get('parameters', 0):.3f} {degree_figures.get('operations', 0):.3f}"
+        for degree_figures in figures
+    ]
+    permuted, differ = row["sound"], len(row["sound"]["differ"])
     print(
-        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {own['shuffled']:4} {differ:3} "
-        f"{row.get('failed', '')[:80]}{found[0].get('refused', '')[:80]}",
+        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {permuted['shuffled']:4} "
+        f"{differ:3} {row.get('failed', '')[:80]}{figures[0].get('refused', '')[:80]}",
         flush=True,
     )
 
 
 def save(row: dict[str, Any]) -> None:
-    """Put one row into the file, in the place of an older one of the same model."""
+    """Write one row into the file; it replaces an older one of the same model."""
     rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     key = ("library", "name", "origin")
     rows = [old for old in rows if any(old[k] != row[k] for k in key)] + [row]
     rows.sort(key=lambda old: [old[k] for k in ("origin", "library", "name")])
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     versions |= {"transformers": transformers.__version__, "timm": timm.__version__}
-    whole = {"versions": versions, "summary": summary(rows), "rows": rows}
-    RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
+    document = {"versions": versions, "summary": summary(rows), "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many models clear the bar, by where they come from and over how many ranks."""
-    found: dict[str, Any] = {}
+    """Return the number of models that reach the goal, by origin and number of ranks."""
+    by_origin: dict[str, Any] = {}
     for origin in ("drawn", "listed"):
-        own = [row for row in rows if row["origin"] == origin]
-        counts: Counter[str] = Counter(models=len(own))
-        for row in own:
+        rows_of_origin = [row for row in rows if row["origin"] == origin]
+        counts: Counter[str] = Counter(models=len(rows_of_origin))
+        for row in rows_of_origin:
             for degree in DEGREES:
                 counts[f"tp{degree}"] += row[f"tp{degree}"].get("parameters", 0.0) >= BAR
             counts["shuffled classes"] += row["sound"]["shuffled"]
             unexplained = row["sound"]["differ"] and row["name"] not in LIKE_ALIBI
             counts["unsound classes"] += len(row["sound"]["differ"]) if unexplained else 0
-        found[origin] = dict(counts)
-    return found
+        by_origin[origin] = dict(counts)
+    return by_origin
 
 
 def main() -> None:
@@ -204,15 +212,15 @@ def main() -> None:
 
     for row in foreign_models.chosen().values():
         if wanted(row["name"]):
-            found = tried(row["library"], row["name"], "drawn", drawn(row))
-            show(found)
-            save(found)
+            row_tried = tried(row["library"], row["name"], "drawn", drawn(row))
+            show(row_tried)
+            save(row_tried)
     pairs = [("transformers", name) for name in cut_zoo.MODELS]
     for library, name in (*pairs, *(("timm", name) for name in cut_zoo.TIMM)):
         if wanted(name):
-            found = tried(library, name, "listed", listed(library, name))
-            show(found)
-            save(found)
+            row_tried = tried(library, name, "listed", listed(library, name))
+            show(row_tried)
+            save(row_tried)
     print(json.dumps(summary(json.loads(RESULTS.read_text())["rows"]), indent=1))
 
 

@@ -1,9 +1,9 @@
-"""A Slurm over the hosts of `benchmarks/hosts.py`: a controller on host0, a daemon on each host.
+"""Start a Slurm over the hosts of `benchmarks/hosts.py`: a controller on host0, daemons on all.
 
     python benchmarks/hosts.py --hosts 2 --slurm -- srun -N 2 --ntasks-per-node 1 \
         python bigtrain/train.py --strategy ddp
 
-Keys, logs and states lie in the folder of the hosts and go with it.
+Keys, logs and state are in the folder of the hosts and are removed with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READY_S = 30.0
 
 
 def start_slurm(world: World) -> dict[str, str]:
-    """Start it; it ends with what else runs on the hosts.
+    """Start Slurm; it ends with the other programs on the hosts.
 
     Returns:
         The variables with which `srun` finds it.
@@ -99,16 +99,16 @@ PartitionName=hosts Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubs
 
 
 def _idle(world: World, environ: Mapping[str, str]) -> int:
-    """How many hosts are known and free."""
-    with (world.folder / "slurm" / "sinfo").open("w+b") as found:
-        asked = world.start(0, ["sinfo", "-h", "-N", "-o", "%T"], environ, found.fileno())
+    """Return the number of hosts that are known and free."""
+    with (world.folder / "slurm" / "sinfo").open("w+b") as output:
+        asked = world.start(0, ["sinfo", "-h", "-N", "-o", "%T"], environ, output.fileno())
         try:
             asked.wait(10.0)
         except subprocess.TimeoutExpired:
             asked.kill()
             return 0
-        found.seek(0)
-        return found.read().split().count(b"idle")
+        output.seek(0)
+        return output.read().split().count(b"idle")
 
 
 def _wait_for(condition: Callable[[], bool], folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""Small data sets of real images, on disk in the formats of MNIST, CIFAR-10, ImageNet and VOC.
+"""Write small data sets of real images, in the formats of MNIST, CIFAR-10, ImageNet and VOC.
 
     python benchmarks/small_datasets.py FOLDER [--only mnist cifar10 imagenet voc] [--seed 0]
 
-The images are those that installed packages bring: scikit-learn's 1,797 handwritten digits (8 x 8)
+The images come with installed packages: scikit-learn's 1,797 handwritten digits (8 x 8)
 and its two photographs, and one of matplotlib's. Nothing is downloaded, and the same seed with the
 same packages writes the same bytes.
 
@@ -10,10 +10,11 @@ same packages writes the same bytes.
 * `FOLDER/cifar10`: the binary version (`cifar-10-batches-bin`); digits in colour on photographs.
 * `FOLDER/imagenet`: train/CLASS and val/CLASS of JPEGs of several sizes; plates with digits.
 * `FOLDER/voc`: VOCdevkit/VOC2012; plates with the digits 0 to 4 on photographs, and masks with a
-  palette, in which a plate has the class digit + 1 and its border is 255. Here a digit has a hue
-  of its own, so that a deep model, which starts from nothing, learns them in minutes on a CPU.
+  palette, in which a plate has the class digit + 1 and its border is 255. Here each digit has a
+  different hue, so that a deep model learns them from initial weights in minutes on a CPU.
 
-In all of them a fifth of the digits is held out: no digit of a training image is in a validation.
+In all of them a fifth of the digits is held out: no digit of a training image is in a validation
+image.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 VOC_CLASSES = 5
 """Digits on the plates of voc."""
 BORDER = 255
-"""What a mask says of a pixel that is not to be judged."""
+"""The value in a mask of a pixel that does not count."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Digits:
     labels: Pixels
 
     def drawn(self, index: int, side: int) -> Image.Image:
-        """One of them in grey, scaled."""
+        """Return one digit in grey, scaled."""
         return Image.fromarray(self.images[index]).resize((side, side), Image.Resampling.BICUBIC)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write what is asked for, and say where it is."""
+    """Write the selected data sets, and print their folders."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(WRITERS), default=list(WRITERS))
@@ -86,7 +87,7 @@ def write_small(name: str, folder: Path, seed: int = 0, share: float = 1.0) -> N
 
 
 def split_digits(random: np.random.Generator) -> tuple[Digits, Digits]:
-    """scikit-learn's digits in two parts, 1437 and 360."""
+    """Return scikit-learn's digits in two parts, 1437 and 360."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -98,13 +99,13 @@ def split_digits(random: np.random.Generator) -> tuple[Digits, Digits]:
 
 
 def photographs() -> list[Image.Image]:
-    """Three photographs in colour: 640 x 427 twice, and 512 x 600."""
+    """Return three photographs in colour: 640 x 427 twice, and 512 x 600."""
     import matplotlib
     from sklearn.datasets import load_sample_images
 
-    found = [Image.fromarray(picture) for picture in load_sample_images().images]
+    pictures = [Image.fromarray(picture) for picture in load_sample_images().images]
     with Image.open(Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")) as third:
-        return [*found, third.convert("RGB")]
+        return [*pictures, third.convert("RGB")]
 
 
 def write_mnist(
@@ -157,18 +158,18 @@ def write_imagenet(
         for label, word in enumerate(WORDS):
             inner = folder / part / word
             inner.mkdir(parents=True, exist_ok=True)
-            those = np.flatnonzero(digits.labels == label)
+            indices = np.flatnonzero(digits.labels == label)
             for index in range(round(number * share)):
                 width, height = (int(random.integers(96, 161)) for _ in range(2))
                 scene = crop(pictures, (width, height), random)
                 side = int(random.integers(72, 97))
-                place = (
+                position = (
                     int(random.integers(0, width - side + 1)),
                     int(random.integers(0, height - side + 1)),
                     side,
                 )
-                digit = digits.drawn(those[index % len(those)], side)
-                paste_plate(scene, digit, place, any_colours(random))
+                digit = digits.drawn(indices[index % len(indices)], side)
+                paste_plate(scene, digit, position, any_colours(random))
                 scene.save(inner / f"{word}_{index}.JPEG", quality=90)
 
 
@@ -178,8 +179,8 @@ def write_voc(
     """400 images to train with and 80 held out, of 64 to 88 pixels on a side."""
     inner = folder / "VOCdevkit" / "VOC2012"
     lists = inner / "ImageSets" / "Segmentation"
-    for place in (inner / "JPEGImages", inner / "SegmentationClass", lists):
-        place.mkdir(parents=True, exist_ok=True)
+    for subfolder in (inner / "JPEGImages", inner / "SegmentationClass", lists):
+        subfolder.mkdir(parents=True, exist_ok=True)
     pictures = photographs()
     for part, digits, number in (("train", train, 400), ("val", held_out, 80)):
         names = [f"2012_{part}_{index:06d}" for index in range(round(number * share))]
@@ -193,7 +194,7 @@ def write_voc(
 def plates(
     digits: Digits, pictures: Sequence[Image.Image], random: np.random.Generator
 ) -> tuple[Image.Image, Image.Image]:
-    """A photograph with plates on it, and its mask as VOC has them: a pixel's number is a class."""
+    """Return a photograph with plates, and its mask, in which a pixel's number is a class."""
     width, height = (int(side) for side in random.integers(64, 89, 2))
     few = np.flatnonzero(digits.labels < VOC_CLASSES)
     scene = crop(pictures, (width, height), random)
@@ -204,7 +205,7 @@ def plates(
         side = int(random.integers(40, 57))
         left, top = int(random.integers(0, width - side)), int(random.integers(0, height - side))
         if any(abs(left - x) < max(side, s) and abs(top - y) < max(side, s) for x, y, s in taken):
-            continue  # plates do not lie on each other
+            continue  # plates must not overlap
         taken.append((left, top, side))
         index = int(few[random.integers(len(few))])
         label = int(digits.labels[index])
@@ -221,21 +222,21 @@ def plates(
 
 
 def any_colours(random: np.random.Generator) -> Colours:
-    """Of a plate and its digit: dark on light or light on dark."""
+    """Return the colours of a plate and its digit: dark on light or light on dark."""
     light, dark = colour(random.integers(160, 256, 3)), colour(random.integers(0, 96, 3))
     return (light, dark) if random.random() < 0.5 else (dark, light)
 
 
 def colours_of(label: int, random: np.random.Generator) -> Colours:
-    """Of a plate that tells its class by its hue as well, and of its digit in black."""
+    """Return the colours of a plate with a hue for its class, and of its digit in black."""
     saturation, value = 0.6 + 0.4 * random.random(), 0.7 + 0.3 * random.random()
     ground = colorsys.hsv_to_rgb(label / VOC_CLASSES, saturation, value)
     return colour(np.round(255 * np.asarray(ground))), (0, 0, 0)
 
 
-def paste_plate(scene: Image.Image, digit: Image.Image, place: Place, colours: Colours) -> None:
+def paste_plate(scene: Image.Image, digit: Image.Image, position: Place, colours: Colours) -> None:
     """Draw a rounded square with a digit in it."""
-    left, top, side = place
+    left, top, side = position
     ground, ink = colours
     box = (left, top, left + side - 1, top + side - 1)
     ImageDraw.Draw(scene).rounded_rectangle(box, radius=side // 6, fill=ground)
@@ -247,7 +248,7 @@ def paste_plate(scene: Image.Image, digit: Image.Image, place: Place, colours: C
 def crop(
     pictures: Sequence[Image.Image], size: tuple[int, int], random: np.random.Generator
 ) -> Image.Image:
-    """A part of a photograph, taken at up to twice its size in pixels."""
+    """Return a part of a photograph, taken at up to twice its size in pixels."""
     picture = pictures[int(random.integers(len(pictures)))]
     scale = 1 + random.random()
     width, height = (int(side * scale) for side in size)
@@ -257,25 +258,25 @@ def crop(
 
 
 def contrasting(scene: Image.Image, random: np.random.Generator) -> tuple[int, int, int]:
-    """A colour that is darker than a light scene, and lighter than a dark one."""
+    """Return a colour that is darker than a light scene, and lighter than a dark one."""
     mean = np.asarray(scene, dtype=np.float64).mean()
     low, high = (0, 80) if mean > 127 else (176, 256)
     return colour(random.integers(low, high, 3))
 
 
 def colour(values: npt.NDArray[Any]) -> tuple[int, int, int]:
-    """Red, green and blue as Pillow takes them."""
+    """Return red, green and blue as Pillow takes them."""
     red, green, blue = (int(value) for value in values)
     return red, green, blue
 
 
 def voc_palette() -> list[int]:
-    """The colours of VOC's masks: the bits of a number, dealt to red, green and blue in turn."""
+    """Return the colours of VOC's masks: the bits of a number go to red, green, blue in turn."""
     values = []
     for number in range(256):
         for channel in range(3):
-            bits = [(number >> (3 * place + channel)) & 1 for place in range(3)]
-            values.append(sum(bit << (7 - place) for place, bit in enumerate(bits)))
+            bits = [(number >> (3 * bit_number + channel)) & 1 for bit_number in range(3)]
+            values.append(sum(bit << (7 - bit_number) for bit_number, bit in enumerate(bits)))
     return values
 
 

@@ -1,9 +1,9 @@
-"""Peak memory of the default job under each strategy: table 1 of docs/internals/measured.md.
+"""Measure the peak memory of the default job by strategy: table 1 of docs/internals/measured.md.
 
     python benchmarks/strategies.py [--output benchmarks/results/strategies.json]
 
-Every row is a run of its own through the `bigtrain` command; the figures are those of its
-memory.json and metrics.jsonl, of the rank with the highest peak.
+Every row is a separate run of the `bigtrain` command; the figures are those of its memory.json and
+metrics.jsonl, of the rank with the highest peak.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(ranks: int, words: list[str]) -> dict[str, Any]:
         run = Path(folder) / "run"
         memory = json.loads((run / "memory.json").read_text())
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        tracked = 3  # the first steps are tracked, and slower for it
+        tracked = 3  # the first steps are tracked, and therefore slower
         seconds = [json.loads(line)["step_seconds"] for line in lines[tracked:]]
     worst = max(memory["ranks"], key=lambda rank: rank["peak_bytes"])
     return {
@@ -55,7 +55,7 @@ def measure(ranks: int, words: list[str]) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown, sizes in MiB."""
+    """Return the rows as a Markdown table, sizes in MiB."""
     parts = ["parameters", "gradients", "optimizer", "activations", "temporary"]
     lines = ["| strategy | peak | predicted | " + " | ".join(parts) + " | process | step |"]
     lines.append("| --- |" + " ---: |" * (len(parts) + 4))

@@ -1,9 +1,9 @@
-"""What a reader has to hold of the sources, counted: modules, rooms, names, lines, arrows.
+"""Count the size of the sources for a reader: modules, packages, names, lines, imports.
 
     python benchmarks/structure.py [FOLDER]
 
-FOLDER is the top of a checkout, of any commit; left out, the one this file is in. Prints one JSON
-document. Everything is read as text and syntax trees, so nothing of the checkout is run.
+FOLDER is the top of a checkout, of any commit; the default is the checkout of this file. Prints one
+JSON document. Everything is read as text and syntax trees, so no code of the checkout is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def python_files(top: Path, *folders: str) -> dict[str, Path]:
-    """Module name -> file, below some folders of a checkout; links are not followed."""
+    """Return module name -> file, in folders of a checkout; links are not followed."""
     files = {}
     for folder in folders:
         for path in sorted((top / folder).rglob("*.py")):
@@ -45,7 +45,7 @@ LINKS = {("bigtrain", "strategies"), ("bigtrain", "configs")}
 
 
 def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
-    """The modules of the product that one of them imports, at its top or inside a function."""
+    """Return the modules of the product that a module imports, also inside functions."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -62,7 +62,7 @@ def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
-    """The classes, functions and values that a module defines for others."""
+    """Return the public classes, functions and values of a module."""
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
             yield node.name
@@ -73,7 +73,7 @@ def public_names(tree: ast.Module) -> Iterator[str]:
 
 
 def code_lines(text: str) -> int:
-    """Lines with code on them: not blank, no comment of its own line and no docstring."""
+    """Count the lines with code: not blank, no comment line and no docstring."""
     strings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -86,7 +86,7 @@ def code_lines(text: str) -> int:
 
 
 def count(top: Path) -> dict[str, Any]:
-    """The figures of a checkout, as JSON values."""
+    """Return the figures of a checkout, as JSON values."""
     product = python_files(top, "bigtrain", "strategies")
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in product.items()}
     lines = {name: len(path.read_text().splitlines()) for name, path in product.items()}
@@ -102,9 +102,9 @@ def count(top: Path) -> dict[str, Any]:
     modules = [name for name, path in product.items() if path.stem != "__init__"]
     rooms = Counter(name.rpartition(".")[0] for name in modules)
     arrows = {
-        (name.rpartition(".")[0], other.rpartition(".")[0])
+        (name.rpartition(".")[0], imported.rpartition(".")[0])
         for name, tree in trees.items()
-        for other in imported_modules(tree, set(product))
+        for imported in imported_modules(tree, set(product))
     }
     tests = python_files(top, "tests")
     page = top / "docs" / "internals" / "architecture.md"
@@ -136,7 +136,7 @@ def count(top: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Count the checkout that is named, or this one."""
+    """Print the figures of the named checkout, or of this one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path(__file__).resolve().parents[1]
     parser.add_argument("folder", nargs="?", type=Path, default=default, help="of a checkout")

@@ -1,11 +1,11 @@
-"""Seconds of every test in the two runs of `make test`, and of `make check`.
+"""Measure the seconds of every test in the two runs of `make test`, and of `make check`.
 
     python benchmarks/suite.py --output benchmarks/results/suite.json
     python benchmarks/suite.py --full --output FILE       # with those marked `full`
 
-On an idle machine only. The seconds of a test are those of its setup, call and teardown on one of
-two workers, which share the machine. CPU seconds are of all processes that a run has waited for: on
-a busy machine these are closer to what a run takes than its wall time is.
+Use an idle machine. The seconds of a test are those of its setup, call and teardown on one of two
+workers, which share the machine. CPU seconds are those of all processes that a run has waited for;
+on a busy machine they are closer to the cost of a run than its wall time.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ SLOWEST = 20
 
 
 def main() -> int:
-    """Run both, print the sums and write all; returns 1 where a test failed."""
+    """Run both, print the sums and write all seconds; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="with the tests marked full")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    whole: dict[str, Any] = {"runs": {"check": _timed(["make", "check"])}}
-    failed = int(whole["runs"]["check"].pop("status") != 0)
+    document: dict[str, Any] = {"runs": {"check": _timed(["make", "check"])}}
+    failed = int(document["runs"]["check"].pop("status") != 0)
     seconds: Counter[str] = Counter()
     for marks, words in RUNS.items():
-        found, took = _run(marks, [*words, *(["--full"] if options.full else [])])
-        seconds.update(found)
+        tests, took = _run(marks, [*words, *(["--full"] if options.full else [])])
+        seconds.update(tests)
         failed |= int(took.pop("status") != 0)
-        whole["runs"][marks] = {**took, "tests": len(found)}
+        document["runs"][marks] = {**took, "tests": len(tests)}
     by_file: Counter[str] = Counter()
     for name, spent in seconds.items():
         by_file.update({name.partition("::")[0]: spent})
-    whole["slowest"] = {name: round(s, 1) for name, s in seconds.most_common(SLOWEST)}
-    whole["files"] = {name: round(s, 1) for name, s in by_file.most_common()}
-    whole["tests"] = {name: round(s, 2) for name, s in sorted(seconds.items())}
-    print(json.dumps({key: whole[key] for key in ("runs", "slowest")}, indent=1))
-    keep(options.output, whole)
+    document["slowest"] = {name: round(s, 1) for name, s in seconds.most_common(SLOWEST)}
+    document["files"] = {name: round(s, 1) for name, s in by_file.most_common()}
+    document["tests"] = {name: round(s, 2) for name, s in sorted(seconds.items())}
+    print(json.dumps({key: document[key] for key in ("runs", "slowest")}, indent=1))
+    keep(options.output, document)
     return 1 if failed else 0
 
 

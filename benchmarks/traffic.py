@@ -1,14 +1,15 @@
-"""What each strategy sends in a step: counted at the process groups, predicted, and the textbook's.
+"""Compare the bytes that each strategy sends in a step: counted, predicted, and by the textbook.
 
     python benchmarks/traffic.py --output benchmarks/results/traffic.json --picture docs/traffic.svg
     python benchmarks/traffic.py --strategies ring ddp --ranks 2 4      # a few seconds
     python benchmarks/traffic.py --from benchmarks/results/traffic.json --picture docs/traffic.svg
 
-Real ranks train a small GPT for a few steps; what a rank sends is that of the median step. Ranks of
-one run differ: those of a ring by some numbers, servers from workers, the ends of a pipeline from
-its middle. So `ranks` has each, `busiest` the one that sends most, and `mean` is what the
-textbook's formula is held against (P: bytes of the gradients, N ranks; a parameter server has n
-workers and k servers). Bytes do not depend on what else the machine does: several runs go at once.
+Real ranks train a small GPT for a few steps; the bytes are counted at the process groups, and the
+median step counts. The ranks of a run differ: those of a ring by a few elements, servers from
+workers, the ends of a pipeline from its middle. So `ranks` has each, `busiest` the one that sends
+most, and `mean` is compared with the textbook's formula (P: bytes of the gradients, N ranks; a
+parameter server has n workers and k servers). Bytes do not depend on other programs, so several
+runs go at once.
 """
 
 from __future__ import annotations
@@ -68,17 +69,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """The name in the table."""
         return f"{self.label} on {self.ranks}"
 
     @property
     def servers(self) -> int:
-        """Ranks that serve; 0 where there is no server."""
+        """The number of ranks that are servers."""
         return int(self.label[-1]) if self.label.startswith("parameter server") else 0
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether its ranks have stages."""
+        """Whether its ranks have stages of the model."""
         return self.label in PIPELINES
 
     def words(self) -> tuple[str, list[str]]:
@@ -99,7 +100,7 @@ class Case:
         return self.servers < self.ranks
 
     def textbook(self, gradients: int) -> float:
-        """Bytes that the average rank sends, by the formula.
+        """Return the bytes that the average rank sends, by the formula.
 
         All-reduce: 2 (N-1)/N P (Patarasu and Yuan 2009). ZeRO: stages 1 and 2 as much, stage 3
         half as much again (Rajbhandari et al. 2020, section 7). A parameter server: P from each
@@ -120,7 +121,7 @@ class Case:
 
     @property
     def unforeseen(self) -> int:
-        """Bytes that a rank sends and its strategy does not state, as a profile does not show it.
+        """Return the bytes that a strategy cannot predict, as a profile does not contain them.
 
         DeepSpeed's stage 3 gathers a tied parameter for each of its uses, in both passes.
         """
@@ -129,7 +130,7 @@ class Case:
 
 
 def prepare(case: Case) -> int:
-    """Bytes of the gradients of the whole model."""
+    """Return the bytes of the gradients of the whole model."""
     job, words = case.words()
     parts = open_setup(*_planned(job, words, case.ranks))
     return sum(p.numel() * 4 for p in parts.workload.model.parameters() if p.requires_grad)
@@ -141,7 +142,7 @@ def _planned(strategy: str, words: Sequence[str], ranks: int) -> tuple[Any, Any]
 
 
 def train(context: RunContext, gradients: int, case: Case) -> dict[str, Any]:
-    """One rank: a few steps; what all ranks sent and received, and what was said of it."""
+    """Run one rank for a few steps; return the bytes of all ranks, and those predicted."""
     strategy, words = case.words()
     parts = open_setup(*_planned(strategy, words, case.ranks))
     with parts.engine(context) as engine:
@@ -149,7 +150,7 @@ def train(context: RunContext, gradients: int, case: Case) -> dict[str, Any]:
             if engine.step(batch).step == STEPS:
                 break
         report = engine.memory()
-    if report is None:  # rank 0 has what all have sent
+    if report is None:  # rank 0 has the bytes of all ranks
         return {}
     ranks = [
         {
@@ -169,30 +170,30 @@ def train(context: RunContext, gradients: int, case: Case) -> dict[str, Any]:
 
 
 def row_of(case: Case, outcome: forked.Outcome) -> dict[str, Any]:
-    """What became of a case."""
+    """Return the row of a case."""
     row: dict[str, Any] = {"strategy": case.label, "world_size": case.ranks}
     if outcome.refused is not None or outcome.failed is not None:
         return {**row, "refused": outcome.refused, "failed": outcome.failed}
-    found = outcome.values[0]
-    sent = [rank["sent_bytes"] for rank in found["ranks"]]
-    told = [rank["predicted_sent_bytes"] for rank in found["ranks"]]
+    figures = outcome.values[0]
+    sent = [rank["sent_bytes"] for rank in figures["ranks"]]
+    told = [rank["predicted_sent_bytes"] for rank in figures["ranks"]]
     return {
         **row,
-        **found,
+        **figures,
         "busiest": {"counted": max(sent), "predicted": max(told)},
         "mean": sum(sent) / len(sent),
-        "textbook_mean": case.textbook(found["gradient_bytes"]),
+        "textbook_mean": case.textbook(figures["gradient_bytes"]),
         "unforeseen": case.unforeseen,
         "equal": all(
             rank[way] == rank[f"predicted_{way}"] + case.unforeseen
-            for rank in found["ranks"]
+            for rank in figures["ranks"]
             for way in ("sent_bytes", "received_bytes")
         ),
     }
 
 
 def run_all(labels: Sequence[str], world_sizes: Sequence[int], at_once: int) -> Iterator[Any]:
-    """A row for each strategy and number of ranks, as they come."""
+    """Yield a row for each strategy and number of ranks, as they end."""
     every = (Case(label, n) for label in labels for n in world_sizes)
     cases = {case.name: case for case in every if case.is_possible}
     tasks = [
@@ -214,20 +215,20 @@ def run_all(labels: Sequence[str], world_sizes: Sequence[int], at_once: int) -> 
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for a person."""
+    """Return a row as a line of text."""
     name = f"{row['strategy']} on {row['world_size']}: "
     if "busiest" not in row:
         return name + (row["refused"] or f"failed: {row['failed']}")
     counted, told = row["busiest"]["counted"], row["busiest"]["predicted"]
     share, formula = (row[key] / row["gradient_bytes"] for key in ("mean", "textbook_mean"))
-    said = f"{counted} bytes sent by the busiest rank, predicted {told}"
-    said += f" and {row['unforeseen']} known to be missing" if row["unforeseen"] else ""
-    said += f"; mean {share:.4f} P, textbook {formula:.4f} P"
-    return name + said + (", equal on all ranks" if row["equal"] else ", NOT EQUAL")
+    text = f"{counted} bytes sent by the busiest rank, predicted {told}"
+    text += f" and {row['unforeseen']} known to be missing" if row["unforeseen"] else ""
+    text += f"; mean {share:.4f} P, textbook {formula:.4f} P"
+    return name + text + (", equal on all ranks" if row["equal"] else ", NOT EQUAL")
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A bar for each run: what the busiest rank sent; a mark on it: what was predicted."""
+    """Draw a bar for each run, the bytes of the busiest rank, with a mark for the prediction."""
     shown = [row for row in rows if "busiest" in row]
     labels = list(dict.fromkeys(row["strategy"] for row in shown))
     sizes = sorted({row["world_size"] for row in shown})
@@ -235,12 +236,12 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with plot_style():
         figure = Figure(figsize=(7.4, 0.42 * len(labels) + 1.2), layout="constrained")
         axes = figure.add_subplot()
-        for turn, size in enumerate(sizes):
-            own = [row for row in shown if row["world_size"] == size]
-            places = [labels.index(row["strategy"]) + (turn - 1) * height for row in own]
-            counted = [row["busiest"]["counted"] / row["gradient_bytes"] for row in own]
-            told = [row["busiest"]["predicted"] / row["gradient_bytes"] for row in own]
-            colour = list(COLOURS.values())[turn]
+        for index, size in enumerate(sizes):
+            rows_of_size = [row for row in shown if row["world_size"] == size]
+            places = [labels.index(row["strategy"]) + (index - 1) * height for row in rows_of_size]
+            counted = [row["busiest"]["counted"] / row["gradient_bytes"] for row in rows_of_size]
+            told = [row["busiest"]["predicted"] / row["gradient_bytes"] for row in rows_of_size]
+            colour = list(COLOURS.values())[index]
             axes.barh(places, counted, height, color=colour, label=f"{size} ranks, counted")
             axes.plot(told, places, "|", color="black", markersize=7, markeredgewidth=1.4)
         axes.plot([], [], "|", color="black", label="predicted")
@@ -252,7 +253,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Count, print, keep and draw; 1 where a run failed or a prediction is not what was counted."""
+    """Count, print, write and draw; return 1 if a run failed or a prediction is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     known = [*REPLICAS, *PIPELINES]
     parser.add_argument("--strategies", nargs="+", choices=known, default=known)

@@ -1,11 +1,11 @@
-"""What a step of a training script takes under two checkouts of bigtrain, in alternation.
+"""Compare the step time of a training script under two checkouts of bigtrain, in alternation.
 
     python benchmarks/two_checkouts.py OLD NEW [--rounds 5] [--output FILE]
 
 OLD and NEW are folders with a checkout and its `.venv`. Each run trains a GPT of 3.2 million
-parameters with a loss of the user's on two ranks, under ddp and fsdp, and gives the median of its
-steps; the checkouts take turns, the first one in every other round, and the figure is the median of
-the rounds' (NEW / OLD). `twice` is a run of two means, which only NEW may know.
+parameters with a user's loss on two ranks, under ddp and fsdp, and returns the median of its steps.
+The checkouts alternate, and the order of a pair changes from round to round; the figure is the
+median of the rounds' (NEW / OLD). `twice` is a loss with two means, which only NEW may support.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL = {"num_layers": 4, "width": 256, "num_heads": 4, "vocab_size": 97, "seque
 
 
 def train(strategy: str, means: int) -> None:
-    """One rank of a run; rank 0 prints the seconds of its steps."""
+    """Run one rank; rank 0 prints the seconds of its steps."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor
@@ -65,7 +65,7 @@ def train(strategy: str, means: int) -> None:
 
 
 def median_step(checkout: Path, strategy: str, means: int) -> float:
-    """Seconds of a step under a checkout."""
+    """Return the median seconds of a step under a checkout."""
     command = [str(checkout / ".venv/bin/torchrun"), "--nproc-per-node", "2", __file__]
     done = subprocess.run(
         [*command, "--train", strategy, "--means", str(means)],
@@ -79,7 +79,7 @@ def median_step(checkout: Path, strategy: str, means: int) -> float:
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a checkout."""
+    """Return the commit of a checkout."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -102,15 +102,15 @@ def main() -> None:
     for strategy in STRATEGIES:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
         for number in range(options.rounds):
-            turns = [("old", old), ("new", new)]
-            for name, checkout in turns if number % 2 == 0 else reversed(turns):
+            checkouts = [("old", old), ("new", new)]
+            for name, checkout in checkouts if number % 2 == 0 else reversed(checkouts):
                 seconds[name].append(median_step(checkout, strategy, 1))
         ratios = [b / a for a, b in zip(seconds["old"], seconds["new"], strict=True)]
         twice = [median_step(new, strategy, 2) for _ in range(options.rounds)]
         rows[strategy] = {**seconds, "ratio": statistics.median(ratios), "twice": twice}
         print(f"{strategy}: {rows[strategy]['ratio']:.4f}", file=sys.stderr, flush=True)
-    found = {"old_commit": commit_of(old), "new_commit": commit_of(new), "strategies": rows}
-    harness.keep(options.output, found)
+    document = {"old_commit": commit_of(old), "new_commit": commit_of(new), "strategies": rows}
+    harness.keep(options.output, document)
     print(json.dumps(rows))
 
 

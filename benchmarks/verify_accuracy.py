@@ -1,12 +1,12 @@
-"""How far each preset is from one process: the figures behind the tolerances of `bigtrain verify`.
+"""Measure the difference of each preset from one process, for the tolerances of `bigtrain verify`.
 
     python benchmarks/verify_accuracy.py [--output benchmarks/results/verify_accuracy.json]
     python benchmarks/verify_accuracy.py --jobs default --precisions fp32 --strategies zero1,fsdp
 
-Each preset of `bigtrain strategies` that is a run by itself, on 2 ranks, 3 steps of SGD: on the
-default job, a model of torchvision with BatchNorm, and one from outside of the package (timm, where
-it is installed). The figures are the largest relative differences that `bigtrain verify` found.
-Rows of the file that are not measured anew stay in it.
+Each preset of `bigtrain strategies` that is a complete run takes 3 steps of SGD on 2 ranks: on the
+default job, on a model of torchvision with BatchNorm, and on a model of timm, if that is installed.
+The figures are the largest relative differences that `bigtrain verify` found. Rows of the file that
+are not measured again stay in it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIGURES = ("loss", "norm", "gradient", "update")
 
 
 def measure(job: str, precision: str, strategies: str) -> list[dict[str, Any]]:
-    """The rows of `bigtrain verify`; the reasons of those that were refused or failed are kept."""
+    """Return the rows of `bigtrain verify`, with the reasons of refusals and failures."""
     words = ["-n", "2", "--strategies", strategies, "--json", *JOBS[job]]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "bigtrain", "verify", *words]
@@ -58,19 +58,19 @@ def measure(job: str, precision: str, strategies: str) -> list[dict[str, Any]]:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The largest figure of each kind for each job and precision."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the largest figure of each kind for each job and precision."""
+    by_job: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["differences"] is not None:
             kind = f"{row['job']}, {row['precision']}"
-            most = found.setdefault(kind, dict.fromkeys(FIGURES, 0.0))
+            most = by_job.setdefault(kind, dict.fromkeys(FIGURES, 0.0))
             for key in FIGURES:
                 most[key] = max(most[key], row["differences"][key] or 0.0)
-    return found
+    return by_job
 
 
 def _of_others(output: Path | None, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a file of before, less those that were measured anew."""
+    """Return the rows of an existing file without those that were measured again."""
     if output is None or not output.exists():
         return []
     kind = ("job", "precision", "strategy")
@@ -94,9 +94,9 @@ def main() -> None:
         for row in measure(job, precision, options.strategies)
     ]
     rows = [*_of_others(options.output, rows), *rows]
-    found = {"largest": largest(rows), "rows": rows}
-    print(json.dumps(found["largest"], indent=1))
-    keep(options.output, found)
+    document = {"largest": largest(rows), "rows": rows}
+    print(json.dumps(document["largest"], indent=1))
+    keep(options.output, document)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Count the changes of file on a reader's walk from `train.main` to `build_runner`.
+"""Count the changes of file on a reader's path from `train.main` to `build_runner`.
 
     python benchmarks/walk.py [--top CHECKOUT] [--depth N] [--show] [--strategy S] [KEY=VALUE ...]
 
-One real start of one rank is recorded with `sys.setprofile`, until `build_runner` is entered. A
-reader opens a function where it is called first, and not again; functions of one statement are
-read by their names. A stay is an unbroken run of such functions in one file. The path from `main`
-to `build_runner` is followed to its end; calls beside it are followed N deep, 1 being the calls
-that a function of the path makes itself.
+One real start of one rank is recorded with `sys.setprofile`, until `build_runner` is entered. We
+assume that a reader opens a function where it is first called, and not again, and that functions of
+one statement are understood by their names. A stay is an unbroken run of such functions in one
+file. The path from `main` to `build_runner` is followed to its end; other calls are followed N
+deep, where 1 means the calls that a function of the path makes itself.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Walk:
         opened: set[int] = set()
         stays: list[tuple[str, list[str]]] = []
         for chain in self.calls:
-            beside = next((n for n, place in enumerate(chain) if place not in path), len(chain))
+            depth_left = next((n for n, place in enumerate(chain) if place not in path), len(chain))
             file, name, line = self.functions[chain[-1]]
-            if len(chain) - beside > depth or chain[-1] in opened or _is_short(file, line):
+            if len(chain) - depth_left > depth or chain[-1] in opened or _is_short(file, line):
                 continue
             opened.add(chain[-1])
             short = os.path.relpath(file, self._top)
@@ -85,14 +85,14 @@ class Walk:
 
 @cache
 def _lengths(file: str) -> dict[int, int]:
-    """By first line, the statements of each function of a file, its docstring apart."""
-    found = {}
+    """Return the statements of each function of a file, without docstring, by first line."""
+    lengths = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            found[first] = len(body) if not _has_block(body) else 2
-    return found
+            lengths[first] = len(body) if not _has_block(body) else 2
+    return lengths
 
 
 def _has_block(body: list[ast.stmt]) -> bool:

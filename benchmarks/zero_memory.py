@@ -1,13 +1,13 @@
-"""What every kind of sharding needs for one 49-million-parameter GPT, beside the least possible.
+"""Measure the memory of every kind of sharding for a 49-million-parameter GPT, against a floor.
 
     python benchmarks/zero_memory.py --output benchmarks/results/zero_memory.json
     python benchmarks/zero_memory.py --rows ddp,oss --ranks 2 --precisions fp32 --steps 5
 
-Every row is a run of its own through the `bigtrain` command on random tokens: micro-batches of 4
+Every row is a separate run of the `bigtrain` command on random tokens: micro-batches of 4
 samples of 128 tokens, one to a step and rank, fused AdamW. The peaks are the highest of its
 ranks, as memory.json has them: `peak` of all tensors, `process` of the process's resident memory
 above what it was before the model was built. `step` is the median of the steps after the tracked
-ones. A row that fails says why, and the others go on.
+ones. A row that fails has the reason, and the others continue.
 
 The floor is the accounting of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 3) plus
 the activations. States, in bytes for each trained number, on N ranks:
@@ -23,12 +23,12 @@ of which N divides, by strategy,
     stage 3         everything; for `hybrid`, N is the ranks of one sharding group
 
 Activations: the highest moment of (activations + temporary + the batch) over the forward and the
-backward pass of one micro-batch in one process, as `make_profile` has them on
-fake tensors; parameter gradients are not counted there, as they are states. In bf16 that process
-has bf16 parameters, so that no copies of them, as autocast makes, are counted as activations.
-The floor is the sum of both: as if all states were there at that moment, and nothing else ever:
-no bucket, no gathered layer, no copy. A peak lies below it where the gradients, made in the
-backward pass, are not there yet when the activations are.
+backward pass of one micro-batch in one process, as `make_profile` records them on fake tensors;
+parameter gradients are not counted there, as they are states. In bf16 that process has bf16
+parameters, so that no copies of them, as autocast makes, are counted as activations. The floor is
+the sum of both: it assumes that all states are allocated at that moment, and nothing else ever: no
+bucket, no gathered layer, no copy. A peak is below it if the gradients, which the backward pass
+allocates, do not exist yet when the activations do.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As it is selected and stored."""
+        """The name by which a row is selected and stored."""
         return f"{self.preset}-{self.precision}-{self.ranks}"
 
     def words(self) -> list[str]:
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def note(self) -> str:
-        """What is particular about it."""
+        """A remark on the row."""
         notes = [NOTES[self.preset]] if self.preset in NOTES else []
         if self.precision == "bf16" and self.preset in AUTOCAST:
             notes.append("fp32 parameters, autocast")
@@ -108,15 +108,15 @@ class Row:
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """The selected rows, of the presets that there are: DDP first in each part of the table."""
-    there = set(preset_names("strategies"))
+    """Return the selected rows of existing presets, DDP first in each part of the table."""
+    presets = set(preset_names("strategies"))
     chosen = options.rows.split(",") if options.rows else None
     for precision in options.precisions.split(","):
         for ranks in map(int, options.ranks.split(",")):
             for preset in STAGES:
                 row = Row(preset, ranks, precision)
                 wanted = chosen is None or preset in chosen or row.name in chosen
-                if wanted and preset in there and ONLY_ON.get(preset, ranks) == ranks:
+                if wanted and preset in presets and ONLY_ON.get(preset, ranks) == ranks:
                     yield row
 
 
@@ -153,8 +153,8 @@ def measure(row: Row, steps: int, limit_s: float) -> dict[str, Any]:
 
 
 def activation_bytes(precision: str) -> tuple[int, int]:
-    """The activations of one micro-batch as the floor counts them, and the trained numbers."""
-    # With bf16 parameters in bf16; the strategy plays no other part in a profile.
+    """Return the activation bytes of one micro-batch for the floor, and the trained elements."""
+    # With bf16 parameters in bf16; a profile does not depend on the strategy otherwise.
     row = Row("zero1_torch", 2, precision)
     job = load_job("default", row.preset, row.words())
     plan = make_plan(job, row.ranks, "cpu")
@@ -169,7 +169,7 @@ def activation_bytes(precision: str) -> tuple[int, int]:
 
 
 def state_bytes(row: Row, elements: int) -> int:
-    """Parameters, gradients and optimizer state of one rank, as the ZeRO paper counts them."""
+    """Return a rank's bytes of parameters, gradients and optimizer state, by the ZeRO paper."""
     parts = (4, 4, 8) if row.precision == "fp32" else (2, 2, 12)
     shared_from = 3 - STAGES[row.preset]  # stage 1 divides the last part, stage 3 all of them
     ranks = GROUP.get(row.preset, row.ranks)
@@ -177,13 +177,13 @@ def state_bytes(row: Row, elements: int) -> int:
     return round(bytes_each * elements)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown, sizes in MiB."""
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table, sizes in MiB."""
     heads = ["strategy", "precision", "ranks", "peak", "process", "predicted", "floor"]
     heads += ["peak/floor", "step", "note"]
     lines = ["| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * 7 + " --- |"]
     keys = ("peak_bytes", "process_peak_bytes", "predicted_peak_bytes", "floor_bytes")
-    for row in found.values():
+    for row in rows.values():
         cells = [row["strategy"], row["precision"], str(row["ranks"])]
         cells += [f"{row[key] / 2**20:.0f}" if row.get(key) else "-" for key in keys]
         peak, seconds = row.get("peak_bytes"), row.get("step_seconds")
@@ -197,32 +197,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", help="presets, or rows such as oss-bf16-2, with commas")
+    parser.add_argument("--rows", help="presets, or rows such as oss-bf16-2, separated by commas")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
+    rows_done: dict[str, dict[str, Any]] = {}
     floors: dict[str, tuple[int, int]] = {}
     for row in rows(options):
         if row.precision not in floors:
             floors[row.precision] = activation_bytes(row.precision)
         activations, elements = floors[row.precision]
-        found[row.name] = {
+        rows_done[row.name] = {
             **{"strategy": row.preset, "precision": row.precision, "ranks": row.ranks},
             "floor_bytes": state_bytes(row, elements) + activations,
             "floor_activation_bytes": activations,
             "parameters": elements,
             **measure(row, options.steps, options.limit),
         }
-        print(row.name, found[row.name], file=sys.stderr, flush=True)
+        print(row.name, rows_done[row.name], file=sys.stderr, flush=True)
         if options.output:  # after each row: a long benchmark may be stopped
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            result = {**surroundings(), "steps": options.steps, "rows": found}
+            result = {**surroundings(), "steps": options.steps, "rows": rows_done}
             options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(found))
+    print(table(rows_done))
 
 
 if __name__ == "__main__":

@@ -63,11 +63,11 @@ def _main(arguments: list[str] | None) -> int:
 
 def _versions() -> str:
     """The versions that a bug report should name: bigtrain, torch, Python."""
-    found = []
+    versions = []
     for name in ("bigtrain", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+            versions.append(f"{name} {metadata.version(name)}")
+    return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
 def _guarded(command: str, arguments: list[str]) -> int:
@@ -139,15 +139,15 @@ def _start(command: str, options: TrainOptions, words: list[str]) -> int:
 
 def _of_ranks(arguments: list[str]) -> list[str]:
     """The arguments without those that say how ranks are started; the ranks get these."""
-    kept: list[str] = []
+    words_of_ranks: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if word in ("-n", "--num-ranks", "--restarts", "--min-ranks"):
             rest.pop(0)
         elif not re.fullmatch(r"(--(num-ranks|restarts|min-ranks)=|-n=?)-?\d+", word):
-            kept.append(word)
-    return kept
+            words_of_ranks.append(word)
+    return words_of_ranks
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def tracing_note(kind: str) -> str | None:
         return None
     seen = f"torch sees no {kind} device here, so the forecast is of the CPU's kernels"
     if kind == "cuda":
-        return f"{seen}, with CUDA's autocast, dropout and attention; workspaces are not in it"
+        return f"{seen}, with CUDA's autocast, dropout and attention; workspaces are not included"
     return f"{seen}: those of {kind} save other tensors for the backward pass"
 
 

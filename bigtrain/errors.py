@@ -29,7 +29,7 @@ class UnreadableError(ConfigError):
     """A file, folder or environment variable cannot be used.
 
     Args:
-        place: its path or name; with the line if it is known.
+        source: its path or name; with the line if it is known.
         reason: why it cannot be used, without a full stop.
         fix: the remedy, as a sentence.
         missing: whether it does not exist.
@@ -39,7 +39,7 @@ class UnreadableError(ConfigError):
 
     def __init__(
         self,
-        place: object,
+        source: object,
         reason: str,
         fix: str = "",
         *,
@@ -47,7 +47,7 @@ class UnreadableError(ConfigError):
         system: bool = False,
         said: str | None = None,
     ) -> None:
-        shown = os.fspath(place) if isinstance(place, os.PathLike) else str(place)
+        shown = os.fspath(source) if isinstance(source, os.PathLike) else str(source)
         text = said or f"{plain_text(shown)} cannot be read: {reason}. {fix}".rstrip()
         super().__init__(text)
         self.reason = reason

@@ -85,11 +85,11 @@ def signed_share(share: float | None, digits: int = 1) -> str:
 
 def format_duration(seconds: float) -> str:
     """Write a duration for a person: '26 s', '3 min 05 s', '2 h 10 min'."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02} s"
     minutes = round(seconds / 60)
     if minutes < 24 * 60:
         return f"{minutes // 60} h {minutes % 60:02} min"

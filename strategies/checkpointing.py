@@ -125,16 +125,16 @@ class Checkpointing(RecomputeStrategy):
         if moved and not plan.moves_activations:
             raise ConfigError(
                 f"strategy.recompute.blocks offloads the activations of {moved[0]}, and "
-                "strategy.offload.activations names no place. "
-                "Set strategy.offload.activations=disk (or cpu, on a GPU)."
+                "strategy.offload.activations is not set. Set strategy.offload.activations=disk "
+                "(or cpu, on a GPU)."
             )
         alone = self.every is None and not self.layers and self.blocks is None
         if alone and self.mode == "selective" and plan.moves_activations:
             raise ConfigError(
-                "strategy.recompute.mode=selective keeps the activations on the device that "
-                "strategy.offload.activations would move, in all blocks. "
-                "Use strategy.recompute.mode=full, or a budget, which combines both, or leave one "
-                "of the two out."
+                "strategy.recompute.mode=selective keeps activations of all blocks on the "
+                "device, and strategy.offload.activations would move them. Use "
+                "strategy.recompute.mode=full, or a budget, which combines both, or leave one of "
+                "the two out."
             )
 
     def _check_split(self, plan: Plan) -> None:
@@ -159,15 +159,15 @@ class Checkpointing(RecomputeStrategy):
         """See `RecomputeStrategy.limit`."""
         if self.budget is None or isinstance(self.budget, int):
             return self.budget
-        whole = device_capacity_bytes(torch.device(plan.device_type))
-        if whole is None:
+        capacity = device_capacity_bytes(torch.device(plan.device_type))
+        if capacity is None:
             raise ConfigError(
                 f"strategy.recompute.budget={self.budget} is a share of this device's memory, "
                 "whose size is not known. Give bytes: strategy.recompute.budget=6GiB."
             )
         # The ranks of a node share the host's memory; each rank has its own GPU.
         ranks = detect_rank_info(os.environ).local_world_size if plan.device_type == "cpu" else 1
-        return int(whole * self.budget / ranks)
+        return int(capacity * self.budget / ranks)
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> Checkpointing:
         """See `RecomputeStrategy.with_policies`."""
@@ -194,9 +194,9 @@ class Checkpointing(RecomputeStrategy):
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
         """Refuse blocks that change their input, or a saved result, in place."""
         missing = facts.untraceable or ""
-        kind, _, said = missing.partition(": ")
-        if kind == "ConfigError" and said.startswith("strategy.recompute"):
-            raise ConfigError(said)
+        kind, _, reason = missing.partition(": ")
+        if kind == "ConfigError" and reason.startswith("strategy.recompute"):
+            raise ConfigError(reason)
         if "modified by an inplace operation" in missing:
             raise ConfigError(
                 "strategy.recompute: a block of this model changes its input in place, and cannot "
@@ -210,11 +210,14 @@ class Checkpointing(RecomputeStrategy):
         never_called = sorted(profile.recomputed - called)
         if never_called:
             name = never_called[0]
-            return f"strategy.recompute: {name} is not called in a forward pass: nothing is saved."
+            return (
+                f"strategy.recompute: {name} is not called in a forward pass, so recomputing "
+                "it saves no memory."
+            )
         if not profile.windows and self.blocks is None:
             return (
-                "strategy.recompute saves nothing: this model has no blocks. "
-                "Name modules: strategy.recompute.layers=[...]."
+                "strategy.recompute saves no memory: this model has no repeated blocks. Name "
+                "modules: strategy.recompute.layers=[...]."
             )
         return None
 

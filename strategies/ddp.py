@@ -166,11 +166,11 @@ class DDP(Strategy):
 
     def _low_rank(self, shape: tuple[int, ...]) -> int:
         """Return the elements that PowerSGD sends for a gradient: two thin matrices, if smaller."""
-        whole = math.prod(shape)
+        numbers = math.prod(shape)
         rows = shape[0] if shape else 1
-        thin = self.powersgd_rank * (rows + whole // max(1, rows))
+        thin = self.powersgd_rank * (rows + numbers // max(1, rows))
         # torch's PowerSGDState compresses only gradients that become less than half as large.
-        return thin if len(shape) > 1 and 2 * thin < whole else whole
+        return thin if len(shape) > 1 and 2 * thin < numbers else numbers
 
     def apply(self, assembly: Assembly) -> None:
         """Wrap the module; the weights are the same on all ranks already."""

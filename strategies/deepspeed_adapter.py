@@ -130,7 +130,9 @@ def load_deepspeed(device_type: str) -> Any:
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
     before, silent = set(os.environ), warnings.catch_warnings()
     # By default it uses any GPU that it finds, and loads torch's compiler for its Muon.
-    uncompiled = replaced(torch, compile=lambda function=None, **_: function or (lambda own: own))
+    uncompiled = replaced(
+        torch, compile=lambda function=None, **_: function or (lambda compiled: compiled)
+    )
     with changed_environment(DS_ACCELERATOR=device_type), silent, uncompiled:
         warnings.simplefilter("ignore")
         loaded = import_module("deepspeed")
@@ -301,8 +303,8 @@ class Partitioner:
 
 def stage_3_linear() -> AbstractContextManager[None]:
     """Replace torch's linear function by that of stage 3 while the context is entered."""
-    own: Any = import_module(_PARTS)
-    return replaced(torch.nn.functional, linear=own.zero3_linear_wrap)
+    parts: Any = import_module(_PARTS)
+    return replaced(torch.nn.functional, linear=parts.zero3_linear_wrap)
 
 
 def link_parameters(zero: Any) -> None:

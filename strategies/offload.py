@@ -87,8 +87,8 @@ class Offload(Strategy):
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: the optimizer's state to the host of a GPU, or to disk."""
-        place = "cpu" if is_accelerator(shape.device_type) else "disk"
-        yield Variant(f"offload_{place}", {"optimizer": place})
+        tier = "cpu" if is_accelerator(shape.device_type) else "disk"
+        yield Variant(f"offload_{tier}", {"optimizer": tier})
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
         """See `Strategy.remedies`."""
@@ -165,7 +165,7 @@ class Offload(Strategy):
             "parameters": self.parameters,
             "activations": self.activations,
         }
-        hosted = [key for key, place in places.items() if place == "cpu"]
+        hosted = [key for key, tier in places.items() if tier == "cpu"]
         if plan.replicate.own_offload:
             return None  # the replicate technique does the offload, and gives the advice
         if hosted and plan.device_type == "cpu":

@@ -108,7 +108,7 @@ def test_bad_words_are_refused(words, message, monkeypatch, capfd):
 
 def test_without_root_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="which root alone may. Use sudo .*hosts.py"):
+    with pytest.raises(ConfigError, match="which only root may. Use sudo .*hosts.py"):
         hosts.World(2, 1e9, 0.0)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda _: None)

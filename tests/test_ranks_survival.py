@@ -172,7 +172,7 @@ def test_a_rank_that_is_gone_is_done_without(run_folder: RunFolder, expected: An
     options = ["-n", "2", "--restarts", "3", "--min-ranks", "1"]
     status, output = run_folder.bigtrain(options, {"mesh.dp": 2}, FAULT_KILL="1:0:4,1:1:1")
     assert status == 0, output
-    line = r"rank 1 was lost twice in a row and is taken as gone: restart 2 of 3 on 1 rank, from "
+    line = r"rank 1 was lost twice in a row and is left out: restart 2 of 3 on 1 rank, from "
     line += r"step-2 \(step 2 was the last one done\), global batch 8"
     assert re.search(line, output), output
     assert "strategy ddp: 1 rank on cpu" in output

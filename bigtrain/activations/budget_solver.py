@@ -97,11 +97,11 @@ def solution_peak(
     num_waiting: int = 0,
 ) -> int:
     """Return the peak of given picks, in bytes as `BudgetSolution.peak`."""
-    held, highest = 0, 0
+    saved, highest = 0, 0
     for costs, pick in zip(policy_costs, picks, strict=True):
-        highest = max(highest, held + costs[pick].peak)
-        held += costs[pick].saved
-    return max(highest, held + tail_bytes) + num_waiting * held
+        highest = max(highest, saved + costs[pick].peak)
+        saved += costs[pick].saved
+    return max(highest, saved + tail_bytes) + num_waiting * saved
 
 
 def _peak(state: _State, num_waiting: int) -> int:

@@ -59,7 +59,7 @@ class ActivationOffloader:
     Parameters and buffers, small tensors and tensors of other devices stay. Counts are per rank.
 
     Args:
-        place: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
+        tier: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
             fake tensors, which stands for a run on another device.
         device: whose tensors are moved.
         folder: where the file is made; by default the system's folder for temporary files.
@@ -72,7 +72,7 @@ class ActivationOffloader:
 
     def __init__(
         self,
-        place: Literal["cpu", "disk"],
+        tier: Literal["cpu", "disk"],
         device: torch.device,
         folder: str | None = None,
         *,
@@ -81,10 +81,10 @@ class ActivationOffloader:
     ) -> None:
         self._device, self._fake = device, fake
         # Fake tensors may be a CPU's in the forecast of a run on a device that this machine lacks.
-        if carrier is None and (fake or place == "disk" or is_accelerator(device)):
+        if carrier is None and (fake or tier == "disk" or is_accelerator(device)):
             if fake:
-                carrier = NullTransfer(pinned=place == "cpu")
-            elif place == "disk":
+                carrier = NullTransfer(pinned=tier == "cpu")
+            elif tier == "disk":
                 carrier = DiskTransfer(folder or scratch_folder(), HostCopies(device))
             else:
                 carrier = HostTransfer(device)

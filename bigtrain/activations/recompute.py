@@ -63,7 +63,7 @@ def checkpoint_block(
     sums = SavedSums(policy.keeps, policy.keep)
     del args, kwargs  # only the leaves are to be saved
 
-    def run(*kept: Any) -> Any:
+    def run(*saved_leaves: Any) -> Any:
         # The first time with the caller's objects, because the block may change a list, say. torch
         # saves the leaves: it checks that none is changed, and lets hooks offload them.
         with sums.known() if selective else nullcontext():
@@ -71,7 +71,7 @@ def checkpoint_block(
                 args_now, kwargs_now = original.pop()
                 with _moves_no_buffer(module):
                     return compute(*args_now, **kwargs_now)
-            args_now, kwargs_now = tree_unflatten(kept, structure)
+            args_now, kwargs_now = tree_unflatten(saved_leaves, structure)
             return compute(*args_now, **kwargs_now)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -176,4 +176,6 @@ def untyped_storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def live_referents(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
     """The objects of weak references that are still alive."""
-    return (found for found in (reference() for reference in references) if found is not None)
+    return (
+        referent for referent in (reference() for reference in references) if referent is not None
+    )

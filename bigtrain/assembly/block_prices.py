@@ -73,7 +73,7 @@ def make_budget_problem(
         waiting: the number of other micro-batches whose activations the rank holds.
         place: where offloaded activations go.
     """
-    blocks_by_policy = {choice: _Blocks.of(found) for choice, found in seen.items()}
+    blocks_by_policy = {choice: _Blocks.of(forecast) for choice, forecast in seen.items()}
     names = tuple(blocks_by_policy["keep"].saved)
     menu = []
     for name in names:
@@ -81,19 +81,19 @@ def make_budget_problem(
         menu.append(
             tuple(
                 PolicyCost(
-                    found.saved[name],
-                    found.highest[name],
-                    _seconds(choice, costs[name], kept_bytes - found.saved[name], place),
+                    forecast.saved[name],
+                    forecast.highest[name],
+                    _seconds(choice, costs[name], kept_bytes - forecast.saved[name], place),
                 )
-                for choice, found in blocks_by_policy.items()
+                for choice, forecast in blocks_by_policy.items()
             )
         )
-    tail = max(found.tail for found in blocks_by_policy.values())
+    tail = max(forecast.tail for forecast in blocks_by_policy.values())
     # Prices may not add up exactly; take the lowest. A choice is proven by a forecast, and the
     # budget of the solver is lowered until the proof holds.
     base = min(
-        found.highest - solution_peak(menu, [place] * len(names), tail, waiting)
-        for place, found in enumerate(seen.values())
+        forecast.highest - solution_peak(menu, [place] * len(names), tail, waiting)
+        for place, forecast in enumerate(seen.values())
     )
     return BudgetProblem(names, tuple(menu), tuple(seen), tail, waiting, base)
 

@@ -37,8 +37,8 @@ def ensure_host_room(plan: Plan, host_bytes: int, context: RunContext) -> None:
     ranks = "the 1 rank" if shortage.ranks == 1 else f"the {shortage.ranks} ranks"
     raise ConfigError(
         f"strategy.offload.activations=cpu: the host has {format_bytes(shortage.free)} of memory "
-        f"free ({shortage.free} bytes), and what {ranks} there save for the backward pass take "
-        f"{format_bytes(shortage.wanted)} ({shortage.wanted} bytes) of pinned memory, which comes "
-        "in powers of two. Use strategy.offload.activations=disk, strategy.recompute=full, or a "
-        "smaller train.micro_batch_size."
+        f"free ({shortage.free} bytes), and the activations that {ranks} there save for the "
+        f"backward pass need {format_bytes(shortage.wanted)} ({shortage.wanted} bytes) of pinned "
+        "memory, which is allocated in powers of two. Use strategy.offload.activations=disk, "
+        "strategy.recompute=full, or a smaller train.micro_batch_size."
     )

@@ -59,25 +59,25 @@ def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found,
     return (*found_in(model), *found_in_pass(model, uses or ParameterUses()))
 
 
-def refuse_found(plan: Plan, found: Sequence[Found]) -> None:
+def refuse_found(plan: Plan, oddities: Sequence[Found]) -> None:
     """Refuse a model with a property that the plan's techniques do not support.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
         plan: the plan of the run.
-        found: the properties of its model.
+        oddities: the properties of its model.
 
     Raises:
         ConfigError: with the name, the property, and a strategy that supports it.
     """
     refused = refused_by(plan)
-    for one in found:
-        if one.oddity in refused:
-            instead = _instead(plan, {other.oddity for other in found})
-            fix = f"{one.fix}, or use" if one.fix else "Use"
+    for found in oddities:
+        if found.oddity in refused:
+            instead = _instead(plan, {other.oddity for other in oddities})
+            fix = f"{found.fix}, or use" if found.fix else "Use"
             raise ConfigError(
-                f"{one.name} {one.what}, which strategy {plan.strategy.name} cannot hold. "
+                f"{found.name} {found.what}, which strategy {plan.strategy.name} does not support. "
                 f"{fix} --strategy {instead}."
             )
 
@@ -120,21 +120,21 @@ def found_in(model: nn.Module) -> Iterator[Found]:
         if p._backward_hooks:
             yield Found("gradient_hooks", name, "has a gradient hook (register_hook)")
         if p._post_accumulate_grad_hooks:
-            what = "has a hook on its gradient (register_post_accumulate_grad_hook)"
-            yield Found("accumulate_hooks", name, what)
+            description = "has a hook on its gradient (register_post_accumulate_grad_hook)"
+            yield Found("accumulate_hooks", name, description)
         if id(p) in sparse and trained:
-            fix, what = "Set sparse=False", "has sparse gradients (sparse=True)"
-            yield Found("sparse", name, what, fix)
+            fix, description = "Set sparse=False", "has sparse gradients (sparse=True)"
+            yield Found("sparse", name, description, fix)
             if owners[id(p)] > 1:
-                yield Found("sparse_shared", name, f"is shared, and {what}", fix)
+                yield Found("sparse_shared", name, f"is shared, and {description}", fix)
         if p.is_complex():
-            what = f"is {_type(p)}"
-            yield Found("complex" if trained else "frozen_complex", name, what)
+            description = f"is {_type(p)}"
+            yield Found("complex" if trained else "frozen_complex", name, description)
         if p.dim() == 0:
             yield Found("scalars", name, "has no dims", "Give it shape [1]")
         if not p.is_contiguous():
             fix = "Call .contiguous() on it"
-            yield Found("strided", name, "lies in memory with its dims in another order", fix)
+            yield Found("strided", name, "has its dims in another order in memory", fix)
         if p.numel() == 0:
             yield Found("empty", name, f"has no elements ({list(p.shape)})", "Leave it out")
         if not exact:
@@ -150,27 +150,31 @@ def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Fou
     for name, p in trained:
         if p.dtype != trained[0][1].dtype:
             others = _type(trained[0][1])
-            what = f"is {_type(p)}, and other trained parameters of {where} are {others}"
-            yield Found(oddity, name, what)
+            description = f"is {_type(p)}, and other trained parameters of {where} are {others}"
+            yield Found(oddity, name, description)
             return
 
 
 def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
     """Properties that show in a forward pass, also of the blocks that are sharded."""
-    sparse = {found.name for found in found_in(model) if found.oddity == "sparse"}
+    sparse = {
+        sparse_finding.name
+        for sparse_finding in found_in(model)
+        if sparse_finding.oddity == "sparse"
+    }
     for name in uses.sparse:
         if name not in sparse:
             fix = "Set sparse=False"
             yield Found("sparse_calls", name, "has sparse gradients (sparse=True)", fix)
     for name in uses.sparse_and_dense:
-        what = "has sparse gradients (sparse=True) in one use, and dense ones in another"
-        yield Found("sparse_and_dense", name, what, "Set sparse=False")
+        description = "has sparse gradients (sparse=True) in one use, and dense ones in another"
+        yield Found("sparse_and_dense", name, description, "Set sparse=False")
     if uses.graph_in_forward is not None:
-        what = "asks for a gradient with create_graph=True in its forward pass"
-        yield Found("graph_in_forward", uses.graph_in_forward or "the model", what)
+        description = "asks for a gradient with create_graph=True in its forward pass"
+        yield Found("graph_in_forward", uses.graph_in_forward or "the model", description)
     if uses.graph_in_loss:
-        what = "asks autograd for a gradient, which goes back into the model"
-        yield Found("graph_in_loss", "the loss", what, "Ask for it in the model's forward")
+        description = "asks autograd for a gradient and uses it in the model"
+        yield Found("graph_in_loss", "the loss", description, "Ask for it in the model's forward")
     units = {name: unit for name, unit in independent_blocks(model) if name}
     unit_of = {
         f"{name}.{inner}": name
@@ -179,20 +183,22 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
     }
     for write in uses.writes:
         parameter = model.get_parameter(write.name)
-        what = "is written in place in the forward pass"
+        description = "is written in place in the forward pass"
         fix = "Write it after the step"
-        yield Found("writes", write.name, what, fix)
+        yield Found("writes", write.name, description, fix)
         if parameter.requires_grad:
-            yield Found("writes_trained", write.name, f"is trained, and {what}", fix)
+            yield Found("writes_trained", write.name, f"is trained, and {description}", fix)
         if any(name in write.inside for name, _ in find_blocks(model)):
-            yield Found("writes_in_block", write.name, what, fix)
+            yield Found("writes_in_block", write.name, description, fix)
         if not write.of_parameters:
-            what += " with values that follow from a rank's own part of the batch"
+            description += " with values computed from a rank's own part of the batch"
             fix = "Exchange them between the ranks, and write after the step"
-            yield Found("writes_from_batch", write.name, what, fix)
+            yield Found("writes_from_batch", write.name, description, fix)
         if not write.of_parameters or unit_of.get(write.name, "") in write.inside:
-            what = "is written in place in the forward pass of the module that it is sharded with"
-            yield Found("writes_gathered", write.name, what, "Write it after the step")
+            description = (
+                "is written in place in the forward pass of the module that it is sharded with"
+            )
+            yield Found("writes_gathered", write.name, description, "Write it after the step")
     for name, unit in units.items():
         yield from _of_two_types("mixed_block", unit, name)
 
@@ -211,10 +217,9 @@ def _check_extra_state(model: nn.Module) -> None:
         state = module.get_extra_state()
         if as_json(state) is NOT_JSON:
             raise ConfigError(
-                f"{name}: get_extra_state gives a {type(state).__name__} that JSON does not give "
-                "back as it is, and a checkpoint would lose it. Let it return None, bools, "
-                "numbers, strings, lists and dicts with strings as keys, and keep tensors in "
-                "buffers."
+                f"{name}: get_extra_state gives a {type(state).__name__} that JSON cannot store "
+                "unchanged, so a checkpoint would lose it. Let it return None, bools, numbers, "
+                "strings, lists and dicts with strings as keys, and keep tensors in buffers."
             )
 
 
@@ -222,7 +227,7 @@ def _check_saved_types(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPE_CODES:
             raise ConfigError(
-                f"{name} is {_type(tensor)}, which no checkpoint holds. Use one of "
+                f"{name} is {_type(tensor)}, which checkpoints cannot store. Use one of "
                 f"{_listed(DTYPE_CODES)}, or a buffer with persistent=False."
             )
 

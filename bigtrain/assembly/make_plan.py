@@ -124,16 +124,17 @@ def _check_messages(plan: Plan, backend: str) -> None:
     """
     if backend != "gloo" or not is_accelerator(plan.device_type):
         return
-    what = None
+    senders = None
     if plan.pp > 1:
-        what = f"the stages of a pipeline (mesh.pp={plan.pp})"
+        senders = f"the stages of a pipeline (mesh.pp={plan.pp})"
     elif plan.replicate.sends_messages:
-        what = f"the ranks of strategy.replicate={plan.techniques['replicate'].name}"
-    if what is not None:
+        senders = f"the ranks of strategy.replicate={plan.techniques['replicate'].name}"
+    if senders is not None:
         raise ConfigError(
-            f"mesh.backend=gloo sends messages between hosts alone, and {what} send each other "
-            f"tensors of a {plan.device_type} device. Leave mesh.backend out, with one GPU for "
-            "each rank, or use device=cpu; ddp, fsdp, zero and tensor go with gloo on a GPU."
+            f"mesh.backend=gloo sends messages from host memory only, and {senders} send each "
+            f"other tensors of a {plan.device_type} device. Leave mesh.backend out, with one GPU "
+            "for each rank, or use device=cpu; ddp, fsdp, zero and tensor work with gloo on a "
+            "GPU."
         )
 
 

@@ -41,15 +41,15 @@ class ModelChecks:
             ConfigError: the model, or its optimizer, cannot be trained by this plan.
         """
         check_kind(self._optimizer, plan)
-        refuse_found(plan, self._found)
+        refuse_found(plan, self._findings)
         replicate = plan.techniques.get("replicate")
         if self._workload.example is None or replicate is None:
             return plan, ()
         notes = []
         if self._only_used and plan.replicate.moves_parameters and plan.replicate.engine == "torch":
             notes.append(
-                f"{first_names(self._only_used)}: used, and never called: gathered with the "
-                "nearest module around that is called"
+                f"{first_names(self._only_used)}: used but never called, so gathered with the "
+                "nearest enclosing module that is called"
             )
         routes = self.routes_of(plan)
         if routes.vary:
@@ -66,8 +66,8 @@ class ModelChecks:
         called, only_used = self._uses.called, self._only_used
         if plan.dp == 1:
             return Routes(called=called, only_used=only_used)
-        found = self._routes
-        return replace(found, called=found.called or called, only_used=only_used)
+        routes = self._routes
+        return replace(routes, called=routes.called or called, only_used=only_used)
 
     @cached_property
     def _optimizer(self) -> WholeOptimizer:
@@ -85,7 +85,7 @@ class ModelChecks:
         return tuple(self._uses.only_used(independent_blocks(self._passes_of)))
 
     @cached_property
-    def _found(self) -> tuple[Found, ...]:
+    def _findings(self) -> tuple[Found, ...]:
         model, has_example = self._workload.model, self._workload.example is not None
         uses = self._uses if has_example else None
         found = found_in_model(self._passes_of, uses)

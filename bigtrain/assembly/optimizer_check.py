@@ -8,12 +8,13 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 from bigtrain.optim.whole import WholeOptimizer
 
-_SHAPES: dict[OptimizerInput, str] = {
-    "parameters": "the parameters themselves",
+_TENSOR_WORDS: dict[OptimizerInput, str] = {
+    "parameters": "the parameters",
     "pieces": "pieces",
     "shards": "shards",
     "copies": "flat copies",
 }
+"""The optimizer's tensors under a technique, as a message names them."""
 
 
 def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
@@ -32,9 +33,8 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
     strategy_words = f"strategy {plan.strategy.name}"
     if optim.name == "sgd" and optim.implementation == "fused" and optimizer_input == "shards":
         raise ConfigError(
-            "optim.implementation=fused: torch's fused SGD does not know the shards of "
-            f"{strategy_words}. Use "
-            "optim.implementation=auto."
+            "optim.implementation=fused: torch's fused SGD does not support DTensors, and "
+            f"{strategy_words} shards parameters as DTensors. Use optim.implementation=auto."
         )
     if not optim.master_weights:
         _check_masters(plan, optimizer_input, strategy_words)
@@ -46,9 +46,8 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
         _check_copies(optim, plan, strategy_words)
     elif optim.state == "bf16" and optimizer_input == "copies":
         raise ConfigError(
-            f"optim.state=bf16: {strategy_words} lets its engine keep the optimizer's state, in "
-            "fp32. Use "
-            "--strategy fsdp or --strategy zero1_torch, or optim.state=fp32."
+            f"optim.state=bf16: the engine of {strategy_words} keeps the optimizer's state in "
+            "fp32. Use --strategy fsdp or --strategy zero1_torch, or optim.state=fp32."
         )
 
 
@@ -58,168 +57,169 @@ def _cuts_parameters(plan: Plan, optimizer_input: OptimizerInput) -> bool:
     return optimizer_input == "pieces" or moved
 
 
-def _check_copies(optim: OptimConfig, plan: Plan, who: str) -> None:
-    """Ranks that share a tied parameter slice it differently, so they round differently."""
+def _check_copies(optim: OptimConfig, plan: Plan, strategy_words: str) -> None:
+    """Refuse stochastic rounding where ranks divide the same parameter into different pieces."""
     if optim.stochastic_rounding is False or max(plan.pp, plan.tp) == 1:
         return
-    sharing = "the stages that share a tied parameter cut it"
+    holders = "the stages that share a tied parameter"
     fix = "use --strategy 1f1b_fsdp"
     if plan.tp > 1:
-        sharing = "the ranks of mesh.tp that hold a parameter whole may cut it"
+        holders = "the ranks of mesh.tp that hold the same whole parameter"
         fix = "use --strategy fsdp+tensor"
     raise ConfigError(
-        f"optim.state=bf16 with stochastic rounding: in {who} {sharing} into different pieces, and "
-        f"its copies would drift apart. Set optim.stochastic_rounding=false, or {fix}."
+        f"optim.state=bf16 with stochastic rounding: in {strategy_words} {holders} may divide it "
+        "into different pieces and round them differently, so its copies would drift apart. Set "
+        f"optim.stochastic_rounding=false, or {fix}."
     )
 
 
 def _check_masters(plan: Plan, optimizer_input: OptimizerInput, strategy_words: str) -> None:
     if plan.precision != "bf16":
         raise ConfigError(
-            f"optim.master_weights=false keeps parameters in bf16, and train.precision is "
+            "optim.master_weights=false keeps parameters in bf16, and train.precision is "
             f"{plan.precision}. Set train.precision=bf16, or optim.master_weights=true."
         )
     if optimizer_input != "parameters":
         raise ConfigError(
-            f"optim.master_weights=false: {strategy_words} makes {_SHAPES[optimizer_input]} of "
-            "fp32 parameters, and "
-            "takes no others. Use --strategy single or --strategy ddp, or "
-            "optim.master_weights=true."
+            "optim.master_weights=false keeps parameters in bf16, and the optimizer of "
+            f"{strategy_words} updates {_TENSOR_WORDS[optimizer_input]} of fp32 parameters. Use "
+            "--strategy single or --strategy ddp, or optim.master_weights=true."
         )
     if plan.offload_tiers.optimizer != "device":
         raise ConfigError(
-            f"optim.master_weights=false keeps no values but the parameters, and "
-            f"strategy.offload.optimizer={plan.offload_tiers.optimizer} keeps fp32 copies "
-            "elsewhere. Use strategy.offload=null, or optim.master_weights=true."
+            "optim.master_weights=false keeps parameters in bf16 without an fp32 copy, and "
+            f"strategy.offload.optimizer={plan.offload_tiers.optimizer} offloads an fp32 copy. Use "
+            "strategy.offload=null, or optim.master_weights=true."
         )
 
 
 def _check_release(plan: Plan, strategy_words: str) -> None:
     if "cut" in plan.techniques:
         raise ConfigError(
-            f"optim.release_gradients=true: {strategy_words} runs the micro-batches through "
-            "stages, whose "
-            "gradients are whole after the last one only. Use --strategy fsdp, or "
+            f"optim.release_gradients=true: {strategy_words} divides the model into stages, whose "
+            "gradients are complete only after the last micro-batch. Use --strategy fsdp, or "
             "optim.release_gradients=false."
         )
     if not plan.replicate.final_gradients and plan.world_size > 1:
         raise ConfigError(
             f"optim.release_gradients=true: {strategy_words} keeps all gradients in buckets until "
-            "they are "
-            "averaged over the ranks. Use --strategy fsdp, or optim.release_gradients=false."
+            "they are averaged over the ranks. Use --strategy fsdp, or "
+            "optim.release_gradients=false."
         )
     if not plan.replicate.final_gradients:
         raise ConfigError(
-            f"optim.release_gradients=true: {strategy_words} keeps the gradients for a step of its "
-            "own. Use "
-            "--strategy single, or optim.release_gradients=false."
+            f"optim.release_gradients=true: {strategy_words} keeps all gradients until its own "
+            "optimizer step. Use --strategy single, or optim.release_gradients=false."
         )
     steps = plan.batch.accumulation_steps
     if steps > 1:
         raise ConfigError(
-            f"optim.release_gradients=true updates at every micro-batch, and a step has {steps}. "
-            f"Use train.accumulation_steps=1 (train.micro_batch_size="
+            "optim.release_gradients=true updates parameters after each micro-batch, so a step "
+            f"must have one micro-batch, and this job has {steps}. Use "
+            "train.accumulation_steps=1 (train.micro_batch_size="
             f"{plan.batch.global_size // plan.batch.dp_size}), or optim.release_gradients=false."
         )
     if plan.offload_tiers.optimizer != "device" or plan.offload_tiers.parameters != "device":
         raise ConfigError(
-            "optim.release_gradients=true updates in the backward pass, and strategy.offload "
-            "brings state back a chunk at a time after it. Use strategy.offload=null, or "
-            "optim.release_gradients=false."
+            "optim.release_gradients=true updates parameters during the backward pass, and "
+            "strategy.offload copies state to the device, a chunk at a time, only after it. Use "
+            "strategy.offload=null, or optim.release_gradients=false."
         )
 
 
 def _check_whole(
     optim: OptimConfig, plan: Plan, optimizer_input: OptimizerInput, strategy_words: str
 ) -> None:
-    """The state is of whole parameters: of rows and columns, or of blocks of numbers."""
+    """Refuse an optimizer whose state is of whole parameters where a rank has parts of them."""
     if plan.tp > 1:
-        what = "rows and columns" if optim.name == "adafactor" else "blocks"
+        parts = "rows and columns" if optim.name == "adafactor" else "blocks"
         raise ConfigError(
-            f"optim.name={optim.name} keeps state for {what} of whole parameters, and "
-            f"{strategy_words} gives each of {plan.tp} ranks slices of them (mesh.tp={plan.tp}). "
-            "Use optim.name=adamw optim.state=bf16, or leave strategy.slice out with mesh.tp=1."
+            f"optim.name={optim.name} keeps state for {parts} of whole parameters, and with "
+            f"mesh.tp={plan.tp} in {strategy_words} each rank has only slices of them. Use "
+            "optim.name=adamw optim.state=bf16, or mesh.tp=1 without strategy.slice."
         )
-    needs = "whole parameters" if optim.name == "adafactor" else "blocks of a whole parameter"
+    state_of = "whole parameters" if optim.name == "adafactor" else "blocks of a whole parameter"
     fix = "--strategy ddp, or optim.name=adamw"
     if optim.name in LOW_BIT:
         fix = "--strategy ddp, or optim.name=adamw optim.state=bf16"
     if optimizer_input != "parameters":
         raise ConfigError(
-            f"optim.name={optim.name} keeps state for {needs}, and {strategy_words} gives the "
-            "optimizer "
-            f"{_SHAPES[optimizer_input]} of them. Use {fix}."
+            f"optim.name={optim.name} keeps state for {state_of}, and the optimizer of "
+            f"{strategy_words} updates {_TENSOR_WORDS[optimizer_input]} of parameters. Use {fix}."
         )
     if plan.offload_tiers.optimizer != "device":
         raise ConfigError(
-            f"optim.name={optim.name} keeps state for {needs}, and "
-            f"strategy.offload.optimizer={plan.offload_tiers.optimizer} moves it in pieces. It is "
-            "small already: use strategy.offload=null, or optim.name=adamw."
+            f"optim.name={optim.name} keeps state for {state_of}, and "
+            f"strategy.offload.optimizer={plan.offload_tiers.optimizer} offloads it in pieces. Use "
+            "strategy.offload=null (this optimizer's state is small), or optim.name=adamw."
         )
 
 
-def check_kind(whole: WholeOptimizer, plan: Plan) -> None:
+def check_kind(optimizer: WholeOptimizer, plan: Plan) -> None:
     """Refuse an optimizer whose step reads tensors that a rank of this plan does not have.
 
     Raises:
         ConfigError: with its class, the tensors that it reads, and a strategy that has them.
     """
-    kind, who = whole.kind, f"strategy {plan.strategy.name}"
+    kind, strategy_words = optimizer.kind, f"strategy {plan.strategy.name}"
     if kind.failure is not None and "closure" in kind.failure:
         raise ConfigError(
-            f"optimizer: {whole.kind_name} wants a closure in each step, and the engine's step has "
-            "run the forward and backward passes by then. Use an optimizer that steps by the "
-            "gradients, such as torch.optim.AdamW."
+            f"optimizer: {optimizer.kind_name} wants a closure that runs the forward and backward "
+            "passes again, and the engine runs them once before each step. Use an optimizer that "
+            "needs only the gradients, such as torch.optim.AdamW."
         )
     if plan.world_size == 1 and plan.offload_tiers.optimizer == "device":
         return
-    sees, because = _sees(plan)
+    sees, reason = _readable_tensors(plan)
     if kind.counts and _steps_in_parts(plan):
         raise ConfigError(
-            f"optimizer: {whole.kind_name} counts its steps for all parameters together, and {who} "
-            "lets it update a part of them at a time. Use --strategy ddp."
+            f"optimizer: {optimizer.kind_name} has one step count for all parameters, and in "
+            f"{strategy_words} one step is several updates of different parameters, each of which "
+            "would be counted. Use --strategy ddp."
         )
     if sees in ("parameters", "elements") and not kind.separable:
         raise ConfigError(
-            f"optimizer: the step of {whole.kind_name} looks at all parameters together"
-            f"{_tried(kind.failure)}, and in {who} {because}. Use --strategy ddp."
+            f"optimizer: the step of {optimizer.kind_name} reads all parameters together"
+            f"{_trial_failure(kind.failure)}, and in {strategy_words} {reason}. Use --strategy ddp."
         )
     if sees == "elements" and not kind.elementwise:
         fix = "--strategy ddp" if plan.tp > 1 or plan.pp > 1 else "--strategy zero1_torch"
         raise ConfigError(
-            f"optimizer: the step of {whole.kind_name} needs whole parameters, and in {who} "
-            f"{because}. Use {fix}."
+            f"optimizer: the step of {optimizer.kind_name} needs whole parameters, and in "
+            f"{strategy_words} {reason}. Use {fix}."
         )
-    if sees == "shards" and whole.kind_name == "Rprop":
+    if sees == "shards" and optimizer.kind_name == "Rprop":
         raise ConfigError(
-            f"optimizer: torch's Rprop writes where signs differ, which torch does not do on the "
-            f"shards (DTensors) of {who}. Use --strategy zero1_torch, or another optimizer."
+            "optimizer: torch's Rprop assigns to elements selected by a mask, and torch does not "
+            f"support that on DTensors, the shards of {strategy_words}. Use --strategy "
+            "zero1_torch, or another optimizer."
         )
     if sees == "elements" and kind.reads_notes and plan.tp == 1:
         raise ConfigError(
-            f"optimizer: {whole.kind_name} reads what is noted at single parameters, and in {who} "
-            f"{because}. Give them groups of their own, or use --strategy zero1_torch."
+            f"optimizer: {optimizer.kind_name} reads attributes of single parameters, and in "
+            f"{strategy_words} {reason}. Put parameters with such attributes into separate "
+            "parameter groups, or use --strategy zero1_torch."
         )
 
 
-def _tried(failure: str | None) -> str:
-    return "" if failure is None else f" (alone it ends in {failure[:120]})"
+def _trial_failure(failure: str | None) -> str:
+    return "" if failure is None else f" (a trial step fails with {failure[:120]})"
 
 
-def _sees(plan: Plan) -> tuple[OptimizerSees, str]:
+def _readable_tensors(plan: Plan) -> tuple[OptimizerSees, str]:
     """The tensors that a step may read on one rank of a plan, and why no others."""
     sees = plan.replicate.optimizer_sees if plan.dp > 1 or plan.replicate.owns_step else "all"
     if plan.tp > 1:
-        return "elements", f"each of {plan.tp} ranks has slices of them (mesh.tp={plan.tp})"
+        return "elements", f"each rank has slices of them (mesh.tp={plan.tp})"
     if plan.shares_engine or sees == "elements":
-        return "elements", "each rank has stretches of them in flat pieces"
+        return "elements", "each rank updates flat slices of them"
     if plan.offload_tiers.optimizer != "device" and not plan.replicate.own_offload:
         if sees == "shards":
-            return "elements", "what is brought back at a time are stretches of a rank's shards"
-        return "parameters", "some of them are brought back at a time"
+            return "elements", "flat slices of a rank's shards are copied to the device in turn"
+        return "parameters", "only some of them are on the device at a time"
     if plan.cut is not None and plan.pp > 1:
-        return "parameters", "each rank has those of its stages"
-    return sees, "each rank updates some of them"
+        return "parameters", "each rank has only those of its stages"
+    return sees, "each rank updates only some of them"
 
 
 def _steps_in_parts(plan: Plan) -> bool:

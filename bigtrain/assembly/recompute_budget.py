@@ -61,14 +61,14 @@ def meet_budget(
     """
     if workload.example is None:
         raise ConfigError(
-            "strategy.recompute.budget is met by a forecast, and for that one micro-batch must be "
-            "seen. Give prepare(..., example=(inputs, targets))."
+            "strategy.recompute.budget chooses policies by a forecast of memory, and a forecast "
+            "needs one micro-batch. Give prepare(..., example=(inputs, targets))."
         )
     names = [name for name, _ in find_blocks(workload.model)]
     if not names:
         raise ConfigError(
-            "strategy.recompute.budget: this model has no blocks to choose for. "
-            "Name modules: strategy.recompute.layers=[...]."
+            "strategy.recompute.budget chooses a policy for each repeated block, and this model "
+            "has none. Name the modules to recompute: strategy.recompute.layers=[...]."
         )
     bf16 = plan.precision == "bf16"
     device, rates = tracing_device(plan.device_type), RECOMPUTE_RATES[plan.device_type]
@@ -99,7 +99,8 @@ class _ProvenSolution:
 
 def _no_forecast(reason: str) -> str:
     return (
-        f"strategy.recompute.budget is met by a forecast, and there is none: {reason}. "
+        "strategy.recompute.budget chooses policies by a forecast of memory, and this run cannot "
+        f"be forecast: {reason}. "
         "Use strategy.recompute.mode=full, or every, or layers."
     )
 
@@ -226,12 +227,12 @@ class _BudgetTask:
         """A line on the chosen policies, their cost and the predicted peak."""
         where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
         counts = Counter(solution.blocks.values())
-        kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in BLOCK_POLICIES if counts[c])
+        policies = ", ".join(_policy_words(c, counts[c]) for c in BLOCK_POLICIES if counts[c])
         share = solution.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
         return (
             f"{where}budget {format_bytes(self.limit)}: predicted peak "
-            f"{format_bytes(solution.peak.bytes)}; {len(solution.blocks)} blocks keep: {kinds}; "
-            f"about {100 * share:.0f} % longer"
+            f"{format_bytes(solution.peak.bytes)}; of {len(solution.blocks)} blocks, {policies}; "
+            f"a step takes about {100 * share:.0f} % longer"
         )
 
     def _too_small(self, peak: Peak, pp_rank: int) -> str:
@@ -247,13 +248,19 @@ class _BudgetTask:
         )
 
 
-_WORDS: dict[BlockPolicy, str] = {
-    "keep": "everything",
-    "selective": "inputs and products",
-    "full": "inputs",
-    "offload": "everything, moved away",
-    "full_offload": "inputs, moved away",
+def _policy_words(policy: BlockPolicy, count: int) -> str:
+    verb, saved = _POLICY_WORDS[policy]
+    return f"{count} {verb if count > 1 else verb + 's'} {saved}"
+
+
+_POLICY_WORDS: dict[BlockPolicy, tuple[str, str]] = {
+    "keep": ("save", "all activations"),
+    "selective": ("save", "inputs and matrix products"),
+    "full": ("save", "inputs only"),
+    "offload": ("offload", "all activations"),
+    "full_offload": ("offload", "inputs only"),
 }
+"""The verb and the saved tensors of a policy, as users read them."""
 
 _FIXES = {
     "parameters": "--strategy fsdp on more ranks",

@@ -96,10 +96,10 @@ def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
 
 def _compiled(plan: Plan) -> list[str]:
     """A line on the forecasts of a run with compiled blocks."""
-    said = (
+    note = (
         "train.compile=blocks: bytes are forecast for compiled blocks; blocks are timed as written"
     )
-    return [said] if plan.compiles_blocks else []
+    return [note] if plan.compiles_blocks else []
 
 
 def check_known(plan: Plan, unreached: Sequence[str]) -> None:
@@ -125,8 +125,9 @@ def _no_replicas(plan: Plan) -> list[str]:
     if technique is None or not shares or plan.dp > 1 or plan.pp < 4 or plan.pp % 2:
         return []
     return [
-        f"mesh: pp {plan.pp} x dp 1 is one pipeline of all ranks, and strategy.replicate="
-        f"{technique.name} has no replicas. Use mesh.pp={plan.pp // 2} for 2 of them."
+        f"mesh: pp {plan.pp} x dp 1 is one pipeline of all ranks, and "
+        f"strategy.replicate={technique.name} has no replicas. Use mesh.pp={plan.pp // 2} for 2 "
+        "replicas."
     ]
 
 
@@ -141,8 +142,8 @@ def lay_slices(plan: Plan, workload: Workload) -> ModelSlices | None:
         return None
     if workload.example is None:
         raise ConfigError(
-            f"strategy {plan.strategy.name} slices the model's layers, and for that it must see "
-            "one micro-batch. Give prepare(..., example=(inputs, targets))."
+            f"strategy {plan.strategy.name} slices the model's layers, and needs one micro-batch "
+            "for that. Give prepare(..., example=(inputs, targets))."
         )
     return technique.lay_slices(workload, plan)
 
@@ -158,8 +159,8 @@ def make_layout(plan: Plan, workload: Workload) -> Layout | None:
         return None
     if workload.example is None:
         raise ConfigError(
-            f"strategy {plan.strategy.name} cuts the model, and for that it must see one "
-            "micro-batch. Give prepare(..., example=(inputs, targets))."
+            f"strategy {plan.strategy.name} cuts the model, and needs one micro-batch for that. "
+            "Give prepare(..., example=(inputs, targets))."
         )
     layout = cut_strategy.lay_out(workload, plan)
     plan.check_model(ModelFacts(shared=layout.shared, untrained=layout.untrained))

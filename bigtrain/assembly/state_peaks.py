@@ -70,29 +70,33 @@ def forecast_state_peaks(
     if states is None or step is None:
         return StatePeaks()
     try:
-        every = [_State.of(resolved, workload, place) for place in range(resolved.plan.tp)]
+        every = [
+            _State.of(resolved, workload, slice_rank) for slice_rank in range(resolved.plan.tp)
+        ]
     except Exception:  # the user's optimizer does not run on fake tensors
         return StatePeaks()
     plan, known = resolved.plan, every[tp_rank]
     rank = (dp_rank * plan.pp + pp_rank) * plan.tp + tp_rank
     files = files_of(
-        [one.held(d, p) for d in range(plan.dp) for p in range(plan.pp) for one in every]
+        [state.held(d, p) for d in range(plan.dp) for p in range(plan.pp) for state in every]
     )
     made = known.made(dp_rank, pp_rank)
     how = {"asynchronous": config.asynchronous, "most_bytes": config.snapshot_bytes}
     added = forecast_save(files, rank, made, **how)  # type: ignore[arg-type]
     looked_at = known.compared(made)
     added = replace(added, waiting=max(added.waiting, looked_at), made=max(added.made, looked_at))
-    kept = states.total - states.activations
-    resume = kept + known.read_beside(dp_rank, pp_rank)
+    resident = states.total - states.activations
+    resume = resident + known.read_beside(dp_rank, pp_rank)
     if is_accelerator(plan.device_type):
         host = max(added.waiting - added.made, added.beside)
-        return StatePeaks(StatePeak(kept + added.made, host), StatePeak(resume, known.largest))
+        return StatePeaks(StatePeak(resident + added.made, host), StatePeak(resume, known.largest))
     # The last batch is alive until the next one is read.
     batch = storage_bytes(workload.micro_batch.tensors()) * plan.batch.accumulation_steps
     # A rank that contributes nothing still takes its steps while others write.
-    beside = step.bytes + added.beside if config.asynchronous else 0
-    return StatePeaks(StatePeak(max(kept + batch + added.waiting, beside)), StatePeak(resume))
+    during_save = step.bytes + added.beside if config.asynchronous else 0
+    return StatePeaks(
+        StatePeak(max(resident + batch + added.waiting, during_save)), StatePeak(resume)
+    )
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,8 @@ class _State:
         tensors = list(_saved_tensors(workload.model, resolved.plan, slices))
         by_shape: dict[tuple[tuple[int, ...], torch.dtype], Slots] = {}
         wanted = {(t.shape, t.dtype) for t in tensors if t.trained}
-        for key, found in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
-            by_shape[key] = found
+        for key, slot in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
+            by_shape[key] = slot
         slots = {t.first: by_shape[t.shape, t.dtype] for t in tensors if t.trained}
         splits = whole_optimizer(workload.make_optimizer, workload.model).kind.elementwise
         return cls(resolved, tensors, slots, splits=splits, slices=slices)
@@ -161,7 +165,7 @@ class _State:
     def held(self, dp_rank: int, pp_rank: int) -> dict[str, Held]:
         """The tensors that one rank contributes to a checkpoint; see `Runner.state`."""
         held = {}
-        for tensor in self._own(pp_rank):
+        for tensor in self._tensors_of_stages(pp_rank):
             if tensor.first in self._saved_elsewhere(pp_rank):
                 continue
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
@@ -175,14 +179,14 @@ class _State:
             elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
                 continue
             held[name] = Held(slot.dtype, tuple(slot.shape), extents, False)
-        return held if self._slices is None else _of_whole(held, self._slices)
+        return held if self._slices is None else _in_whole_tensors(held, self._slices)
 
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
         """The tensors that a rank makes for a save: read from disk, or joined of pieces."""
         on_disk, chunk = self._on_disk, self._chunk(pp_rank)
         joins = bool(self._plan.replicate.num_servers)  # a server joins its pieces of a tensor
         made = {}
-        for tensor in self._own(pp_rank):
+        for tensor in self._tensors_of_stages(pp_rank):
             if tensor.first in self._saved_elsewhere(pp_rank):
                 continue
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
@@ -204,11 +208,11 @@ class _State:
         if self._slices is None:
             return 0
         whole = (
-            one
-            for name, one in made.items()
+            gathered
+            for name, gathered in made.items()
             if self._slices.by_name.get(_parameter_of(name)) is None
         )
-        return max((one.kept + one.passing for one in whole), default=0)
+        return max((gathered.kept + gathered.passing for gathered in whole), default=0)
 
     def read_beside(self, dp_rank: int, pp_rank: int) -> int:
         """Bytes of the peak of a resume above the state of a run, without a batch.
@@ -217,7 +221,7 @@ class _State:
         """
         at_once = self._kind == "copies"  # its flat tensors are allocated with the first tensor
         sizes = []
-        for name, tensor, slot in sorted(self._optimizer(pp_rank), key=lambda one: one[0]):
+        for name, tensor, slot in sorted(self._optimizer(pp_rank), key=lambda saved: saved[0]):
             numbers, sliced = (
                 slot.numel(),
                 is_elementwise(name.rpartition(".")[2], slot, tensor.shape),
@@ -243,10 +247,10 @@ class _State:
         missing = sum(stays for stays, _ in sizes)
         works = self._plan.replicate.num_servers and self._plan.data_rank(dp_rank) is not None
         model = []
-        for tensor in self._own(pp_rank):
+        for tensor in self._tensors_of_stages(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
-            own = sum(extent.size for extent in extents)
-            numbers = math.prod(tensor.shape) if works else own
+            local_numbers = sum(extent.size for extent in extents)
+            numbers = math.prod(tensor.shape) if works else local_numbers
             block = self._block(tensor, extents, numbers, tensor.dtype)
             model.append(numbers * tensor.dtype.itemsize + block)
         highest = max(model, default=0) - missing
@@ -257,12 +261,17 @@ class _State:
             highest = max(highest, read - missing)
         return highest
 
-    def _block(self, tensor: _Saved, own: Iterable[Extent], most: int, dtype: torch.dtype) -> int:
+    def _block(
+        self, tensor: _Saved, local_extents: Iterable[Extent], most: int, dtype: torch.dtype
+    ) -> int:
         """Bytes of the file block held while a tensor is read, `most` elements at a time."""
         if self._slices is None or tensor.name not in self._slices.by_name:
             return 0
         slices = self._slices.by_name[tensor.name]
-        firsts = [Extent(one.start, min(one.size, most)) for one in own]
+        firsts = [
+            Extent(local_extent.start, min(local_extent.size, most))
+            for local_extent in local_extents
+        ]
         _, extents = self._slices.placed(slices, tensor.shape, firsts)
         return read_beside_bytes(extent.scaled(dtype.itemsize) for extent in extents)
 
@@ -284,14 +293,14 @@ class _State:
         elements = sum(math.prod(t.shape) for t in self._trained(pp_rank))
         return chunk_elements(elements, self._plan.state_ranks)
 
-    def _own(self, pp_rank: int) -> list[_Saved]:
+    def _tensors_of_stages(self, pp_rank: int) -> list[_Saved]:
         if not self._cut or self._layout is None:
             return list(self._tensors)
-        own = self._layout.chosen.cut.tensor_names_of(self._layout.stages_of(pp_rank))
-        return [tensor for tensor in self._tensors if tensor.first in own]
+        names = self._layout.chosen.cut.tensor_names_of(self._layout.stages_of(pp_rank))
+        return [tensor for tensor in self._tensors if tensor.first in names]
 
     def _trained(self, pp_rank: int) -> list[_Saved]:
-        return [t for t in self._own(pp_rank) if t.trained and t.name == t.first]
+        return [t for t in self._tensors_of_stages(pp_rank) if t.trained and t.name == t.first]
 
     def _earlier(self, pp_rank: int) -> set[str]:
         """Names of trained parameters that a stage of a lower rank has, too: it owns them."""
@@ -325,14 +334,14 @@ class _State:
     ) -> tuple[Extent, ...]:
         """The elements of a tensor of the model, or of a slot of its shape, on a rank."""
         ranks, kind = self._plan.state_ranks, self._kind
-        place = dp_rank % ranks
+        state_rank = dp_rank % ranks
         if (
             self._plan.replicate.num_servers
         ):  # servers have the trained parameters, workers the rest
             if (self._plan.data_rank(dp_rank) is None) is not tensor.trained:
                 return ()
             return (
-                self._piece(tensor, pp_rank, place)
+                self._piece(tensor, pp_rank, state_rank)
                 if tensor.trained
                 else whole_extents(tensor.shape)
             )
@@ -340,20 +349,20 @@ class _State:
         if ranks == 1 or tensor.is_buffer or kind == "parameters":
             return whole_extents(tensor.shape)
         if kind == "shards":
-            return _rows(tensor.shape, place, ranks)
+            return _rows(tensor.shape, state_rank, ranks)
         if kind == "copies" and stage == 3:
-            return _even_slice(math.prod(tensor.shape), place, ranks)
+            return _even_slice(math.prod(tensor.shape), state_rank, ranks)
         if not tensor.trained or (kind == "pieces" and not slot and not tensor.low):
             return whole_extents(tensor.shape)
-        return self._piece(tensor, pp_rank, place)
+        return self._piece(tensor, pp_rank, state_rank)
 
-    def _piece(self, tensor: _Saved, pp_rank: int, place: int) -> tuple[Extent, ...]:
-        begin, end = self._flat_slices_of(pp_rank, place).get(tensor.first, (0, 0))
+    def _piece(self, tensor: _Saved, pp_rank: int, state_rank: int) -> tuple[Extent, ...]:
+        begin, end = self._flat_slices_of(pp_rank, state_rank).get(tensor.first, (0, 0))
         return (Extent(begin, end - begin),) if end > begin else ()
 
-    def _flat_slices_of(self, pp_rank: int, place: int) -> Mapping[str, tuple[int, int]]:
+    def _flat_slices_of(self, pp_rank: int, state_rank: int) -> Mapping[str, tuple[int, int]]:
         """The elements of each parameter that a replica updates, of all parameters concatenated."""
-        key = pp_rank * self._plan.state_ranks + place
+        key = pp_rank * self._plan.state_ranks + state_rank
         if key not in self._flat_slices:
             sizes = {t.name: math.prod(t.shape) for t in self._trained(pp_rank)}
             splits = self._splits or self._kind == "copies"
@@ -371,16 +380,16 @@ def _parameter_of(name: str) -> str:
     return plain if part == "model" else plain.rpartition(".")[0]
 
 
-def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
+def _in_whole_tensors(local: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
     """The tensors of a rank, its slices as parts of whole tensors."""
-    shapes = {name: one.shape for name, one in held.items()}
-    found = dict(held)
-    for name, one in held.items():
-        own = slices.slices_of(name, shapes)
-        if own is not None:
-            shape, extents = slices.placed(own, one.shape, one.extents)
-            found[name] = replace(one, shape=shape, extents=extents)
-    return found
+    shapes = {name: tensor.shape for name, tensor in local.items()}
+    placed = dict(local)
+    for name, tensor in local.items():
+        tensor_slices = slices.slices_of(name, shapes)
+        if tensor_slices is not None:
+            shape, extents = slices.placed(tensor_slices, tensor.shape, tensor.extents)
+            placed[name] = replace(tensor, shape=shape, extents=extents)
+    return placed
 
 
 def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> Iterator[_Saved]:
@@ -392,8 +401,8 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue
-        own = first.setdefault(id(tensor), name)
-        low, dtype = own in bf16, tensor.dtype
+        first_name = first.setdefault(id(tensor), name)
+        low, dtype = first_name in bf16, tensor.dtype
         if double and dtype.is_floating_point:
             dtype = torch.float64
         elif low and not plan.master_weights:
@@ -402,7 +411,9 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
         shape = tuple(tensor.shape)
         if slices is not None and name in slices.by_name:
             shape = slices.by_name[name].local_shape(shape, slices.group.rank, slices.group.size)
-        yield _Saved(name, own, shape, dtype, name not in parameters, trained, low and trained)
+        yield _Saved(
+            name, first_name, shape, dtype, name not in parameters, trained, low and trained
+        )
 
 
 def _slots_of(
@@ -423,18 +434,18 @@ def _slots_of(
         ]
 
 
-def _rows(shape: Sequence[int], place: int, ranks: int) -> tuple[Extent, ...]:
+def _rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[Extent, ...]:
     """The rows of a rank under `fully_shard`: equal numbers, the last ranks fewer or none."""
     if not shape:
-        return whole_extents(shape) if place == 0 else ()
+        return whole_extents(shape) if rank == 0 else ()
     each = -(-shape[0] // ranks)
-    begin = min(place * each, shape[0])
+    begin = min(rank * each, shape[0])
     local = (min(begin + each, shape[0]) - begin, *shape[1:])
     return box_extents(shape, (begin, *(0 for _ in shape[1:])), local)
 
 
-def _even_slice(numbers: int, place: int, ranks: int) -> tuple[Extent, ...]:
+def _even_slice(numbers: int, rank: int, ranks: int) -> tuple[Extent, ...]:
     each = -(-numbers // ranks)
-    begin = min(place * each, numbers)
+    begin = min(rank * each, numbers)
     length = min(each, numbers - begin)
     return (Extent(begin, length),) if length else ()

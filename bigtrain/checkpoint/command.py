@@ -80,14 +80,15 @@ def _find(path: str, action: str) -> Path:
     try:
         return find_checkpoint(path)
     except ConfigError:
-        there = Path(path).exists()
+        exists = Path(path).exists()
         others = (
-            f" Another library's becomes one by: bigtrain checkpoint convert {path} TARGET"
-            if there
+            f" Convert a checkpoint of another library with: bigtrain checkpoint convert {path} "
+            "TARGET"
+            if exists
             else ""
         )
         raise ConfigError(
-            f"{action}: there is {'no checkpoint of bigtrain' if there else 'nothing'} at "
+            f"{action}: there is {'no checkpoint of bigtrain' if exists else 'nothing'} at "
             f"{path!r}. Give {OWN_CHECKPOINTS}.{others}"
         ) from None
 
@@ -160,10 +161,10 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     tensors = []
     for name, tensor in checkpoint.tensors.items():
         part, _, rest = name.partition(".")
-        whole = parts.setdefault(part, _empty())
-        rows = [whole]
+        total = parts.setdefault(part, _empty())
+        rows = [total]
         if part == "optimizer":
-            rows.append(whole["slots"].setdefault(rest.rpartition(".")[2], _empty()))
+            rows.append(total["slots"].setdefault(rest.rpartition(".")[2], _empty()))
         for row in rows:
             row["tensors"] += 1
             row["elements"] += math.prod(tensor.shape)
@@ -225,7 +226,7 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         for _, text in damaged:
             sys.stdout.write(f"{text}\n")
-        state = f"{len(damaged)} of {len(damages)} damaged" if damaged else "every one is whole"
+        state = f"{len(damaged)} of {len(damages)} damaged" if damaged else "none is damaged"
         sys.stdout.write(f"{path}: {len(damages)} files, {format_bytes(size)}: {state}\n")
     return 1 if damaged else 0
 
@@ -260,7 +261,7 @@ def _convert(options: argparse.Namespace) -> int:
     sys.stdout.write(f"{made.path}: {counts}, from {source.kind}\n")
     for note in notes:
         sys.stdout.write(f"  {note}\n")
-    sys.stdout.write(f"Go on from it with: bigtrain train --resume {made.path}\n")
+    sys.stdout.write(f"Continue from it with: bigtrain train --resume {made.path}\n")
     return 0
 
 
@@ -286,8 +287,11 @@ def _export(options: argparse.Namespace) -> int:
         )
     with _replacing(output) as draft:
         if output.suffix == ".pt":
-            whole = {name: one.values().view(one.shape) for name, one in state.items()}
-            torch.save(whole, draft)
+            tensors = {
+                name: state_tensor.values().view(state_tensor.shape)
+                for name, state_tensor in state.items()
+            }
+            torch.save(tensors, draft)
         else:
             write_tensors(draft, state, RunContext.alone())
     _report_file(options, output, state)
@@ -330,9 +334,9 @@ def _diff(options: argparse.Namespace) -> int:
             {
                 "first": str(first.path),
                 "second": str(second.path),
-                "steps": [int(one.meta["step"]) for one in pair],
+                "steps": [int(item.meta["step"]) for item in pair],
                 "equal": len(differences) - len(differing),
-                "different": [_as_json(one) for one in differing],
+                "different": [_as_json(item) for item in differing],
                 "only_in_first": alone[0],
                 "only_in_second": alone[1],
             }

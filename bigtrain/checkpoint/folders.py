@@ -144,7 +144,7 @@ def find_checkpoint(path: str) -> Path:
     theirs = ""
     if is_there(path):
         theirs = (
-            " One of another library, or weights alone, becomes one by: bigtrain checkpoint "
+            " Convert one of another library, or weights alone, with: bigtrain checkpoint "
             f"convert {path} TARGET"
         )
     raise ConfigError(
@@ -192,8 +192,10 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     if best:
         write_text(folder / BEST, final.name)
     best_path = best_checkpoint(folder)
-    there = (path for _, path in _numbered(folder, "step-") if path != best_path or path == final)
-    written = sorted(there, key=lambda path: (path == final, path.stat().st_mtime_ns))
+    published = (
+        path for _, path in _numbered(folder, "step-") if path != best_path or path == final
+    )
+    written = sorted(published, key=lambda path: (path == final, path.stat().st_mtime_ns))
     for old in written[: _first_kept(written, keep)]:
         _remove(old)
     for prefix in (_DRAFT, _ASIDE):  # including those of processes that were killed

@@ -71,7 +71,7 @@ def forecast_save(
         most_bytes: see `FileWriting.take`.
     """
     rounds = rounds_of(files)
-    shares = [_Share.of(one, rank) for one in rounds]
+    shares = [_Share.of(save_round, rank) for save_round in rounds]
     count = len(rounds)
     taken = count
     if asynchronous:
@@ -93,13 +93,13 @@ def forecast_save(
         giving, _ = _made(made, looked, share.names)
         waiting = max(waiting, buffers + giving)
         most_made, looked = max(most_made, giving), share.names
-    beside = buffers
+    snapshot_peak = buffers
     for share in shares[taken:]:
         buffers = min(BUFFERS * size, buffers + size * share.writes)
     if taken < count:
-        beside = buffers + max(share.arriving for share in shares[taken:])
-    waiting, beside = waiting + snapshot, snapshot + beside if snapshot else 0
-    return SaveBytes(waiting, beside, most_made)
+        snapshot_peak = buffers + max(share.arriving for share in shares[taken:])
+    waiting, snapshot_peak = waiting + snapshot, snapshot + snapshot_peak if snapshot else 0
+    return SaveBytes(waiting, snapshot_peak, most_made)
 
 
 def estimate_save(
@@ -139,17 +139,17 @@ class _Share:
     """The tensors that it reads."""
 
     @classmethod
-    def of(cls, one: Round, rank: int) -> _Share:
-        sent, own = given_bytes(one, rank)
+    def of(cls, save_round: Round, rank: int) -> _Share:
+        sent, own_bytes = given_bytes(save_round, rank)
         arriving = 0
         names: set[str] = set()
-        for owner, (file, piece) in one.items():
+        for owner, (file, piece) in save_round.items():
             for source, parts in file.parts(piece).items():
                 if source == rank:
                     names |= {part.entry.name for part in parts}
                 elif owner == rank:
                     arriving += sum(part.extent.size for part in parts)
-        return cls(sent, own, arriving, rank in one, frozenset(names))
+        return cls(sent, own_bytes, arriving, rank in save_round, frozenset(names))
 
 
 def _made(

@@ -94,13 +94,15 @@ def plan_entries(
         CheckpointError: the ranks' parts of a tensor do not add up to the whole.
     """
     holders: dict[str, dict[int, Held]] = {}
-    for rank, held in enumerate(held_by_rank):
-        for name, one in held.items():
-            holders.setdefault(name, {})[rank] = one
-    classes = {name: _classes(name, held) for name, held in holders.items()}
+    for rank, held_tensors in enumerate(held_by_rank):
+        for name, tensor in held_tensors.items():
+            holders.setdefault(name, {})[rank] = tensor
+    classes = {name: _classes(name, held_tensors) for name, held_tensors in holders.items()}
     written, sent = dict.fromkeys(owners, 0), dict.fromkeys(range(len(held_by_rank)), 0)
     entries = {}
-    sizes = {name: _nbytes(next(iter(held.values()))) for name, held in holders.items()}
+    sizes = {
+        name: _nbytes(next(iter(held_tensors.values()))) for name, held_tensors in holders.items()
+    }
     for name in sorted(holders, key=lambda n: -sizes[n]):  # largest first: the most even shares
         first = next(iter(holders[name].values()))
         parts = classes[name]
@@ -123,30 +125,30 @@ def plan_entries(
     return [entries[name] for name in holders]
 
 
-def _nbytes(held: Held) -> int:
-    return math.prod(held.shape) * held.dtype.itemsize
+def _nbytes(tensor: Held) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _classes(
-    name: str, held: Mapping[int, Held]
+    name: str, tensors: Mapping[int, Held]
 ) -> list[tuple[tuple[Extent, ...], tuple[int, ...]]]:
     """Return the parts that make up a tensor, and the ranks that hold each."""
-    first = next(iter(held.values()))
+    first = next(iter(tensors.values()))
     ranks_of: dict[tuple[Extent, ...], list[int]] = {}
-    for rank, one in held.items():
-        if (one.dtype, one.shape) != (first.dtype, first.shape):
+    for rank, tensor in tensors.items():
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
             raise CheckpointError(
-                f"{name}: rank {rank} has {one.dtype} {one.shape}, another rank "
+                f"{name}: rank {rank} has {tensor.dtype} {tensor.shape}, another rank "
                 f"{first.dtype} {first.shape}"
             )
-        if one.extents:
-            ranks_of.setdefault(one.extents, []).append(rank)
+        if tensor.extents:
+            ranks_of.setdefault(tensor.extents, []).append(rank)
     elements = math.prod(first.shape)
-    whole = [e for e in ranks_of if sum(extent.size for extent in e) == elements]
-    wanted = whole[:1] or list(ranks_of)
-    there = sum(extent.size for extents in wanted for extent in extents)
-    if there != elements:
-        raise CheckpointError(f"{name}: the ranks hold {there} of its {elements} elements")
+    complete = [e for e in ranks_of if sum(extent.size for extent in e) == elements]
+    wanted = complete[:1] or list(ranks_of)
+    present = sum(extent.size for extents in wanted for extent in extents)
+    if present != elements:
+        raise CheckpointError(f"{name}: the ranks hold {present} of its {elements} elements")
     return [
         (extents, tuple(ranks_of[extents][: 1 if first.replicas_differ else None]))
         for extents in wanted

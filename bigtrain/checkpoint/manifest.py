@@ -104,12 +104,12 @@ class Manifest:
         if version != 1:  # a later format, whose manifest is missing
             raise DamagedCheckpointError(f"{path / MANIFEST} is missing.")
         files, sizes = state.get("files", {}), [1]
-        whole: dict[str, dict[str, Any]] = {}
-        for name, one in files.items() if isinstance(files, dict) else ():
-            record = one if isinstance(one, dict) else {}
-            whole[name] = {"bytes": record.get("bytes"), "sha256": [record.get("sha256")]}
+        records: dict[str, dict[str, Any]] = {}
+        for name, entry in files.items() if isinstance(files, dict) else ():
+            record = entry if isinstance(entry, dict) else {}
+            records[name] = {"bytes": record.get("bytes"), "sha256": [record.get("sha256")]}
             sizes += [record["bytes"]] if _is_count(record.get("bytes")) else []
-        opened = cls(path, 1, max(sizes), whole)  # each file is one piece
+        opened = cls(path, 1, max(sizes), records)  # each file is one piece
         if not isinstance(files, dict) or not opened._has_records():
             raise DamagedCheckpointError(f"{path / STATE} is damaged: it has no list of files.")
         return opened
@@ -152,8 +152,8 @@ class Manifest:
             kind = next(kind for kind in _HASHES if kind in record)
             for piece in range(first, len(record[kind]), step):
                 if self._hash_of(kind, file.fileno(), piece) != record[kind][piece]:
-                    place = "" if len(record[kind]) == 1 else f" (piece {piece})"
-                    return f"{path} is damaged: its contents changed on disk{place}."
+                    where = "" if len(record[kind]) == 1 else f" (piece {piece})"
+                    return f"{path} is damaged: its contents changed on disk{where}."
         return None
 
     @property
@@ -228,5 +228,5 @@ def _is_record(record: object, piece_bytes: int) -> bool:
     return (
         isinstance(hashes, list)
         and len(hashes) == pieces
-        and all(isinstance(one, str) for one in hashes)
+        and all(isinstance(digest, str) for digest in hashes)
     )

@@ -20,12 +20,12 @@ _MOST_NUMBERS = 10_000
 """Most elements of a tensor in such a state; larger tensors belong in the model."""
 
 
-def to_plain(value: Any, place: str) -> Any:
+def to_plain(value: Any, path: str) -> Any:
     """Encode a value as JSON values.
 
     Args:
         value: None, bool, number, string, small tensor, or a list, tuple or dict of these.
-        place: the value's name, for the message.
+        path: the value's name, for the message.
 
     Raises:
         ConfigError: the value is, or holds, something else.
@@ -37,27 +37,27 @@ def to_plain(value: Any, place: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, Tensor):
-        return {"tensor": _tensor(value, place)}
+        return {"tensor": _tensor(value, path)}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        pairs = ((key, item, f"{place}[{key!r}]") for key, item in value.items())
+        pairs = ((key, item, f"{path}[{key!r}]") for key, item in value.items())
         return {kind: [[to_plain(key, at), to_plain(item, at)] for key, item, at in pairs]}
     if isinstance(value, (list, tuple)):
-        items = [to_plain(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        items = [to_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
-        return to_plain(value.item(), place)
+        return to_plain(value.item(), path)
     raise ConfigError(
-        f"save: {place} is a {type(value).__name__}, which a checkpoint does not keep besides the "
-        "model. Let its state_dict return None, bools, numbers, strings, small tensors, and lists, "
-        "tuples and dicts of these."
+        f"save: {path} is a {type(value).__name__}, which a checkpoint cannot store besides the "
+        "model. Let its state_dict return None, bools, numbers, strings, small tensors, and "
+        "lists, tuples and dicts of these."
     )
 
 
-def _tensor(value: Tensor, place: str) -> dict[str, Any]:
+def _tensor(value: Tensor, path: str) -> dict[str, Any]:
     if value.numel() > _MOST_NUMBERS:
         raise ConfigError(
-            f"save: {place} is a tensor of {value.numel():,} numbers, and state besides the model "
+            f"save: {path} is a tensor of {value.numel():,} numbers, and state besides the model "
             f"keeps at most {_MOST_NUMBERS:,}. Make it a buffer of the model, which is saved with "
             "it."
         )
@@ -66,7 +66,7 @@ def _tensor(value: Tensor, place: str) -> dict[str, Any]:
     return {
         "dtype": str(value.dtype).removeprefix("torch."),
         "shape": list(value.shape),
-        "values": [to_plain(number, place) for number in shown.tolist()],
+        "values": [to_plain(number, path) for number in shown.tolist()],
     }
 
 
@@ -99,4 +99,6 @@ def _value(encoded: Any) -> Any:
         decoded = {_value(key): _value(item) for key, item in inner}
         return Counter(decoded) if kind == "counter" else decoded
     dtype = getattr(torch, {"tensor": inner}[kind]["dtype"])
-    return torch.tensor([_value(one) for one in inner["values"]], dtype=dtype).view(inner["shape"])
+    return torch.tensor([_value(nested) for nested in inner["values"]], dtype=dtype).view(
+        inner["shape"]
+    )

@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
     }
     if kind := devices.accelerator():
         states = devices.generator_states(kind)
-        state[kind] = [one.numpy().tobytes().hex() for one in states]
+        state[kind] = [device_state.numpy().tobytes().hex() for device_state in states]
     return state
 
 

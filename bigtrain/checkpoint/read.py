@@ -81,12 +81,12 @@ class FileTensor:
                 target[position : position + part.size].view(size).copy_(runs)
 
     def _fill(self, descriptor: int, begin: int, target: Tensor) -> None:
-        data, place = memoryview(target.numpy()), self.offset + begin  # type: ignore[arg-type]
+        data, position = memoryview(target.numpy()), self.offset + begin  # type: ignore[arg-type]
         while len(data):
-            count = os.preadv(descriptor, [data], place)
+            count = os.preadv(descriptor, [data], position)
             if count <= 0:
                 raise OSError("the file was cut off")
-            data, place = data[count:], place + count
+            data, position = data[count:], position + count
 
 
 def read_beside_bytes(extents: Iterable[Extent]) -> int:

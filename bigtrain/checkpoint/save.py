@@ -123,11 +123,11 @@ class CheckpointWriting:
             problem = error
         words = None if problem is None else f"rank {context.rank}: {problem}"
         gathered = context.all_gather_objects((words, isinstance(problem, LostRankError), records))
-        written = {name for one in gathered if one for name in one[2]}
-        lost = any(one and one[1] for one in gathered)
+        written = {name for outcome in gathered if outcome for name in outcome[2]}
+        lost = any(outcome and outcome[1] for outcome in gathered)
         if lost or (None in gathered and not written.issuperset(f.name for f in self._files)):
             raise LostRankError(_no_checkpoint(self._draft.parent, "a rank was lost during it"))
-        failed = [one[0] for one in gathered if one and one[0] is not None]
+        failed = [outcome[0] for outcome in gathered if outcome and outcome[0] is not None]
         if failed:
             raise _failure(self._draft.parent, failed[0])
 
@@ -135,7 +135,12 @@ class CheckpointWriting:
             small = {**index_texts(self._files), **self._texts}
             head = {"format": FORMAT, "step": self._step, "torch": torch.__version__}
             small[STATE] = json.dumps({**head, **self._meta}, indent=1)
-            every = {name: record for one in gathered if one for name, record in one[2].items()}
+            every = {
+                name: record
+                for outcome in gathered
+                if outcome
+                for name, record in outcome[2].items()
+            }
             for name, text in small.items():
                 write_text(self._draft / name, text)
                 every[name] = file_record(text.encode())

@@ -37,7 +37,10 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
         problem = error
     context.barrier()  # without the usual timeout: hashing a large checkpoint takes longer
     words = None if problem is None else (str(problem), getattr(problem, "damage", None))
-    fault = next((one for one in context.all_gather_objects(words) if one is not None), None)
+    fault = next(
+        (fault_text for fault_text in context.all_gather_objects(words) if fault_text is not None),
+        None,
+    )
     if fault is not None or checkpoint is None:
         text, damage = fault or ("", None)
         raise CheckpointError(text) if damage is None else DamagedCheckpointError(damage)

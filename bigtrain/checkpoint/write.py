@@ -46,10 +46,10 @@ def gather_entries(
     state: Mapping[str, StateTensor], context: RunContext, owners: Iterable[int]
 ) -> list[TensorEntry]:
     """Return the entries of all ranks' tensors, each with the rank that writes it. Collective."""
-    held = {name: Held.of(tensor) for name, tensor in state.items()}
-    everyone = context.all_gather_objects(held)
-    there = [rank for rank in owners if everyone[rank] is not None]  # the others are lost
-    return plan_entries([one or {} for one in everyone], there)
+    local = {name: Held.of(tensor) for name, tensor in state.items()}
+    everyone = context.all_gather_objects(local)
+    present = [rank for rank in owners if everyone[rank] is not None]  # the others are lost
+    return plan_entries([entries or {} for entries in everyone], present)
 
 
 Round = Mapping[int, tuple[TensorFile, int]]
@@ -164,7 +164,7 @@ class FileWriting:
         self._next = 0
         self._lost: set[int] = set()
         self._values = _Values(state)
-        self._taken: dict[int, _Contribution] = {}
+        self._contributions: dict[int, _Contribution] = {}
         self._leaving, self._arriving = HostBuffer(), HostBuffer()
         owned = [file for file in files if file.owner == rank]
         self._writer = _Writer(folder, owned, buffer_bytes(files, rank))
@@ -186,7 +186,7 @@ class FileWriting:
         room.clear(copied)
         self._exchange(context, first)
         for number in range(first, len(self._rounds)):
-            self._taken[number] = self._contribute(number, room, keeps=True)
+            self._contributions[number] = self._contribute(number, room, keeps=True)
         self._values = _Values({})
         return copied
 
@@ -217,7 +217,7 @@ class FileWriting:
 
     def _exchange_round(self, number: int, context: RunContext) -> None:
         """Run one round; all sends have completed when it returns."""
-        contribution = self._taken.pop(number, None)
+        contribution = self._contributions.pop(number, None)
         if contribution is None:
             self._leaving.clear(given_bytes(self._rounds[number], self._rank)[0])
             contribution = self._contribute(number, self._leaving)
@@ -253,8 +253,8 @@ class FileWriting:
                 contribution.messages[owner] = room.copy(values)
             elif mine:
                 contribution.own = [
-                    (part, room.copy([one]) if keeps else one)
-                    for part, one in zip(mine, values, strict=True)
+                    (part, room.copy([tensor]) if keeps else tensor)
+                    for part, tensor in zip(mine, values, strict=True)
                 ]
         self._values.next_round()
         return contribution
@@ -263,7 +263,7 @@ class FileWriting:
         self,
         file: TensorFile,
         piece: int,
-        own: list[tuple[Part, Tensor]],
+        own_parts: list[tuple[Part, Tensor]],
         context: RunContext,
     ) -> None:
         """Assemble a piece, and pass it to the writer's threads."""
@@ -281,15 +281,15 @@ class FileWriting:
         header = file.header[begin : begin + PIECE_BYTES]
         if header:
             buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for part, values in own:
-            _place(buffer, part.extent, values)
+        for part, values in own_parts:
+            _copy_extent(buffer, part.extent, values)
         for source, theirs, message, work in arriving:
             with self._needing(source, context):
                 if work is not None:
                     work.wait()
             position = 0
             for part in theirs:
-                _place(buffer, part.extent, message[position : position + part.extent.size])
+                _copy_extent(buffer, part.extent, message[position : position + part.extent.size])
                 position += part.extent.size
         self._writer.write(file, piece, buffer)
 
@@ -300,7 +300,7 @@ def write_tensors(path: Path, state: Mapping[str, StateTensor], context: RunCont
     FileWriting(path.parent, files, state, context.rank).finish(context)
 
 
-def _place(buffer: Tensor, extent: Extent, values: Tensor) -> None:
+def _copy_extent(buffer: Tensor, extent: Extent, values: Tensor) -> None:
     """Copy the bytes of an extent to its place in a buffer."""
     if extent.count == 1:
         buffer[extent.start : extent.start + extent.length] = values

@@ -55,7 +55,7 @@ def named_strategies(text: str) -> list[str]:
     if twice:
         raise ConfigError(f"--strategy: {twice[0]} is named twice. Leave one of the two out.")
     if not names:
-        raise ConfigError("--strategy names none. Use --strategy ddp,zero2, or all.")
+        raise ConfigError("--strategy names no strategy. Use --strategy ddp,zero2, or all.")
     return names
 
 
@@ -94,7 +94,7 @@ def find_strategies(
     for strategy in named_strategies(options.strategies):
         read_strategy(strategy, "--strategy")  # an unknown name is an error, not a row
         label = strategy_label(strategy)
-        same_label = sum(other.label.split("~")[0] == label for other in contenders)
+        same_label = sum(contender.label.split("~")[0] == label for contender in contenders)
         label = f"{label}~{same_label + 1}" if same_label else label
         try:
             job = load_job(options.job, strategy, words)

@@ -74,8 +74,8 @@ def memory_bars(
     axes.set_yticks(range(len(rows)), [row.strategy for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, most * (1.14 if width > 6 else 1.35))
-    whole = "peak memory of the fullest rank, MiB (black line: predicted)"
-    axes.set_xlabel(whole if width > 6 else "peak, MiB (black line: predicted)", loc="left")
+    long_label = "peak memory of the fullest rank, MiB (black line: predicted)"
+    axes.set_xlabel(long_label if width > 6 else "peak, MiB (black line: predicted)", loc="left")
     if title:
         figure.suptitle(title, x=0.01, ha="left")
     _kinds_legend(figure, width)

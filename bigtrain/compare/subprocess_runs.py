@@ -86,11 +86,11 @@ class QuietRun:
         """Run it and wait; see `run_bigtrain`."""
         if self.command == "train":  # makes its folder
             parent, name = json.dumps(str(self.folder.parent)), json.dumps(self.folder.name)
-            place = [f"log.dir={parent}", f"log.name={name}"]
+            folder_words = [f"log.dir={parent}", f"log.name={name}"]
         else:
             self.folder.mkdir(exist_ok=True)
-            place = ["--record", str(self.folder)]
-        return run_bigtrain([*self.line, *place], self.log, limit_s, environ)
+            folder_words = ["--record", str(self.folder)]
+        return run_bigtrain([*self.line, *folder_words], self.log, limit_s, environ)
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the JSON object that the run wrote to a file of its folder.

@@ -103,7 +103,7 @@ def progress_line(row: ComparisonRow) -> str:
 
 def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
     """The strategy; with its number of ranks if that differs between rows."""
-    if len({other.num_ranks for other in rows}) == 1:
+    if len({any_row.num_ranks for any_row in rows}) == 1:
         return row.strategy
     return f"{row.strategy} ({row.num_ranks})"
 

@@ -73,8 +73,8 @@ class GradientHooks:
                 changed = self.changed(name, gradient.full_tensor())
                 mesh, placements = gradient.device_mesh, gradient.placements
                 # All ranks have the same result, so nothing is sent.
-                own = distribute_tensor(changed, mesh, placements, src_data_rank=None)
-                gradient.to_local().copy_(own.to_local())
+                sharded = distribute_tensor(changed, mesh, placements, src_data_rank=None)
+                gradient.to_local().copy_(sharded.to_local())
                 if name in self._after:
                     self._run_on_whole(name, parameter, changed)
                 continue
@@ -91,17 +91,21 @@ class GradientHooks:
         tensors are not copied, because a hook may have changed the model's parameter directly.
         """
         shards: Any = parameter.data
-        whole: Any = nn.Parameter(shards.full_tensor(), requires_grad=parameter.requires_grad)
-        whole.grad = gradient
-        held = [(shards.to_local(), shards.to_local().clone())]
+        full_parameter: Any = nn.Parameter(
+            shards.full_tensor(), requires_grad=parameter.requires_grad
+        )
+        full_parameter.grad = gradient
+        originals = [(shards.to_local(), shards.to_local().clone())]
         if isinstance(parameter.grad, DTensor):
-            own = parameter.grad.to_local()
-            held.append((own, own.clone()))
+            shard = parameter.grad.to_local()
+            originals.append((shard, shard.clone()))
         for hook in _in_order(self._after[name]):
-            hook(whole)
-        if whole.grad is None:
+            hook(full_parameter)
+        if full_parameter.grad is None:
             parameter.grad = None
-        for (target, before), tensor in zip(held, (whole.data, whole.grad), strict=False):
+        for (target, before), tensor in zip(
+            originals, (full_parameter.data, full_parameter.grad), strict=False
+        ):
             if tensor is None:
                 continue
             mesh, placements = shards.device_mesh, shards.placements

@@ -72,8 +72,8 @@ class StepRunner:
         self._trained = list(named.values())
         self._by_name, self._gradient_hooks = named, assembly.gradient_hooks
         shards = [p for p in self._trained if is_distributed(p)]
-        whole = [p for p in self._trained if not is_distributed(p)]
-        self._clipped_together = [members for members in (shards, whole) if members]
+        whole_parameters = [p for p in self._trained if not is_distributed(p)]
+        self._clipped_together = [members for members in (shards, whole_parameters) if members]
         """Gradients in shards and whole ones apart: torch takes no mixture in one call."""
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
@@ -183,19 +183,19 @@ class StepRunner:
     def norm(self) -> Tensor:
         """The gradient norm of the whole model. Collective if gradients are sharded."""
         if self._released is not None:
-            whole, sliced = self._released.norms()
-            return whole if self._slices is None else self._slices.norm(sliced, whole)
+            whole_norm, sliced = self._released.norms()
+            return whole_norm if self._slices is None else self._slices.norm(sliced, whole_norm)
         return self.norm_of(self._trained)
 
     def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The gradient norm of these parameters; collective if they are sharded or sliced."""
         sliced: list[Tensor] = []
-        whole: list[Tensor] = []
+        whole_tensors: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is not None:
-                own = sliced if id(parameter) in self._sliced else whole
-                own.append(parameter.grad)
-        norm = global_norm(whole, self._device_type)
+                group = sliced if id(parameter) in self._sliced else whole_tensors
+                group.append(parameter.grad)
+        norm = global_norm(whole_tensors, self._device_type)
         if self._slices is None:
             return norm
         return self._slices.norm(global_norm(sliced, self._device_type), norm)
@@ -219,8 +219,8 @@ class StepRunner:
 
     def whole_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StateTensor]:
         """The gradients of this rank, by name."""
-        own = {f"model.{n}": StateTensor.of(p.grad) for n, p in named if p.grad is not None}
-        return {name.removeprefix("model."): g for name, g in self.whole_state(own).items()}
+        gradients = {f"model.{n}": StateTensor.of(p.grad) for n, p in named if p.grad is not None}
+        return {name.removeprefix("model."): g for name, g in self.whole_state(gradients).items()}
 
     def own_saved(self, saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
         """A saved state as this rank reads it; slices of the tensors that are sliced."""

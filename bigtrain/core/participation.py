@@ -167,8 +167,9 @@ class Participation:
         raise BigtrainError(
             f"{name} was {was} when the model was put under strategy {self._strategy}, and is "
             f"{now} (requires_grad={not planned}) before step {self._step} of this engine, which "
-            "would not follow. Save with engine.save, close the engine, and prepare the model "
-            f"anew with {name}.requires_grad={not planned}; engine.load goes on from there."
+            "cannot change that while it runs. Save with engine.save, close the engine, and "
+            f"prepare the model anew with {name}.requires_grad={not planned}; engine.load goes on "
+            "from there."
         )
 
     def end(self) -> None:
@@ -202,12 +203,12 @@ class Participation:
             BigtrainError: they differ, or a rank reported a problem; the same on these ranks.
         """
         if any(row[1] for row in rows):
-            said = self._gathered(self._problem, of_all=of_all)
-            raise BigtrainError(next(one for one in said if one))
+            problems = self._gathered(self._problem, of_all=of_all)
+            raise BigtrainError(next(problem for problem in problems if problem))
         # Compare equal places of all replicas: the dp axis varies slowest.
         replicas = max(1, self._context.dp_size)
         lanes = len(rows) // replicas if of_all else 1
-        if any(row[0] != rows[place % lanes][0] for place, row in enumerate(rows)):
+        if any(row[0] != rows[index % lanes][0] for index, row in enumerate(rows)):
             self._refuse_routes(of_all=of_all)
         self.stand_ins = any(row[2] for row in rows)
 
@@ -216,42 +217,42 @@ class Participation:
         self.check(self._context.all_gather_rows(self.row(), "dp"))
 
     def _refuse_routes(self, *, of_all: bool) -> NoReturn:
-        own = {} if self._units is None else self._units.counts()
+        own_counts = {} if self._units is None else self._units.counts()
         counts: dict[int, dict[str, int]] = dict(
-            self._gathered((self._context.rank, own), of_all=of_all)
+            self._gathered((self._context.rank, own_counts), of_all=of_all)
         )
         calls: dict[str, dict[int, int]] = {}  # a stage's units are on its ranks alone
-        for rank, one in counts.items():
-            for name, number in one.items():
+        for rank, rank_counts in counts.items():
+            for name, number in rank_counts.items():
                 calls.setdefault(name, {})[rank] = number
-        names = [n for n, found in calls.items() if len(set(found.values())) > 1] or [*calls]
+        names = [n for n, by_rank in calls.items() if len(set(by_rank.values())) > 1] or [*calls]
         ranks = ", ".join(f"rank {rank} {number}" for rank, number in calls[names[0]].items())
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise BigtrainError(
             f"step {self._step}: the ranks did not use the same modules in the same order "
-            f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} exchanges "
-            "each of them over all ranks, so the numbers of one may have stood in for those "
-            "of another; nothing was updated. Give prepare(..., example=(inputs, targets)), by "
-            "which fsdp finds such modules and keeps them together, or use --strategy ddp with "
-            "strategy.replicate.find_unused_parameters=true."
+            f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} "
+            "exchanges each of them over all ranks, so numbers of one module may have been "
+            "exchanged as those of another; nothing was updated. Give prepare(..., "
+            "example=(inputs, targets)), from which fsdp finds such modules and keeps them "
+            "together, or use --strategy ddp with strategy.replicate.find_unused_parameters=true."
         )
 
-    def _gathered(self, own: Any, *, of_all: bool) -> list[Any]:
+    def _gathered(self, value: Any, *, of_all: bool) -> list[Any]:
         """The objects of all ranks that are compared."""
         if of_all or self._context.dp_size == self._context.world_size:
-            return self._context.all_gather_objects(own)
+            return self._context.all_gather_objects(value)
         if self._context.dp_size == 1:
-            return [own]
+            return [value]
         everyone: list[Any] = [None] * self._context.dp_size
-        torch.distributed.all_gather_object(everyone, own, group=self._context.group("dp"))
+        torch.distributed.all_gather_object(everyone, value, group=self._context.group("dp"))
         return everyone
 
 
 def used_after_all(name: str) -> str:
     """The message if a parameter that was left out of training is used in a step."""
     return (
-        f"{name} is used in this step, and was left out of training: no pass over "
-        "the first micro-batch came by it. Use --strategy ddp with "
-        "strategy.replicate.find_unused_parameters=true, or first samples (example=...) "
-        "by which every layer is used."
+        f"{name} is used in this step, and was left out of training: no pass over the first "
+        "micro-batch used it. Use --strategy ddp with "
+        "strategy.replicate.find_unused_parameters=true, or first samples (example=...) with "
+        "which every layer is used."
     )

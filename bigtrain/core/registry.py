@@ -110,15 +110,15 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
 
 
 def _loaded(role: Role, name: str, target: str) -> type[Strategy]:
-    found = load_object(target, f"strategy.{role}")
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
+    loaded = load_object(target, f"strategy.{role}")
+    if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
         raise ConfigError(f"strategy.{role}: {target} is not a subclass of bigtrain.Strategy.")
-    if found.role != role:
+    if loaded.role != role:
         raise ConfigError(
-            f"strategy.{role}: {name} plays the role {found.role!r}. "
-            f"Write strategy.{found.role}={name}."
+            f"strategy.{role}: {name} plays the role {loaded.role!r}. "
+            f"Write strategy.{loaded.role}={name}."
         )
-    return found
+    return loaded
 
 
 def techniques_of(role: Role) -> list[Strategy]:
@@ -138,14 +138,14 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
         ConfigError: an unknown name or option, or a value of the wrong type.
     """
     if ":" in config.name:
-        return _made(role, config)
+        return _make_technique(role, config)
     key = role, config.name, repr(config.options)
     if key not in _made_once:
-        _made_once[key] = _made(role, config)
+        _made_once[key] = _make_technique(role, config)
     return _made_once[key]
 
 
-def _made(role: Role, config: RoleConfig) -> Strategy:
+def _make_technique(role: Role, config: RoleConfig) -> Strategy:
     kind = technique_class(role, config.name)
     name, implied = TECHNIQUE_ALIASES.get(role, {}).get(config.name, (config.name, {}))
     options = {**implied, **config.options}

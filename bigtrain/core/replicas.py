@@ -108,15 +108,15 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
     try:
         wrapped.reducer._check_reducer_finalized()
     except RuntimeError as error:
-        said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = list(trained)
-        missing = [names[int(number)] for number in said[1].split()] if said else []
+        missing = [names[int(number)] for number in match[1].split()] if match else []
         shown = ", ".join(missing[:3]) or "some parameters"
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BigtrainError(
             f"the loss of this rank does not depend on {shown}{more} in this step, and the other "
             "ranks wait for their gradients. Set strategy.replicate.find_unused_parameters=true "
-            "(with --strategy ddp), or give prepare(..., example=(inputs, targets)), by which "
+            "(with --strategy ddp), or give prepare(..., example=(inputs, targets)), from which "
             "such parameters are found."
         ) from error
 

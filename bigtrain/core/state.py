@@ -37,18 +37,18 @@ def extra_states(roots: Iterable[nn.Module]) -> dict[str, Any]:
     Raises:
         CheckpointError: one cannot be written as JSON.
     """
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, module in extra_modules(roots):
         state = module.get_extra_state()
         copied = as_json(state)
         if copied is NOT_JSON:
             raise CheckpointError(
-                f"{name} is a {type(state).__name__} that JSON does not give back as it is, and "
-                "cannot be saved. Let get_extra_state return None, bools, numbers, strings, lists "
-                "and dicts with strings as keys."
+                f"{name} is a {type(state).__name__} that JSON cannot store unchanged, so it "
+                "cannot be saved. Let get_extra_state return None, bools, numbers, strings, "
+                "lists and dicts with strings as keys."
             )
-        found.setdefault(name, copied)
-    return found
+        states.setdefault(name, copied)
+    return states
 
 
 NOT_JSON = object()
@@ -150,10 +150,10 @@ def check_shapes(
             f"{tie}"
         )
     for name, shape in shapes.items():
-        found = saved[f"model.{name}"].shape
-        if tuple(found) != tuple(shape):
+        saved_shape = saved[f"model.{name}"].shape
+        if tuple(saved_shape) != tuple(shape):
             raise CheckpointError(
-                f"{name} has shape {tuple(found)} in the checkpoint and "
+                f"{name} has shape {tuple(saved_shape)} in the checkpoint and "
                 f"{tuple(shape)} in the model. Use the model.args it was saved with."
             )
 
@@ -185,7 +185,7 @@ def model_state(
 def load_optimizer(
     update: Update,
     trained: Collection[str],
-    held: Collection[str],
+    local_names: Collection[str],
     saved: Mapping[str, SavedTensor],
 ) -> None:
     """Load a checkpoint's optimizer state.
@@ -193,7 +193,7 @@ def load_optimizer(
     Args:
         update: the optimizer's `Update`.
         trained: names of the trained parameters of the whole model.
-        held: those of them on this rank.
+        local_names: those of them on this rank.
         saved: tensors named `optimizer.NAME.KEY`.
 
     Raises:
@@ -205,7 +205,7 @@ def load_optimizer(
         name, _, key = full.removeprefix("optimizer.").rpartition(".")
         if name not in trained:
             raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
-        if name in held:
+        if name in local_names:
             update.load_state(name, key, saved[full])
 
 

@@ -96,8 +96,8 @@ class Plan:
     @cached_property
     def bf16_parameters(self) -> bool:
         """Whether the layers see their parameters in bf16."""
-        own = self.replicate.bf16_parameters and not self.shares_engine
-        return self.precision == "bf16" and (own or not self.master_weights)
+        replicate_has_bf16 = self.replicate.bf16_parameters and not self.shares_engine
+        return self.precision == "bf16" and (replicate_has_bf16 or not self.master_weights)
 
     @property
     def autocast_weights(self) -> bool:
@@ -201,8 +201,8 @@ class Plan:
     @property
     def moves_activations(self) -> bool:
         """Whether saved activations leave the device. On a CPU, 'cpu' is where they already are."""
-        place = self.offload_tiers.activations
-        return place == "disk" or (place == "cpu" and self.device_type != "cpu")
+        tier = self.offload_tiers.activations
+        return tier == "disk" or (tier == "cpu" and self.device_type != "cpu")
 
     def make_offloader(self, device: torch.device, *, fake: bool = False) -> Offloader | None:
         """The mover of saved activations; None if the plan leaves them on the device."""
@@ -449,8 +449,8 @@ class Strategy(BaseModel):
         wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1, "slice": shape.tp > 1}
         if wanted.get(self.role, False):
             options = self.model_dump(mode="json", exclude_defaults=True)
-            own = f"{type(self).__module__}:{type(self).__qualname__}"
-            yield Variant(self.name, {"name": own, **options}, self.traits.engine)
+            import_path = f"{type(self).__module__}:{type(self).__qualname__}"
+            yield Variant(self.name, {"name": import_path, **options}, self.traits.engine)
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
         """Changes of a job by this technique after which it may fit, as command-line words.

@@ -73,7 +73,9 @@ def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
     It copies neighbours of one dtype that fit the bucket into one tensor; a single gradient is not
     copied. A copy is freed when the next one has been made.
     """
-    named = {name: (size, kind) for found in stage_forecasts for name, size, kind in found.tensors}
+    named = {
+        name: (size, kind) for forecast in stage_forecasts for name, size, kind in forecast.tensors
+    }
     copies, number, filled, before = [0], 0, 0, ""
     for size, kind in [*named.values(), (0, "none")]:
         if number and (kind != before or filled + size > bucket):
@@ -99,12 +101,12 @@ def _merge_states(
         stage_forecast = forecasts[stage]
         sizes = {name: size for name, size, _ in stage_forecast.tensors}
         tied_bytes = {name: size for name, size in sizes.items() if name in counted}
-        shared, whole = sum(tied_bytes.values()), sum(sizes.values())
+        shared, total = sum(tied_bytes.values()), sum(sizes.values())
         own_states = replace(
             stage_forecast.states,
             parameters=stage_forecast.states.parameters - shared,
             optimizer=stage_forecast.states.optimizer
-            - stage_forecast.states.optimizer * shared // max(1, whole),
+            - stage_forecast.states.optimizer * shared // max(1, total),
             activations=stage_forecast.states.activations if not counted else 0,
         )
         states = states.plus(own_states)

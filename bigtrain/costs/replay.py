@@ -162,7 +162,7 @@ def replay_actions(
     """
     case_of = _pass_cases(actions, pieces)
     recordings = _Recordings(pieces, set(case_of.values()))
-    held = _Held(recordings.waiting())
+    waiting = _Held(recordings.waiting())
     forwards: dict[int, int] = {}  # of each stage since its last backward pass
     highest = _Highest()
     for moment, (stage, kind, micro_batch) in enumerate(actions):
@@ -170,17 +170,17 @@ def replay_actions(
         action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if before and before[moment]:
             act = _Act(case, _BEFORE_ACTION, "usual")
-            highest = recordings.higher(highest, act, held, before[moment])
-        held.change((case, action_index - 1), -1)
-        if kind != "F" and held.counts.get(stage):  # its own ticks contain what it frees
-            held.change(stage, -1)
+            highest = recordings.higher(highest, act, waiting, before[moment])
+        waiting.change((case, action_index - 1), -1)
+        if kind != "F" and waiting.counts.get(stage):  # its own ticks contain what it frees
+            waiting.change(stage, -1)
         act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
-        highest = recordings.higher(highest, act, held, in_transit[moment] if in_transit else 0)
+        highest = recordings.higher(highest, act, waiting, in_transit[moment] if in_transit else 0)
         forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
-        if kind == "F" and held.counts.get(stage) == 0:
-            held.change(stage, 1)
-        held.change((case, action_index), 1)
-    return recordings.timeline(highest, held)
+        if kind == "F" and waiting.counts.get(stage) == 0:
+            waiting.change(stage, 1)
+        waiting.change((case, action_index), 1)
+    return recordings.timeline(highest, waiting)
 
 
 class _Recordings:
@@ -189,33 +189,33 @@ class _Recordings:
     def __init__(self, pieces: Mapping[int, StageRecord], cases: Collection[_PassCase]) -> None:
         self._pieces = pieces
         self._usual = {case: _recording(case, pieces[case.stage]) for case in cases}
-        self._found: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
+        self._replayed: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
 
     def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
         """Return by slot the storages alive between actions, without empty slots."""
-        found: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
+        waiting_parts: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
         for case in sorted(self._usual):
             for action_index, parts in enumerate(self._usual[case].waiting):
                 if parts:
-                    found[case, action_index] = parts
+                    waiting_parts[case, action_index] = parts
             if self._usual[case].gathered:
-                found[case.stage] = (("parameters", self._usual[case].gathered),)
-        return found
+                waiting_parts[case.stage] = (("parameters", self._usual[case].gathered),)
+        return waiting_parts
 
-    def higher(self, known: _Highest, act: _Act, held: _Held, extra: int) -> _Highest:
+    def higher(self, known: _Highest, act: _Act, waiting: _Held, extra: int) -> _Highest:
         """Return the higher of the highest moment so far and an action."""
         _, length, own_bytes = self._of(act)
-        nbytes = held.nbytes + extra + own_bytes
+        nbytes = waiting.nbytes + extra + own_bytes
         if not length or nbytes <= known.nbytes:
             return known
-        return _Highest(nbytes, act, extra, dict(held.counts))
+        return _Highest(nbytes, act, extra, dict(waiting.counts))
 
-    def timeline(self, highest: _Highest, held: _Held) -> Timeline:
+    def timeline(self, highest: _Highest, waiting: _Held) -> Timeline:
         """The timeline of the highest action, with the storages that wait."""
         if highest.act is None:
             return Timeline((), ((0, "forward"),))
         action_spans, end, _ = self._of(highest.act)
-        spans = [*held.spans(highest.counts, end), *action_spans]
+        spans = [*waiting.spans(highest.counts, end), *action_spans]
         if highest.extra:
             spans.append(Span(highest.extra, "temporary", 0, end))
         phase: Phase = "backward" if highest.act.point > 0 else "forward"
@@ -225,7 +225,7 @@ class _Recordings:
         """The storages of an action, from tick 0 on; its number of ticks; its most bytes."""
         if act.point == _BEFORE_ACTION:
             return (), 1, 0
-        if act not in self._found:
+        if act not in self._replayed:
             recording = self._usual[act.case]
             kind = f"{act.case.order}_{act.course}"
             if (
@@ -238,8 +238,8 @@ class _Recordings:
             spans = recording.actions[act.point]
             shifted = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
             most = max(Timeline(shifted, ((0, "forward"),)).steps()[1], default=0)
-            self._found[act] = shifted, stop - start, most
-        return self._found[act]
+            self._replayed[act] = shifted, stop - start, most
+        return self._replayed[act]
 
 
 def _course(kind: str, forwards: int) -> _Course:
@@ -283,17 +283,17 @@ def _recording(case: _PassCase, piece: StageRecord) -> _Recording:
     return _cut_by_action(split_pass)
 
 
-def _torch_first_stage(whole: RecordedPass) -> RecordedPass:
-    return replace(whole, starts=(whole.starts[0], whole.starts[0]))
+def _torch_first_stage(backward: RecordedPass) -> RecordedPass:
+    return replace(backward, starts=(backward.starts[0], backward.starts[0]))
 
 
-def _split_conservatively(whole: RecordedPass) -> RecordedPass:
+def _split_conservatively(backward: RecordedPass) -> RecordedPass:
     """Repeat the backward pass, for I and for W: see `StageRecord`."""
-    boundary, again = whole.starts[0], whole.end + 1 - whole.starts[0]
-    end = whole.end + again + 1  # one more tick, at which only the gradients are alive
+    boundary, again = backward.starts[0], backward.end + 1 - backward.starts[0]
+    end = backward.end + again + 1  # one more tick, at which only the gradients are alive
     spans = []
-    for span in whole.timeline.spans:
-        stays = span.kind == "gradients" and span.death > whole.end
+    for span in backward.timeline.spans:
+        stays = span.kind == "gradients" and span.death > backward.end
         if stays:
             birth = span.birth + again if span.birth >= boundary else span.birth
             spans.append(span._replace(birth=birth, death=end + 1))
@@ -301,7 +301,7 @@ def _split_conservatively(whole: RecordedPass) -> RecordedPass:
             spans.append(span._replace(death=end))
         else:
             spans.append(span)
-    timeline = Timeline(tuple(spans), whole.timeline.phases)
+    timeline = Timeline(tuple(spans), backward.timeline.phases)
     return RecordedPass(timeline, (boundary, boundary + again), end)
 
 

@@ -111,11 +111,11 @@ class StepVolume:
         return sorted({*self.sent, *self.received})
 
     @classmethod
-    def of(cls, whole: Mapping[tuple[str, int], int]) -> StepVolume:
+    def of(cls, volumes: Mapping[tuple[str, int], int]) -> StepVolume:
         """Make it from the bytes of whole tensors, by kind and size of the group."""
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
-        for (kind, ranks), nbytes in whole.items():
+        for (kind, ranks), nbytes in volumes.items():
             share = _share(kind, nbytes, ranks)
             if share and kind != "receive":
                 sent[kind] += share
@@ -126,11 +126,11 @@ class StepVolume:
     @classmethod
     def stated(cls, traffic: Iterable[Traffic], micro_batches: int) -> StepVolume:
         """Make it from the techniques' traffic, for a step of so many micro-batches."""
-        whole: Counter[tuple[str, int]] = Counter()
-        for one in traffic:
-            if one.kind in EXCHANGES and not one.in_process:
-                whole[one.kind, one.ranks] += one.step_bytes(micro_batches)
-        return cls.of(whole)
+        volumes: Counter[tuple[str, int]] = Counter()
+        for exchange in traffic:
+            if exchange.kind in EXCHANGES and not exchange.in_process:
+                volumes[exchange.kind, exchange.ranks] += exchange.step_bytes(micro_batches)
+        return cls.of(volumes)
 
 
 def _share(kind: str, nbytes: int, ranks: int) -> int:

@@ -125,8 +125,10 @@ def choose_cut(
 
 def _parameter_bytes(traced_model: TracedModel, cut: Cut, stage: int) -> int:
     parameters = dict(traced_model.fake_model.named_parameters())
-    own = [parameters[name] for name in cut.tensor_names_of([stage]) if name in parameters]
-    return sum(parameter.numel() * parameter.element_size() for parameter in own)
+    stage_parameters = [
+        parameters[name] for name in cut.tensor_names_of([stage]) if name in parameters
+    ]
+    return sum(parameter.numel() * parameter.element_size() for parameter in stage_parameters)
 
 
 def _common_points(

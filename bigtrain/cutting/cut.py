@@ -44,13 +44,13 @@ class Cut:
 
     def tensor_names_of(self, stages: Collection[int]) -> set[str]:
         """First names of the tensors that these stages use."""
-        return {name for name, own in self.owners.items() if set(own) & set(stages)}
+        return {name for name, owners in self.owners.items() if set(owners) & set(stages)}
 
     @property
     def ties(self) -> list[tuple[str, tuple[int, ...]]]:
         """Parameters that several stages use: the first name and the stages of each."""
         twin = dict(self.traced_model.fake_model.named_parameters())
-        return [(n, own) for n, own in self.owners.items() if len(own) > 1 and n in twin]
+        return [(n, owners) for n, owners in self.owners.items() if len(owners) > 1 and n in twin]
 
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
         """Replace the parameters and buffers of other stages by placeholders, in place."""

@@ -86,7 +86,7 @@ def partition(
     limits = list(memory)
     for group in groups.values():
         for stage in group:
-            limits[stage] = min(memory[other] for other in group)
+            limits[stage] = min(memory[member] for member in group)
     best = exact_partition(tables, limits)
     if best is None:
         raise _too_small(tables, limits)
@@ -109,7 +109,7 @@ def _fullest(
 def _too_small(tables: Tables, limits: Sequence[int]) -> ConfigError:
     """The error with the fullest stage of the partition whose fullest stage is least full."""
     roomiest = _roomiest(tables, limits)
-    shares = [held / max(1, limit) for held, limit in zip(roomiest.bytes, limits, strict=True)]
+    shares = [nbytes / max(1, limit) for nbytes, limit in zip(roomiest.bytes, limits, strict=True)]
     stage = int(np.argmax(shares))
     return _refusal(tables.stages, f"stage {stage}", roomiest.bytes[stage], limits[stage])
 

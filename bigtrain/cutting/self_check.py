@@ -40,21 +40,21 @@ def compare_cut(
     """
     cpu = torch.device("cpu")
     plain_cut = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))
-    whole = fake_model(model, cpu, double=False).train()
-    _invent(whole)
+    whole_model = fake_model(model, cpu, double=False).train()
+    _invent(whole_model)
     cut_model = fake_model(model, cpu, double=False).train()
     with torch.no_grad():
-        for target, source in zip(_tensors(cut_model), _tensors(whole), strict=True):
+        for target, source in zip(_tensors(cut_model), _tensors(whole_model), strict=True):
             target.copy_(source)
     batch = micro_batch.first_rows(rows, loss.count).to("cpu")
     state = torch.random.get_rng_state()
-    expected = loss(whole(batch.inputs), batch.targets, batch.count)
+    expected = loss(whole_model(batch.inputs), batch.targets, batch.count)
     expected.backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)
     loss_of_stages = _chain(plain_cut, cut_model, batch, loss)
     loss_of_stages.backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)
-    return _difference(expected, loss_of_stages, whole, cut_model)
+    return _difference(expected, loss_of_stages, whole_model, cut_model)
 
 
 def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
@@ -69,15 +69,16 @@ def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
 
 
 def _difference(
-    expected: Tensor, loss_of_stages: Tensor, whole: nn.Module, cut_model: nn.Module
+    expected: Tensor, loss_of_stages: Tensor, whole_model: nn.Module, cut_model: nn.Module
 ) -> float:
     scale = max(
-        (float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None), default=1.0
+        (float(p.grad.abs().max()) for p in whole_model.parameters() if p.grad is not None),
+        default=1.0,
     )
     worst, worst_name = abs(float(expected.detach()) - float(loss_of_stages.detach())), "the loss"
     worst /= max(1.0, abs(float(expected.detach())))
     for (name, expected_parameter), found_parameter in zip(
-        whole.named_parameters(), cut_model.parameters(), strict=True
+        whole_model.named_parameters(), cut_model.parameters(), strict=True
     ):
         if (expected_parameter.grad is None) != (found_parameter.grad is None):
             raise ConfigError(_difference_message(name, "it has a gradient in only one of the two"))
@@ -96,10 +97,10 @@ def _difference(
     return worst
 
 
-def _difference_message(name: str, what: str) -> str:
+def _difference_message(name: str, difference: str) -> str:
     return (
-        f"strategy.cut: the stages compute something else than the whole model: {name}: {what}. "
-        "Something other than tensors passes between modules. Name other places in "
+        f"strategy.cut: the stages compute something else than the whole model: {name}: "
+        f"{difference}. Something other than tensors passes between modules. Name other places in "
         "strategy.cut.at, or use a strategy without a cut."
     )
 

@@ -290,22 +290,22 @@ class _StagePass:
         event = self._count_event(tuple(tuple(leaf.shape) for leaf in leaves), used)
         self._remember(event, leaves)
 
-    def _count_event(self, what: tuple[object, ...], used: Callable[[], str] = str) -> int:
+    def _count_event(self, reached: tuple[object, ...], used: Callable[[], str] = str) -> int:
         """Count an event and compare it with the trace.
 
         Args:
-            what: the module that is called, or the shapes that a function returned.
+            reached: the module that is called, or the shapes that a function returned.
             used: returns words that name the parameters which the function was given.
 
         Raises:
             ConfigError: the trace has another event here.
         """
         event, expected = self._event, self._program.expected
-        if event >= len(expected) or expected[event] != what:
+        if event >= len(expected) or expected[event] != reached:
             expected_event = expected[event] if event < len(expected) else ("the end",)
             raise ConfigError(
                 f"strategy.cut: stage {self._index} takes another path through the model than when "
-                f"it was traced: at step {event} it reaches {what}{used()} instead of "
+                f"it was traced: at step {event} it reaches {reached}{used()} instead of "
                 f"{expected_event}. {_SAME_PATH}"
             )
         self._event += 1
@@ -316,8 +316,8 @@ class _StagePass:
         leaves = tree_tensors(output)
         if self._end >= 0 or self._before_part or self._event != len(self._program.expected):
             raise ConfigError(
-                f"strategy.cut: stage {self._index} reached the end of the model without its part. "
-                f"{_SAME_PATH}"
+                f"strategy.cut: stage {self._index} reached the end of the model without running "
+                f"its part. {_SAME_PATH}"
             )
         if any(isinstance(leaf, PlaceholderTensor) for leaf in leaves):
             raise ConfigError(

@@ -75,8 +75,8 @@ class BoundaryTensor:
         """Bytes of all parts, if it is sent in parts that are gathered; else 0."""
         if crossing.sequence_shard(self.meta) is not None:
             return 0
-        whole = self._packed(self.meta.shape)
-        return 0 if sent_meta(whole, crossing.scatter_group) is whole else whole.nbytes
+        packed = self._packed(self.meta.shape)
+        return 0 if sent_meta(packed, crossing.scatter_group) is packed else packed.nbytes
 
     def _pack(self, tensor: Tensor) -> Tensor:
         return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()
@@ -267,7 +267,7 @@ def _result(
 
 def _input_position(trace: ForwardTrace, value: int) -> int:
     """The position of a value among the inputs."""
-    return sum(1 for other in trace.values[:value] if other.root == "input")
+    return sum(1 for value_before in trace.values[:value] if value_before.root == "input")
 
 
 def _meta(tensor: Tensor) -> Tensor:

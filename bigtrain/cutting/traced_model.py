@@ -108,7 +108,7 @@ class TracedModel:
         key = (*_shapes(micro_batch), training, tuple(places))
         if key not in self._programs:
             recorded, batch = self.trace(micro_batch, training=training)
-            calls = [_call_at(recorded, place, micro_batch) for place in places]
+            calls = [_call_at(recorded, call, micro_batch) for call in places]
             with torch.enable_grad():  # the caller may be under `no_grad`
                 trained = (
                     self._trained(recorded, batch, calls)
@@ -176,7 +176,7 @@ def shared_storages(model: nn.Module) -> list[tuple[str, str]]:
         start = int(tensor.storage_offset()) * size
         stop = start + (int(extent) + 1) * size
         others = ranges_of.setdefault(tensor.untyped_storage()._cdata, [])
-        pairs += [(other, name) for a, b, other in others if a < stop and start < b]
+        pairs += [(other_name, name) for a, b, other_name in others if a < stop and start < b]
         others.append((start, stop, name))
     return pairs
 

@@ -30,10 +30,10 @@ def uneven_note(
         named: whether the user named the cuts.
     """
     work = dict.fromkeys(devices, 0.0)
-    for device, own in zip(devices, seconds, strict=True):
-        work[device] += own
+    for device, stage_work in zip(devices, seconds, strict=True):
+        work[device] += stage_work
     fullest = max(work, key=lambda device: work[device])
-    others = [own for device, own in work.items() if device != fullest]
+    others = [stage_work for device, stage_work in work.items() if device != fullest]
     if not others or work[fullest] <= MOST_WORK * sum(others) / len(others):
         return ""
     share = 100 * work[fullest] / sum(work.values())

@@ -125,18 +125,18 @@ def check_complete(files: Sequence[Path], most: int) -> None:
         ConfigError: with the first file that cannot be read to its end.
     """
     number = min(len(files), most)
-    for place in range(number):
-        path = files[place * len(files) // number]
+    for index in range(number):
+        path = files[index * len(files) // number]
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(-min(8, size), 2)
-                whole = file.read().endswith(_ENDS)
+                is_complete = file.read().endswith(_ENDS)
         except UnreadableError as error:
             raise _damaged(path, error.reason) from None
         except OSError as error:
             raise _damaged(path, str(error.strerror)) from error
-        if whole:
+        if is_complete:
             image_header(path)
         else:
             decode_image(path)

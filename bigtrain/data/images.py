@@ -186,7 +186,7 @@ class _Downloadable:
         self.check()
         if self.path is not None and self.download and self._missing(self.path):
             root = self.path
-            download(self._name, root, lambda beside: self._dataset(beside, True, download=True))
+            download(self._name, root, lambda folder: self._dataset(folder, True, download=True))
 
     def _root(self) -> Path:
         needs = (

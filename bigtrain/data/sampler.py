@@ -125,7 +125,7 @@ class GlobalOrder:
         if not self.shuffle:
             return GlobalBatch(epoch, list(positions))
         places = permute_indices(positions, self.num_samples, derive_seed(self.seed, epoch))
-        return GlobalBatch(epoch, [int(place) for place in places])
+        return GlobalBatch(epoch, [int(sample) for sample in places])
 
 
 class MicroBatchPlan(NamedTuple):

@@ -249,11 +249,11 @@ def _check_room(folder: Path, size: int) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_left_drafts(folder)
     stats = os.statvfs(folder)
-    free, whole = (blocks * stats.f_frsize for blocks in (stats.f_bavail, stats.f_blocks))
-    left = min(_LEFT_FREE, whole // 20)
+    free, total = (blocks * stats.f_frsize for blocks in (stats.f_bavail, stats.f_blocks))
+    left = min(_LEFT_FREE, total // 20)
     if size + left > free:
-        kept = f", of which {format_bytes(left)} must stay free" if size <= free else ""
-        raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free{kept}")
+        reserve_words = f", of which {format_bytes(left)} must stay free" if size <= free else ""
+        raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free{reserve_words}")
 
 
 def _of_which_written(state: os.stat_result) -> str:

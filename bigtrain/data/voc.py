@@ -85,11 +85,11 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
         with explain_data_errors("voc", mask_file), opened_image(mask_file) as palette:
             mask = tv_tensors.Mask(functional.pil_to_tensor(palette)[0])
         _check_classes(mask_file, mask)
-        image, mask = self._whole(image, mask) if self.deterministic else self._random(image, mask)
+        image, mask = self._padded(image, mask) if self.deterministic else self._random(image, mask)
         target: Tensor = mask.as_subclass(Tensor).long()
         return self._image(image), target
 
-    def _whole(self, image: Any, mask: Any) -> tuple[Any, Any]:
+    def _padded(self, image: Any, mask: Any) -> tuple[Any, Any]:
         """Return the whole image and mask in the upper left of a square."""
         from torchvision.transforms import v2
         from torchvision.transforms.v2 import functional

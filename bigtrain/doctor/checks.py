@@ -218,47 +218,55 @@ def forecast_holds(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | N
     return f"its forecast is {error}; {allowed} is allowed"
 
 
-def same_losses(other: str, share: float = LOSS_TOLERANCE) -> Rule:
+def same_losses(reference_name: str, share: float = LOSS_TOLERANCE) -> Rule:
     """Return the rule that every step's loss equals another run's, within a share of it."""
 
     def rule(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
-        row, reference = run.row, before[other].row
+        row, reference = run.row, before[reference_name].row
         if row is None or reference is None:
-            return run.explanation if row is None else f"{other} has no losses to compare with"
+            return (
+                run.explanation
+                if row is None
+                else f"{reference_name} has no losses to compare with"
+            )
         if len(row.losses) != len(reference.losses):
-            return f"it has {len(row.losses)} losses, and {other} {len(reference.losses)}"
+            return f"it has {len(row.losses)} losses, and {reference_name} {len(reference.losses)}"
         pairs = zip(row.losses, reference.losses, strict=True)
         shares = [abs(a - b) / abs(b) for a, b in pairs]
         large = [each for each in shares if not each <= share]  # `not <=` so that nan counts
-        return f"its losses differ by {large[0]:.1e} from those of {other}" if large else None
+        return (
+            f"its losses differ by {large[0]:.1e} from those of {reference_name}" if large else None
+        )
 
     return rule
 
 
-def smaller_than(other: str) -> Rule:
+def smaller_than(reference_name: str) -> Rule:
     """Return the rule that the run's peak is below another run's."""
 
     def rule(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
-        row, reference = run.row, before[other].row
+        row, reference = run.row, before[reference_name].row
         peaks = [None if each is None else each.peak_bytes for each in (row, reference)]
         if peaks[0] is None or peaks[1] is None:
-            return f"a peak is missing, that of this run or of {other}"
+            return f"a peak is missing, that of this run or of {reference_name}"
         if peaks[0] < peaks[1]:
             return None
         size, limit = format_bytes(peaks[0]), format_bytes(peaks[1])
-        return f"its peak of {size} is not below the {limit} of {other}"
+        return f"its peak of {size} is not below the {limit} of {reference_name}"
 
     return rule
 
 
 def explains_out_of_memory(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
-    """The rule that the run ends with status 1 and names words that would fit."""
+    """The rule that the run ends with status 1 and names changes that are predicted to fit."""
     del before
     text = "\n".join(run.last_lines)
     if run.status != 1:
         return f"it ended with status {run.status} instead of 1"
     missing = [
-        words for words in ("out of memory", "what would fit") if words.lower() not in text.lower()
+        words
+        for words in ("out of memory", "predicted to fit:")
+        if words.lower() not in text.lower()
     ]
     return f"it does not say '{missing[0]}'" if missing else None
 

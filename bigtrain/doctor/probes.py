@@ -196,8 +196,8 @@ def _ask(code: str) -> tuple[list[list[Any]], str | None]:
 
 
 def _answers(text: bytes) -> list[list[Any]]:
-    whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
-    return [parse_json(line, "a probe") for line in whole.splitlines()]
+    complete = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
+    return [parse_json(line, "a probe") for line in complete.splitlines()]
 
 
 def examine_rates(*, again: bool) -> dict[str, Any]:

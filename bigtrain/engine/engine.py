@@ -286,12 +286,12 @@ class Engine(SavedState):
             top1=top1,
         )
 
-    def _share(self, part: float, whole: float) -> float:
-        """The sum of `part` over all ranks, divided by that of `whole`. Collective.
+    def _share(self, part: float, total: float) -> float:
+        """The sum of `part` over all ranks, divided by that of `total`. Collective.
 
         Ranks that compute the same rows count them several times, in both sums.
         """
-        rows = self.context.all_gather_rows([part, whole])
+        rows = self.context.all_gather_rows([part, total])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
     def memory(self) -> MemoryReport | None:
@@ -425,10 +425,10 @@ class Engine(SavedState):
         if (
             replicate.num_servers and replicate.inexact_reason
         ):  # workers that do not wait for each other
-            return self.loss.with_totals(micro_batches, lambda own: own)
+            return self.loss.with_totals(micro_batches, lambda own_totals: own_totals)
 
-        def add_up(own: Sequence[float]) -> list[float]:
-            rows = self.context.all_gather_rows(own, "dp")
+        def add_up(own_totals: Sequence[float]) -> list[float]:
+            rows = self.context.all_gather_rows(own_totals, "dp")
             return [math.fsum(column) for column in zip(*rows, strict=True)]
 
         return self.loss.with_totals(micro_batches, add_up)

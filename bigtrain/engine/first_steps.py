@@ -100,17 +100,26 @@ class FirstSteps:
                 made, such as the learning rate.
         """
         context = self._context
-        own = None
+        local = None
         if context.pp_rank == 0 and context.tp_rank == 0:
-            own = [one.to("cpu") for one in micro_batches if not one.padding]
-        everyone = context.gather_objects(own)
+            local = [
+                micro_batch.to("cpu") for micro_batch in micro_batches if not micro_batch.padding
+            ]
+        everyone = context.gather_objects(local)
         self._left -= 1
         if everyone is None or self._loop is None:
             return
-        whole = join_micro_batches([one for there in everyone if there for one in there])
+        global_batch = join_micro_batches(
+            [
+                micro_batch
+                for rank_batches in everyone
+                if rank_batches
+                for micro_batch in rank_batches
+            ]
+        )
         with kept_random_state(), _disable_current_modes():  # verify sets masks for the run only
-            self.note = self._loop.is_random(whole)
-            self._expected = self._loop.step(whole, settings) if self.note is None else None
+            self.note = self._loop.is_random(global_batch)
+            self._expected = self._loop.step(global_batch, settings) if self.note is None else None
         if self.note is not None:
             self._loop = None
 
@@ -138,9 +147,9 @@ class FirstSteps:
                 ("loss", loss, self._expected[0], by_loss),
                 ("gradient norm", norm, self._expected[1], by_norm),
             )
-            for what, found, expected, tolerance in pairs:
-                if not abs(found - expected) <= tolerance * max(abs(expected), 1e-6):
-                    message = _difference(what, step, found, expected, tolerance, self._plan)
+            for quantity, measured, expected, tolerance in pairs:
+                if not abs(measured - expected) <= tolerance * max(abs(expected), 1e-6):
+                    message = _difference(quantity, step, measured, expected, tolerance, self._plan)
                     break
         self._expected = None
         refusal = self._context.broadcast_object(message)
@@ -159,24 +168,24 @@ def disable_dropout(model: nn.Module) -> None:
 
 def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Modules and the names of their attributes that are drop probabilities."""
-    found = []
+    dropouts = []
     for module in model.modules():
         kind = type(module).__name__.lower()
         for name, value in vars(module).items():
             drops = "drop" in name.lower() or (name == "p" and ("drop" in kind or "depth" in kind))
             if drops and isinstance(value, float) and 0 < value < 1:
-                found.append((module, name))
-    return found
+                dropouts.append((module, name))
+    return dropouts
 
 
 def _difference(
-    what: str, step: int, found: float, expected: float, tolerance: float, plan: Plan
+    quantity: str, step: int, measured: float, expected: float, tolerance: float, plan: Plan
 ) -> str:
     return (
-        f"step {step}: the {what} under {plan.strategy.name} is {found:.9g}, and {expected:.9g} in "
-        "a plain torch loop on the same global batch, which differs by more than rounding "
-        f"(relative {tolerance:.0e}). bigtrain verify finds the first tensor that differs; without "
-        "train.check_first_steps nothing is compared."
+        f"step {step}: the {quantity} under {plan.strategy.name} is {measured:.9g}, and "
+        f"{expected:.9g} in a plain torch loop on the same global batch, which differs by more "
+        f"than rounding (relative {tolerance:.0e}). bigtrain verify finds the first tensor that "
+        "differs; without train.check_first_steps nothing is compared."
     )
 
 
@@ -248,16 +257,16 @@ class _PlainLoop:
 def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
     """Several micro-batches as one; tensors without a batch dim are taken from the first."""
     first = parts[0]
-    leaves = [tree_tensors((one.inputs, one.targets)) for one in parts]
+    leaves = [tree_tensors((part.inputs, part.targets)) for part in parts]
     places = iter(range(len(leaves[0])))
     dims = first.row_dims()
 
-    def whole(_: Tensor) -> Tensor:
-        place = next(places)
-        dim = dims[place]
-        return leaves[0][place] if dim is None else torch.cat([row[place] for row in leaves], dim)
+    def joined(_: Tensor) -> Tensor:
+        index = next(places)
+        dim = dims[index]
+        return leaves[0][index] if dim is None else torch.cat([row[index] for row in leaves], dim)
 
-    return replace(first.map(whole), rows=sum(one.rows for one in parts), totals=None)
+    return replace(first.map(joined), rows=sum(part.rows for part in parts), totals=None)
 
 
 def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:

@@ -84,7 +84,7 @@ def explain_out_of_memory(
         patience_s: seconds that the other ranks wait before they report a hang.
     """
     half = _half(situation)
-    text = "\n".join([_what(error, situation), *_held(situation)])
+    text = "\n".join([_headline(error, situation), *_breakdown_lines(situation)])
     if situation.adapts and half is not None:
         return OutOfMemoryError(text, micro_batch_size=half)
     seconds = min(REMEDY_TIMEOUT_S, patience_s / 2)
@@ -93,9 +93,9 @@ def explain_out_of_memory(
         return OutOfMemoryError(text, micro_batch_size=half)
     sys.stderr.write(f"bigtrain: {text}\n")
     sys.stderr.flush()
-    search = _in_time(situation.inputs, situation.limit_bytes, seconds)
-    whole = "\n".join([text, *_fits(search, situation.limit_bytes)])
-    return OutOfMemoryError(whole, micro_batch_size=half, printed=text)
+    search = _search_in_time(situation.inputs, situation.limit_bytes, seconds)
+    message = "\n".join([text, *_remedy_lines(search, situation.limit_bytes)])
+    return OutOfMemoryError(message, micro_batch_size=half, printed=text)
 
 
 def predict_out_of_memory(
@@ -111,20 +111,20 @@ def predict_out_of_memory(
     if fullest is None or limit is None:
         return []
     predicted = fullest.peak
-    kind, beside, kept = subject.resolved.plan.device_type, 0, ""
-    if is_accelerator(kind):  # the limit is on all memory of the allocator, not only on tensors
-        beside = non_tensor_reserve(kind)
-        kept = f", of which {format_bytes(beside)} are for workspaces and rounding"
-    if predicted.bytes <= limit - beside:
+    device_type, reserve, reserve_words = subject.resolved.plan.device_type, 0, ""
+    if is_accelerator(device_type):  # the limit is on all memory of the allocator, not on tensors
+        reserve = non_tensor_reserve(device_type)
+        reserve_words = f", of which {format_bytes(reserve)} are for workspaces and rounding"
+    if predicted.bytes <= limit - reserve:
         return []
     search = RemedySearch()
     search.run(subject, limit, REMEDY_TIMEOUT_S)
     where = "" if fullest.alike else f" on rank {fullest.rank}"
     headline = (
         f"the predicted peak of {format_bytes(predicted.bytes)}{where} is more than the "
-        f"{format_bytes(limit)} that a rank can take{kept}"
+        f"{format_bytes(limit)} that a rank may use{reserve_words}"
     )
-    return [headline, *_fits(search, limit)]
+    return [headline, *_remedy_lines(search, limit)]
 
 
 def predict_save_beyond(
@@ -144,7 +144,7 @@ def predict_save_beyond(
         fix = "Use checkpoint.asynchronous=false, or a lower checkpoint.snapshot_bytes"
     return [
         f"the predicted peak of a save, {format_bytes(save.bytes)}, is more than the "
-        f"{format_bytes(limit)} that a rank can take. {fix}."
+        f"{format_bytes(limit)} that a rank may use. {fix}."
     ]
 
 
@@ -155,23 +155,21 @@ def _half(situation: OutOfMemoryContext) -> int | None:
     return size // 2 if size % 2 == 0 else None
 
 
-def _what(error: BaseException, situation: OutOfMemoryContext) -> str:
+def _headline(error: BaseException, situation: OutOfMemoryContext) -> str:
     requested = requested_bytes(error)
-    request_words = (
-        f"{format_bytes(requested)} more were asked for" if requested else "more was asked for"
-    )
+    allocation = f"an allocation of {format_bytes(requested)}" if requested else "an allocation"
     limit = "the memory of its device"
     if situation.limit_bytes:
-        limit = f"the {format_bytes(situation.limit_bytes)} that it could take"
+        limit = f"the {format_bytes(situation.limit_bytes)} that this rank may use"
     if situation.capped:
         limit = f"memory.cap={format_bytes(situation.limit_bytes or 0).replace(' ', '')}"
     where = situation.activity or _WHERE[situation.phase]
     step = f" of step {situation.step}" if situation.step else ""
     rank = f"rank {situation.rank}"
-    return f"{rank} ran out of memory {where}{step}: {request_words} than {limit} leaves."
+    return f"{rank} ran out of memory {where}{step}: {allocation} would exceed {limit}."
 
 
-def _held(situation: OutOfMemoryContext) -> list[str]:
+def _breakdown_lines(situation: OutOfMemoryContext) -> list[str]:
     peak = situation.peak
     if peak is None or not peak.bytes:
         return []
@@ -179,47 +177,46 @@ def _held(situation: OutOfMemoryContext) -> list[str]:
         ((getattr(peak.breakdown, kind), kind) for kind in MEMORY_KINDS), key=lambda part: -part[0]
     )
     shown = ", ".join(f"{kind} {format_bytes(size)}" for size, kind in parts if size)
-    held_words = "it held" if situation.measured else "by prediction it needs"
+    peak_words = "peak so far" if situation.measured else "predicted peak"
     largest, kind = parts[0]
     return [
-        f"{held_words} {format_bytes(peak.bytes)}: {shown}. {kind} dominate: "
+        f"{peak_words}: {format_bytes(peak.bytes)} ({shown}). The largest part is {kind}, "
         f"{largest / peak.bytes:.0%}"
     ]
 
 
-def _fits(search: RemedySearch, limit: int | None) -> list[str]:
+def _remedy_lines(search: RemedySearch, limit: int | None) -> list[str]:
     remedies = list(search.remedies)
     cut_short = []
     if search.begun and not search.complete:
-        cut_short = ["the search for what fits was ended by its time limit: there may be more"]
+        cut_short = ["the search for such changes reached its time limit: others may fit, too"]
     if remedies:
-        lines = ["what would fit, by prediction:", *(f"  {remedy}" for remedy in remedies)]
+        lines = ["with one of these changes the job is predicted to fit:"]
+        lines += [f"  {remedy}" for remedy in remedies]
         return lines + cut_short
     if limit is None or not search.forecasts or not search.complete:
-        return ["set a smaller train.micro_batch_size, or strategy.recompute=full", *cut_short]
+        return ["use a smaller train.micro_batch_size, or strategy.recompute=full", *cut_short]
     return [
-        f"no change that was tried is predicted to fit {format_bytes(limit)}. Use a smaller model, "
-        "more ranks with --strategy fsdp, or a device with more memory"
+        f"no change that was tried is predicted to fit in {format_bytes(limit)}. Use a smaller "
+        "model, more ranks with --strategy fsdp, or a device with more memory"
     ]
 
 
-def _in_time(subject: ForecastInputs | None, limit: int | None, seconds: float) -> RemedySearch:
-    """The search, as far as it comes in time; it may go on, and is not waited for."""
+def _search_in_time(
+    subject: ForecastInputs | None, limit: int | None, seconds: float
+) -> RemedySearch:
+    """Return the search after it ends or the seconds have passed; it may go on in its thread."""
     search = RemedySearch()
     if subject is None or limit is None:
         return search
-    # A new thread's device is the first; there it would take memory of another rank's.
+    # A new thread uses the first device, where the search would take memory of another rank.
     device = current_device(subject.resolved.plan.device_type)
 
     def run() -> None:
         set_current(device)
         search.run(subject, limit, seconds * 0.6)
 
-    thread = threading.Thread(
-        target=run,
-        name="bigtrain-remedies",
-        daemon=True,
-    )
+    thread = threading.Thread(target=run, name="bigtrain-remedies", daemon=True)
     thread.start()
     thread.join(seconds)
     return search
@@ -256,29 +253,29 @@ def adapt_on_oom(
             *smaller_batch(job, plan, error.micro_batch_size),
         ]
         words += continuation_words(folder, job.checkpoint.resume)
-        raise RestartRequest(words, _said(error, plan, model, folder)) from None
+        raise RestartRequest(words, _restart_reason(error, plan, model, folder)) from None
 
 
 def _no_half(plan: Plan) -> str:
     return (
-        f"memory.on_oom=adapt cannot help: a micro-batch of {plan.batch.micro_size} has no half, "
-        "or the model alone is too large."
+        f"memory.on_oom=adapt cannot help: a micro-batch of {plan.batch.micro_size} rows cannot be "
+        "halved, or the model alone is too large."
     )
 
 
-def _said(error: OutOfMemoryError, plan: Plan, model: nn.Module, folder: Path) -> str:
+def _restart_reason(error: OutOfMemoryError, plan: Plan, model: nn.Module, folder: Path) -> str:
     size = error.micro_batch_size or 1
     steps = -(-plan.batch.global_size // (size * plan.batch.dp_size))
     checkpoint = newest_checkpoint(folder / "checkpoints")
     since = f"from {checkpoint.name}" if checkpoint else "from the beginning"
-    said = (
+    reason = (
         f"{str(error).splitlines()[0]} memory.on_oom=adapt: continues {since} with micro-batch "
         f"{size} x accumulation {steps} (was {plan.batch.micro_size} x "
         f"{plan.batch.accumulation_steps})"
     )
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        said += (
-            "; warning: BatchNorm normalizes each micro-batch separately, so the numbers are those "
-            "of smaller micro-batches from here on"
+        reason += (
+            "; warning: BatchNorm normalizes each micro-batch separately, so from now on the "
+            "numbers are those of smaller micro-batches"
         )
-    return said
+    return reason

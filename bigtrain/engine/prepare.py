@@ -84,7 +84,7 @@ def connect_job(
 
 
 def connect_beside(
-    other: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
+    first_engine: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
 ) -> AbstractContextManager[RunContext]:
     """Connect as `connect_job` does, or share the connection of another engine of this process.
 
@@ -92,14 +92,14 @@ def connect_beside(
         ConfigError: the ranks are connected already and no engine is given, or its mesh or device
             differs.
     """
-    if other is None:
+    if first_engine is None:
         if dist.is_initialized():
             raise ConfigError(
                 "prepare: the ranks are connected already, by another engine or by the script. "
                 "Give prepare(..., beside=engine) for a second engine, or close the first."
             )
         return connect_job(job, plan, placement, facts)
-    context = other.context
+    context = first_engine.context
     sizes, wanted = (context.pp_size, context.dp_size, context.tp_size), (plan.pp, plan.dp, plan.tp)
     if sizes != wanted or device_type_of(job) != context.device.type:
         raise ConfigError(
@@ -358,8 +358,8 @@ def _end_after_check(engine: Engine, report: Path) -> None:
 
     def leave(difference: str | None) -> None:
         if engine.context.is_main and first_steps is not None:
-            found = {"steps": first_steps.compared, "note": first_steps.note}
-            text = json.dumps({**found, "difference": difference})
+            record = {"steps": first_steps.compared, "note": first_steps.note}
+            text = json.dumps({**record, "difference": difference})
             report.write_text(f"{text}\n", "utf-8")
         engine.context.barrier()
 

@@ -55,8 +55,8 @@ class ForecastInputs:
         """The predicted peak after some changes; None if they cannot be run or forecast."""
         try:
             job = override_job(self.job, words)
-            held = self.resolved.plan
-            plan = make_plan(job, held.world_size, held.device_type)
+            current_plan = self.resolved.plan
+            plan = make_plan(job, current_plan.world_size, current_plan.device_type)
             rows, count = plan.batch.micro_size, self.workload.loss.count
             example = self.workload.micro_batch.first_rows(rows, count)
             workload = replace(self.workload, example=example)
@@ -91,31 +91,33 @@ class RemedySearch:
         """
         end = time.monotonic() + deadline_s
         self.begun = True
-        beside = non_tensor_reserve(subject.resolved.plan.device_type)
-        usable = Limit(limit, non_tensor_bytes=beside).for_tensors
-        for changes in _ways(subject, usable):
+        reserve = non_tensor_reserve(subject.resolved.plan.device_type)
+        usable = Limit(limit, non_tensor_bytes=reserve).for_tensors
+        for changes in _kinds_of_change(subject, usable):
             candidates = changes()
             last: Remedy | None = None
             if isinstance(candidates, _EachLess) and len(candidates) > 1:
                 if time.monotonic() > end:
                     return
-                last = self._tried(subject, candidates.pop(), usable)
+                last = self._remedy_of(subject, candidates.pop(), usable)
                 if last is None:  # the smallest does not fit, so no larger one does
                     continue
             for words in candidates:
                 if time.monotonic() > end:
                     self.remedies += [last] if last is not None else []
                     return
-                found = self._tried(subject, words, usable)
-                if found is not None:
-                    last = found
+                remedy = self._remedy_of(subject, words, usable)
+                if remedy is not None:
+                    last = remedy
                     break
             self.remedies += [last] if last is not None else []
             if len(self.remedies) == MAX_REMEDIES:
                 break
         self.complete = True
 
-    def _tried(self, subject: ForecastInputs, words: Sequence[str], usable: int) -> Remedy | None:
+    def _remedy_of(
+        self, subject: ForecastInputs, words: Sequence[str], usable: int
+    ) -> Remedy | None:
         """The change with its predicted peak; None if it does not fit or cannot be forecast."""
         peak = subject.peak(words)
         self.forecasts += peak is not None
@@ -156,21 +158,23 @@ def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
         yield smaller_batch(job, plan, size)
 
 
-def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
+def _technique_remedies(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
     """The remedies of all techniques of a role, including a user's technique in the plan."""
     asked = techniques_of(role)
-    own = plan.techniques.get(role)
-    if own is not None and not any(isinstance(own, type(one)) for one in asked):
-        asked.append(own)
+    current = plan.techniques.get(role)
+    if current is not None and not any(isinstance(current, type(known)) for known in asked):
+        asked.append(current)
     return [words for technique in asked for words in technique.remedies(plan, most)]
 
 
-def _ways(subject: ForecastInputs, usable: int) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
+def _kinds_of_change(
+    subject: ForecastInputs, usable: int
+) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
     """Kinds of change, cheapest first; the first change of a kind that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
     yield lambda: _EachLess(smaller_micro_batches(job, plan))
     less, shared, away = (
-        _offered(plan, role, usable) for role in ("recompute", "replicate", "offload")
+        _technique_remedies(plan, role, usable) for role in ("recompute", "replicate", "offload")
     )
     may_recompute = less if "recompute" not in plan.techniques else []
     if may_recompute:

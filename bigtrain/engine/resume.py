@@ -57,15 +57,17 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
         _load(engine, path)
         return [_from(path, engine), *_begun_anew(path, engine)]
     # All ranks resume from the one that rank 0 found.
-    found: list[Path] = engine.context.broadcast_object(checkpoints_of(folder / "checkpoints"))
+    checkpoints: list[Path] = engine.context.broadcast_object(
+        checkpoints_of(folder / "checkpoints")
+    )
     damaged: list[str] = []
-    for path in found:
+    for path in checkpoints:
         try:
             _load(engine, path)
         except DamagedCheckpointError as error:
             damaged.append(str(error.damage))
             continue
-        lines = [f"warning: {said} Goes back to {path.name}." for said in _shortened(damaged)]
+        lines = [f"warning: {damage} Goes back to {path.name}." for damage in _shortened(damaged)]
         return [*lines, _from(path, engine), *_begun_anew(path, engine)]
     if damaged:
         raise CheckpointError(
@@ -126,10 +128,10 @@ class Saving:
     def __init__(self, job: Job, engine: Engine, folder: Path, total_steps: int) -> None:
         self._engine, self._folder, self._total_steps = engine, folder, total_steps
         self._every, self._at_end = job.checkpoint.every, job.checkpoint.at_end
-        self._figure, found = job.checkpoint.best, None
+        self._figure, best_figures = job.checkpoint.best, None
         if self._figure is not None and job.checkpoint.resume is not None:
-            found = engine.context.broadcast_object(_figures_of_best(folder / "checkpoints"))
-        self._best: float | None = (found or {}).get(self._figure)
+            best_figures = engine.context.broadcast_object(_figures_of_best(folder / "checkpoints"))
+        self._best: float | None = (best_figures or {}).get(self._figure)
 
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
@@ -145,12 +147,12 @@ class Saving:
             CheckpointError: the last save failed.
         """
         last, every = step == self._total_steps, self._every
-        said = failed_save(self._engine, self._folder)
+        lines = failed_save(self._engine, self._folder)
         best = measured if self._is_best(measured or {}) else None
         if best or (last and self._at_end) or (every > 0 and step % every == 0):
             before()
-            said += save_or_explain(self._engine, self._folder, last=last, best=best)
-        return said
+            lines += save_or_explain(self._engine, self._folder, last=last, best=best)
+        return lines
 
     def _is_best(self, measured: Mapping[str, float]) -> bool:
         """Whether the figure is the best so far; if so, it is remembered."""
@@ -189,7 +191,7 @@ def save_or_explain(
     checkpoints = folder / "checkpoints"
     try:
         _save(engine, folder, best=best, waits=last)
-        said = failed_save(engine, folder)  # the save before this one
+        lines = failed_save(engine, folder)  # the save before this one
     except CheckpointError as error:
         if last:
             raise CheckpointError(
@@ -197,7 +199,7 @@ def save_or_explain(
                 f"{_newest(checkpoints)}. Make room, and run again with --resume auto."
             ) from None
         return [f"warning: {error}. The run goes on; {_newest(checkpoints)}."]
-    return said
+    return lines
 
 
 def _save(

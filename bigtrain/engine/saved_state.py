@@ -84,8 +84,8 @@ class SavedState(LoopCalls):
                 SAVED_AS: loop,
             }
             if self.in_own_loop:
-                whole = self._whole_optimizer.kind_name
-                meta |= {"model_class": self._model_class, "optimizer_class": whole}
+                optimizer_class = self._whole_optimizer.kind_name
+                meta |= {"model_class": self._model_class, "optimizer_class": optimizer_class}
             if self._extra_at_start:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
@@ -170,6 +170,6 @@ class SavedState(LoopCalls):
             return None
         merged = dict(self._extra_at_start)
         for name, start in self._extra_at_start.items():
-            own = (rank[name] for rank in ranks if rank is not None and name in rank)
-            merged[name] = next((state for state in own if state != start), start)
+            states = (rank[name] for rank in ranks if rank is not None and name in rank)
+            merged[name] = next((state for state in states if state != start), start)
         return merged

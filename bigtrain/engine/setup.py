@@ -137,11 +137,13 @@ class RunSetup:
         """
         if self.data.validation is None:
             return []
-        place, lost = self.plan.data_rank(context.dp_rank), context.agreed_lost_ranks()
+        data_rank, lost = self.plan.data_rank(context.dp_rank), context.agreed_lost_ranks()
         return validation_batches(
             self.data.validation,
             count=self.workload.loss.count,
-            dp_rank=None if place is None else place - sum(rank < context.rank for rank in lost),
+            dp_rank=None
+            if data_rank is None
+            else data_rank - sum(rank < context.rank for rank in lost),
             dp_size=max(1, self.plan.batch.dp_size - len(lost)),
             micro_batch_size=self.plan.batch.micro_size,
             workers=self._workers(context),
@@ -252,8 +254,8 @@ def _followed_loss(
     notes: list[str] = []
     if isinstance(data.task, UntoldTask):
         if loss is None:
-            loss, said = infer_loss(job.data.name, blueprint.model, example)
-            notes.append(said)
+            loss, note = infer_loss(job.data.name, blueprint.model, example)
+            notes.append(note)
             example = replace(example, count=loss.count(example.targets))
         data, is_given = replace(data, task=CustomTask(loss)), True
     loss = loss or data.task.loss()
@@ -303,11 +305,15 @@ def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
     if not job.log.accuracy:
         return loss
     if data.task.name != "classification" or type(loss) is not CrossEntropy:
-        own = f"model.loss={job.model.loss}" if job.model.loss else f"data.name={job.data.name}"
-        own = "model.chunked_loss=true" if isinstance(loss, ChunkedCrossEntropy) else own
+        loss_source = (
+            f"model.loss={job.model.loss}" if job.model.loss else f"data.name={job.data.name}"
+        )
+        loss_source = (
+            "model.chunked_loss=true" if isinstance(loss, ChunkedCrossEntropy) else loss_source
+        )
         raise ConfigError(
             f"log.accuracy=true counts the right classes of samples by the task's own cross "
-            f"entropy, and {own} has another loss. Use log.accuracy=false."
+            f"entropy, and {loss_source} has another loss. Use log.accuracy=false."
         )
     if plan.replicate.num_servers:
         raise ConfigError(

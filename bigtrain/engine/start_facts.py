@@ -59,24 +59,24 @@ def _data_facts(data: Data) -> dict[str, str]:
 
 
 def _key_facts(job: Job, *, one_node: bool) -> dict[str, str]:
-    found = flattened(job.model_dump())
-    own = set(_OWN_KEYS)
+    facts = flattened(job.model_dump())
+    keys_of_a_rank = set(_OWN_KEYS)
     if not one_node:
-        own.add("data.path")
-    found = {key: value for key, value in found.items() if key not in own}
+        keys_of_a_rank.add("data.path")
+    facts = {key: value for key, value in facts.items() if key not in keys_of_a_rank}
     file = job.strategy.deepspeed_file
     if file is not None:
-        found[f"contents of {file}"] = _short_hash(read_bytes(file))
-    return found
+        facts[f"contents of {file}"] = _short_hash(read_bytes(file))
+    return facts
 
 
 def _plan_facts(resolved: ResolvedPlan) -> dict[str, str]:
     plan, layout = resolved.plan, resolved.layout
-    found = {
+    facts = {
         f"plan.{role}": f"{type(technique).__name__} {in_words(technique.model_dump())}"
         for role, technique in plan.techniques.items()
     }
-    found |= {
+    facts |= {
         "plan.batch": in_words(vars(plan.batch)),
         "plan.precision": plan.precision,
         "plan.untrained parameters": in_words(sorted(resolved.unreached)),
@@ -85,11 +85,11 @@ def _plan_facts(resolved: ResolvedPlan) -> dict[str, str]:
     if layout is not None:
         for stage in layout.all_stages:
             names = layout.chosen.cut.tensor_names_of([stage])
-            found[f"plan.stage {stage}"] = _names_in_words(names)
+            facts[f"plan.stage {stage}"] = _names_in_words(names)
     engines = {technique.traits.engine for technique in plan.techniques.values()}
     for engine in engines & {"deepspeed", "fairscale"}:
-        found[f"version of {engine}"] = importlib.metadata.version(engine)
-    return found
+        facts[f"version of {engine}"] = importlib.metadata.version(engine)
+    return facts
 
 
 def _optimizer_facts(workload: Workload) -> Iterator[tuple[str, str]]:

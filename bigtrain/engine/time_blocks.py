@@ -177,7 +177,9 @@ def main(arguments: list[str]) -> int:
     with connect(placement, device=device_type_of(job), setup_timeout=120, timeout=600) as context:
         timed = time_blocks(job, wanted, context)
         if context.is_main:
-            Path(answer).write_text(json.dumps([asdict(one) for one in timed]), "utf-8")
+            Path(answer).write_text(
+                json.dumps([asdict(block_seconds) for block_seconds in timed]), "utf-8"
+            )
     return 0
 
 
@@ -218,7 +220,7 @@ def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
         return model
     order = short[1]
     names = [name for name, _ in independent_blocks(model)]
-    spare = tuple(f"{name}." for place, name in enumerate(names) if order[place] in order[:place])
+    spare = tuple(f"{name}." for index, name in enumerate(names) if order[index] in order[:index])
     wanted = [name for name in named_tensors(model) if not name.startswith(spare)]
     blueprint.materialize(context.device, seed=context.seed, only=wanted)
     result = shorten_model(model)
@@ -254,8 +256,8 @@ def _time_size(
     batch = resize_micro_batch(workload.micro_batch, rows)
     # The first micro-batch allocates memory that later ones reuse, so it only sets `times`.
     seconds = _repeat(runner, stopwatch, batch, 1)[0]
-    whole = sum(map(sum, seconds[0])) + seconds[1]
-    times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * whole))))
+    seconds_once = sum(map(sum, seconds[0])) + seconds[1]
+    times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * seconds_once))))
     times = round(min(context.all_gather_numbers(times)))
     context.barrier()
     repeated = _repeat(runner, stopwatch, batch, times)

@@ -25,12 +25,12 @@ MOST_REPEATED = 10_000
 MOST_YAML = 8 << 20
 
 
-def parse_json(data: bytes | str, place: object, fix: str = "") -> Any:
+def parse_json(data: bytes | str, source: object, fix: str = "") -> Any:
     """Return the value of a JSON text.
 
     Args:
         data: the text, or its UTF-8 bytes.
-        place: the file or variable it comes from, for the message.
+        source: the file or variable it comes from, for the message.
         fix: advice for the message, as a sentence.
 
     Raises:
@@ -38,18 +38,18 @@ def parse_json(data: bytes | str, place: object, fix: str = "") -> Any:
             deep, or has half of a surrogate pair.
     """
     try:
-        found = json.loads(data, object_pairs_hook=_without_doubles)
+        value = json.loads(data, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
-        shown = f"{place}:{error.lineno}" if isinstance(place, os.PathLike) else place
+        shown = f"{source}:{error.lineno}" if isinstance(source, os.PathLike) else source
         raise UnreadableError(shown, f"it is not JSON ({error.msg})", fix) from None
     except RecursionError:
-        raise UnreadableError(place, _deep("its values are"), fix) from None
+        raise UnreadableError(source, _deep("its values are"), fix) from None
     except ValueError as error:  # a key twice, an endless number, no UTF-8
-        raise UnreadableError(place, plain_text(error), fix) from None
-    fault = _json_fault(found)
+        raise UnreadableError(source, plain_text(error), fix) from None
+    fault = _json_fault(value)
     if fault is not None:
-        raise UnreadableError(place, fault, fix)
-    return found
+        raise UnreadableError(source, fault, fix)
+    return value
 
 
 def read_json(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT) -> Any:
@@ -73,34 +73,34 @@ def read_json_object(
     return as_object(read_json(path, fix, most), path, fix)
 
 
-def as_object(found: Any, place: object, fix: str = "") -> dict[str, Any]:
+def as_object(value: Any, source: object, fix: str = "") -> dict[str, Any]:
     """Return a JSON value that must be an object.
 
     Raises:
         UnreadableError: the value is not an object.
     """
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UnreadableError(
-            place, f"it holds {type(found).__name__}, and a JSON object is needed", fix
+            source, f"it holds {type(value).__name__}, and a JSON object is needed", fix
         )
-    return found
+    return value
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         double, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"it has the key {plain_text(ascii(double), 80)} twice")
-    return found
+    return mapping
 
 
-def _json_fault(found: Any) -> str | None:
+def _json_fault(root: Any) -> str | None:
     """Return the reason to refuse a JSON value, or None. Without recursion, as it may be deep."""
-    level: list[Any] = [[found]]
+    level: list[Any] = [[root]]
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
-        for one in level:
-            values = [*one, *one.values()] if isinstance(one, dict) else one
+        for container in level:
+            values = [*container, *container.values()] if isinstance(container, dict) else container
             if not all(_is_whole_text(value) for value in values if isinstance(value, str)):
                 return "it has half of a character (a lone surrogate)"
             inner += [value for value in values if isinstance(value, dict | list)]
@@ -118,8 +118,8 @@ def _is_whole_text(text: str) -> bool:
     return True
 
 
-def _deep(what: str) -> str:
-    return f"{what} nested more than {MOST_DEPTH} deep"
+def _deep(subject: str) -> str:
+    return f"{subject} nested more than {MOST_DEPTH} deep"
 
 
 class _Loader(yaml.SafeLoader):
@@ -173,15 +173,15 @@ def _check_nodes(root: yaml.Node) -> None:
     """Refuse aliases that expand to too much or contain themselves, and odd characters."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
-    own = 0
+    written = 0
 
     def size_of(node: yaml.Node) -> int:
-        nonlocal own
+        nonlocal written
         key = id(node)
         if key in open_nodes:
             raise _at(node, "a value is inside of itself")
         if key not in sizes:
-            own += 1
+            written += 1
             open_nodes.add(key)
             if isinstance(node.value, str) and not _is_plain(node.value):
                 raise _at(node, "it has a NUL, or half of a character (a lone surrogate)")
@@ -190,10 +190,8 @@ def _check_nodes(root: yaml.Node) -> None:
         return sizes[key]
 
     total = size_of(root)
-    if total - own > MOST_REPEATED:
-        raise _at(
-            root, f"its aliases stand for more than {MOST_REPEATED:,} values that are not written"
-        )
+    if total - written > MOST_REPEATED:
+        raise _at(root, f"its YAML aliases expand to more than {MOST_REPEATED:,} values")
 
 
 def _inner(node: yaml.Node) -> Iterator[yaml.Node]:

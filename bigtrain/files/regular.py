@@ -76,7 +76,7 @@ def read_bytes(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEX
                 return b"".join(parts)
             parts.append(part)
             left -= len(part)
-    raise UnreadableError(path, f"it has more than {most:,} bytes, which are the most", fix)
+    raise UnreadableError(path, f"it has more than {most:,} bytes, the most allowed", fix)
 
 
 def read_text(
@@ -161,9 +161,9 @@ def check_name(text: str, asked: str) -> None:
             fault = "it has half of a character (a lone surrogate)"
         else:
             if longest > 255:
-                fault = f"it has a name of {longest} bytes, and 255 are the most"
+                fault = f"it has a name of {longest} bytes, and at most 255 are allowed"
             elif len(os.fsencode(text)) > 4095:
-                fault = f"it has {len(os.fsencode(text))} bytes, and 4095 are the most"
+                fault = f"it has {len(os.fsencode(text))} bytes, and at most 4095 are allowed"
     if fault is not None:
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         raise UnreadableError(
@@ -186,4 +186,4 @@ def unreadable(
 
 
 def _kind(mode: int) -> str:
-    return next((said for test, said in _KINDS if test(mode)), "no file")
+    return next((words for test, words in _KINDS if test(mode)), "no file")

@@ -57,8 +57,8 @@ def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, He
             if length > min(MOST_HEADER, size - _LENGTH_BYTES):
                 raise UnreadableError(
                     path,
-                    f"its header says that it is {length} bytes long, of {size} bytes of the file "
-                    f"and {MOST_HEADER} that it may have",
+                    f"its header claims to be {length} bytes long; the file has {size}, and a "
+                    f"header may have {MOST_HEADER}",
                 )
             text = _read_exactly(file.fileno(), length)
         except OSError as error:
@@ -75,13 +75,13 @@ def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, He
 
 
 def _read_exactly(descriptor: int, length: int) -> bytes:
-    parts, place = [], _LENGTH_BYTES
+    parts, position = [], _LENGTH_BYTES
     while length:
-        part = os.pread(descriptor, min(length, 1 << 24), place)
+        part = os.pread(descriptor, min(length, 1 << 24), position)
         if not part:
             break
         parts.append(part)
-        place, length = place + len(part), length - len(part)
+        position, length = position + len(part), length - len(part)
     return b"".join(parts)
 
 
@@ -95,38 +95,40 @@ def _entries(
     """
     about = header.get(_METADATA, {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
-        raise ValueError(f"{_METADATA} has something else than texts by name")
-    found: dict[str, HeaderEntry] = {}
+        raise ValueError(f"{_METADATA} is not an object of strings")
+    entries: dict[str, HeaderEntry] = {}
     spans: list[tuple[int, int, str]] = []
-    for name, one in header.items():
+    for name, entry in header.items():
         if name == _METADATA:
             continue
         shown = plain_text(ascii(name), 80)
-        if not isinstance(one, dict) or {*one} != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{shown} needs dtype, shape and data_offsets, and no more")
-        code, shape, offsets = one["dtype"], one["shape"], one["data_offsets"]
+        if not isinstance(entry, dict) or {*entry} != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{shown} must have exactly the keys dtype, shape and data_offsets")
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(code, str) or code not in itemsizes:
             raise ValueError(
                 f"{shown} has the type {plain_text(ascii(code), 40)}, known are "
                 f"{', '.join(itemsizes)}"
             )
         if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
-            raise ValueError(f"{shown} has a shape or offsets that are none")
+            raise ValueError(f"{shown} has an invalid shape or invalid offsets")
         begin, end = offsets
         # Python's integers do not overflow, so the product of sizes cannot wrap around.
         if math.prod(shape) * itemsizes[code] != end - begin:
-            raise ValueError(f"{shown} has other bytes than its type and shape need")
+            raise ValueError(
+                f"{shown} has a number of bytes that does not match its type and shape"
+            )
         spans.append((begin, end, shown))
-        found[name] = HeaderEntry(code, tuple(shape), start + begin)
+        entries[name] = HeaderEntry(code, tuple(shape), start + begin)
     position = 0
     for begin, end, shown in sorted(spans):
         if begin != position:
             kind = "overlaps the one before" if begin < position else "has a gap before it"
-            raise ValueError(f"{shown} {kind}: it begins at {begin}, {position} is the place")
+            raise ValueError(f"{shown} {kind}: it begins at byte {begin} instead of {position}")
         position = end
     if start + position != size:
         raise ValueError(f"its tensors end at byte {start + position}, and the file at {size}")
-    return found
+    return entries
 
 
 def _is_counts(values: object) -> bool:

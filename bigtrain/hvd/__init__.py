@@ -162,8 +162,8 @@ _ELSEWHERE = {
     "functions": "is a module of Horovod. Its functions are here: hvd.broadcast_object",
     "mpi_lib": "is Horovod's library. The public functions are here: hvd.allreduce",
     "process_set_included": "is a method here, too: use process_set.included()",
-    "keras": "is of TensorFlow, and torch scripts are what runs here. Use hvd alone",
-    "tensorflow": "is not torch, and torch scripts are what runs here. Use hvd alone",
+    "keras": "is for TensorFlow, and only torch scripts are supported. Use hvd without it",
+    "tensorflow": "is not of torch, and only torch scripts are supported. Use hvd without it",
     "spark": "starts processes. Start the script with torchrun --nproc-per-node N script.py",
     "ray": "starts processes. Start the script with torchrun --nproc-per-node N script.py",
 }

@@ -84,8 +84,8 @@ class Request:
         number = _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1
         op = _OPS.index(self.op) if self.op else 0
         kind = _KINDS.index(self.kind)
-        what = [kind, number, self.numel, op, int(self.on_host), self.rows]
-        return [_ACTIVE, int.from_bytes(digest, "big"), *what]
+        fields = [kind, number, self.numel, op, int(self.on_host), self.rows]
+        return [_ACTIVE, int.from_bytes(digest, "big"), *fields]
 
 
 class UnequalRequestsError(ConfigError, RuntimeError):
@@ -118,12 +118,14 @@ class Members:
             return
         wait = timedelta(seconds=PATIENCE_S + BACKEND_GRACE_S)
         host = dist.new_group(list(members), backend="gloo", timeout=wait)
-        own = None
+        own_group = None
         if is_accelerator(context.device):
-            own = dist.group.WORLD if is_global else dist.new_group(list(members), timeout=wait)
+            own_group = (
+                dist.group.WORLD if is_global else dist.new_group(list(members), timeout=wait)
+            )
         if context.rank in self.members:
             self.host = cast("dist.ProcessGroup", host)
-            self.own = cast("dist.ProcessGroup | None", own)
+            self.own = cast("dist.ProcessGroup | None", own_group)
             context.recorder.traffic.leave_out(self.host)
             self.all_gather_rows([0])  # no rank may leave before all are connected
 
@@ -246,9 +248,9 @@ class Several(Handle):
     def result(self) -> Any:
         """Wait for all parts, and return the combined result."""
         if not self._results:
-            found = [part.result() for part in self._parts]
+            results = [part.result() for part in self._parts]
             with torch.no_grad():
-                self._results = [self._joins(found)]
+                self._results = [self._joins(results)]
         return self._results[0]
 
 
@@ -340,10 +342,10 @@ class Channel:
         begun = time.time()
         exchange.begin(self.link, rows)
         if self.timeline is not None:
-            said, name = self.timeline, exchange.call.name or exchange.call.kind
-            said(f"NEGOTIATE_{exchange.call.kind.upper()}", name, asked, begun)
+            timeline, name = self.timeline, exchange.call.name or exchange.call.kind
+            timeline(f"NEGOTIATE_{exchange.call.kind.upper()}", name, asked, begun)
             kind = exchange.call.kind.upper()
-            pending.timed = lambda: said(kind, name, begun, time.time())
+            pending.timed = lambda: timeline(kind, name, begun, time.time())
         pending.begun.set()
 
     def _rows(self, numbers: Sequence[int]) -> list[RequestRow]:
@@ -366,10 +368,10 @@ class Channel:
         texts: list[Any] = [None] * self.link.size
         dist.all_gather_object(texts, text, group=self.link.host)
         first = next(n for n, row in enumerate(rows) if row.state == _ACTIVE)
-        other = next(n for n, row in enumerate(rows) if row[:2] not in (rows[first][:2], (1, 0)))
-        mine, theirs = self.link.members[first], self.link.members[other]
+        second = next(n for n, row in enumerate(rows) if row[:2] not in (rows[first][:2], (1, 0)))
+        mine, theirs = self.link.members[first], self.link.members[second]
         return UnequalRequestsError(
-            f"hvd: rank {mine} asks for {texts[first]}, and rank {theirs} for {texts[other]}. "
+            f"hvd: rank {mine} asks for {texts[first]}, and rank {theirs} for {texts[second]}. "
             "Call the same exchanges in the same order on every rank, with tensors of one shape."
         )
 
@@ -400,12 +402,12 @@ def _in_words(error: BaseException, call: Request) -> BaseException:
     if not is_peer_failure(error):
         return error
     first = str(error).splitlines()[0]
-    said = ConnectionError(
+    explained = ConnectionError(
         f"hvd: {call}: another rank has ended meanwhile ({first}). Where ranks have different "
-        "amounts of data, call hvd.join() behind the last batch."
+        "amounts of data, call hvd.join() after the last batch."
     )
-    said.__cause__ = error
-    return said
+    explained.__cause__ = error
+    return explained
 
 
 def _check_joined(call: Request, joined: list[int]) -> None:
@@ -413,13 +415,13 @@ def _check_joined(call: Request, joined: list[int]) -> None:
     adds = call.kind != _REDUCES or _OPS.index(call.op) in _ADDS
     if call.kind in _WITH_JOINED and adds:
         return
-    what = call.kind if adds else f"allreduce with op={call.op}"
+    operation = call.kind if adds else f"allreduce with op={call.op}"
     fix = "Call it before hvd.join()"
     if call.kind == "allgather":
         fix += ", or give DistributedOptimizer sparse_as_dense=True where it is of its gradients"
     raise UnequalRequestsError(
-        f"hvd.{what}: rank {joined[0]} has joined, and takes part in sums and averages alone, with "
-        f"zeros. {fix}."
+        f"hvd.{operation}: rank {joined[0]} has joined, and takes part only in sums and averages, "
+        f"with zeros. {fix}."
     )
 
 

@@ -129,17 +129,20 @@ class _Gathered(torch.autograd.Function):
         channel = set_of(process_set).channel()
         exchanges = [_AllGather(_source(tensor, "allgather"), name) for tensor in tensors]
         handles = [channel.submit(exchange) for exchange in exchanges]
-        found = tuple(handle.result() for handle in handles)
-        place = channel.link.place
+        results = tuple(handle.result() for handle in handles)
+        index = channel.link.place
         ctx.channel, ctx.name = channel, name
-        ctx.spans = [(sum(one.counts()[:place]), one.counts()[place]) for one in exchanges]
-        return found
+        ctx.spans = [
+            (sum(started.counts()[:index]), started.counts()[index]) for started in exchanges
+        ]
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mean = [average_over(ctx.channel, gradient, ctx.name) for gradient in gradients]
         parts = [
-            one.narrow(0, first, count) for one, (first, count) in zip(mean, ctx.spans, strict=True)
+            averaged.narrow(0, first, count)
+            for averaged, (first, count) in zip(mean, ctx.spans, strict=True)
         ]
         return None, *parts
 
@@ -257,8 +260,8 @@ class _Broadcasted(torch.autograd.Function):
         ctx: Any, tensor: Tensor, root: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
         ctx.channel, ctx.root, ctx.name = set_of(process_set).channel(), root, name
-        found: Tensor = broadcast_async(tensor, root, name, process_set).result()
-        return found
+        result: Tensor = broadcast_async(tensor, root, name, process_set).result()
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -310,7 +313,7 @@ def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
     if splits is None:
         if rows % count:
             raise ConfigError(
-                f"hvd.alltoall: {rows} rows are not shared out evenly among {count} ranks. Give "
+                f"hvd.alltoall: {rows} rows do not divide evenly among {count} ranks. Give "
                 "splits=[...], the rows that go to each."
             )
         return [rows // count] * count

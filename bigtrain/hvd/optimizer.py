@@ -73,7 +73,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     if backward_passes_per_step < 1:
         raise ConfigError(
             f"hvd.DistributedOptimizer: backward_passes_per_step={backward_passes_per_step}, and "
-            "1 at least comes before a step. Use backward_passes_per_step=1."
+            "a step needs at least 1 backward pass. Use backward_passes_per_step=1."
         )
     chosen = checked_op(op, where="DistributedOptimizer")
     if gradient_predivide_factor != 1.0 and chosen != Average:
@@ -109,9 +109,9 @@ def _names(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> dict[Tensor, str]:
     """Return the names of an optimizer's parameters."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named is None:
-        return {p: f"parameter {n}" for n, p in enumerate(own)}
+        return {p: f"parameter {n}" for n, p in enumerate(parameters)}
     pairs = list(named)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -124,16 +124,17 @@ def _names(
         if name in seen:
             raise ConfigError(
                 f"hvd.DistributedOptimizer: named_parameters has {name!r} twice. Give each "
-                "parameter a name of its own, as model.named_parameters() does."
+                "parameter a different name, as model.named_parameters() does."
             )
         seen.add(name)
     names: dict[Tensor, str] = {p: name for name, p in pairs}
-    missing = [n for n, p in enumerate(own) if p not in names]
+    missing = [n for n, p in enumerate(parameters) if p not in names]
     if missing:
         raise ConfigError(
-            f"hvd.DistributedOptimizer: {len(missing)} of the optimizer's {len(own)} parameters "
-            f"are not in named_parameters, the first is number {missing[0]} of shape "
-            f"{list(own[missing[0]].shape)}. Name all of them, or leave named_parameters out."
+            f"hvd.DistributedOptimizer: {len(missing)} of the optimizer's {len(parameters)} "
+            f"parameters are not in named_parameters, the first is number {missing[0]} of shape "
+            f"{list(parameters[missing[0]].shape)}. Name all of them, or leave named_parameters "
+            "out."
         )
     return names
 
@@ -152,7 +153,8 @@ class _Exchanging(torch.optim.Optimizer):
         """Set the number of backward passes per step, from the next step on."""
         if passes < 1:
             raise ConfigError(
-                f"hvd: set_backward_passes_per_step({passes}), and 1 at least comes before a step."
+                f"hvd: set_backward_passes_per_step({passes}), and a step needs at least 1 "
+                "backward pass."
             )
         self.exchange.passes = passes
 
@@ -173,8 +175,8 @@ class _Exchanging(torch.optim.Optimizer):
         """Exchange the remaining gradients, and step."""
         if closure is not None:
             raise ConfigError(
-                "hvd: step(closure) computes gradients that nobody has exchanged yet. Go backward "
-                "first, then call step()."
+                "hvd: step(closure) computes gradients that are not exchanged between the ranks. "
+                "Call backward() first, then step()."
             )
         if not self.exchange.skipped:
             self.exchange.finish()
@@ -363,7 +365,7 @@ class _GradientExchange:
             else:
                 dense.append(parameter)
         handles: list[tuple[Handle, Any]] = []
-        said = ", ".join(self._buckets.names[p] for p in sparse)
+        sparse_names = ", ".join(self._buckets.names[p] for p in sparse)
         with torch.no_grad():
             if dense:
                 flat = torch.cat([self._dense_gradient(p).reshape(-1) for p in dense])
@@ -373,13 +375,13 @@ class _GradientExchange:
                     name=name,
                     before=1.0 / self._factor,
                     after=self._factor,
-                    detail=f"sparse gradients: {said}" if said else "",
+                    detail=f"sparse gradients: {sparse_names}" if sparse_names else "",
                 )
                 handles.append((handle, ctx))
             for parameter in sparse:
-                own = self._buckets.names[parameter]
+                parameter_name = self._buckets.names[parameter]
                 gradient = self._sparse_gradient(parameter)
-                begun = sparse_allreduce_async(gradient, own, self._op, self._set)
+                begun = sparse_allreduce_async(gradient, parameter_name, self._op, self._set)
                 handles.append((begun, None))
         self._open.append(([*dense, *sparse], handles))
 
@@ -434,10 +436,10 @@ class _GradientExchange:
             flat = self._compressor.decompress(handle.result(), ctx)
             parts = torch.split(flat, [parameter.numel() for parameter in dense])
             for parameter, part in zip(dense, parts, strict=True):
-                whole = part.view_as(parameter)
+                gradient = part.view_as(parameter)
                 if parameter in self._sparse:
-                    parameter.grad = whole.to_sparse(self._sparse[parameter])
+                    parameter.grad = gradient.to_sparse(self._sparse[parameter])
                 elif parameter.grad is not None:
-                    parameter.grad.copy_(whole)
+                    parameter.grad.copy_(gradient)
         for parameter, (handle, _) in zip(parameters[len(dense) :], waiting, strict=True):
             parameter.grad = handle.result()

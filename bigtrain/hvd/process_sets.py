@@ -33,7 +33,7 @@ class ProcessSet:
             )
         if len(set(ranks)) < len(list(ranks)):
             raise ConfigError(
-                f"hvd.ProcessSet: a rank stands twice in {list(ranks)}. Name each once."
+                f"hvd.ProcessSet: a rank occurs twice in {list(ranks)}. Name each once."
             )
         self.ranks: list[int] | None = sorted(ranks)
         self._channel: Channel | None = None
@@ -127,10 +127,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             f"hvd.add_process_set: ranks {ranks}, and there are 0 to {size() - 1}. Name some of "
             "them."
         )
-    for other in (global_process_set, *_sets.values()):
-        if other.ranks == ranks:
+    for known in (global_process_set, *_sets.values()):
+        if known.ranks == ranks:
             raise ConfigError(
-                f"hvd.add_process_set: process set {other.process_set_id} has the ranks {ranks} "
+                f"hvd.add_process_set: process set {known.process_set_id} has the ranks {ranks} "
                 "already. Use that one."
             )
     number = 1 + max(_sets, default=0)
@@ -155,13 +155,15 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of every set by its id; 0 is the set of all ranks."""
     session.opened()
     ranks_by_id = {0: list(range(size()))}
-    return ranks_by_id | {number: list(one.ranks or []) for number, one in _sets.items()}
+    return ranks_by_id | {
+        number: list(process_set.ranks or []) for number, process_set in _sets.items()
+    }
 
 
 def forget_process_sets() -> None:
     """Disconnect every set of `init` and `add_process_set`."""
-    for one in (global_process_set, *_sets.values()):
-        one.disconnect()
+    for process_set in (global_process_set, *_sets.values()):
+        process_set.disconnect()
     global_process_set.ranks = None
     _sets.clear()
 

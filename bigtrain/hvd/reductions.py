@@ -50,13 +50,13 @@ def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce"
     """
     if op is not None and average is not None:
         raise ConfigError(
-            f"hvd.{where}: average={average} and op={op!r} are given, and both say how. "
-            f"Leave out average={average}."
+            f"hvd.{where}: average={average} and op={op!r} are given, and both select the "
+            f"reduction. Leave out average={average}."
         )
     if op is None:
         op = Sum if average is False else Average
     if op == Adasum:
-        raise ConfigError("hvd: Adasum is not here. Use op=hvd.Average or op=hvd.Sum.")
+        raise ConfigError("hvd: Adasum is not supported. Use op=hvd.Average or op=hvd.Sum.")
     if op not in _TORCH_OPS:
         raise ConfigError(
             f"hvd.{where}: op={op!r} is not known. Use op=hvd.Average, Sum, Min, Max or Product."
@@ -69,9 +69,10 @@ def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -
     """Refuse reductions that would truncate integers, or that need an order which is missing."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     if is_whole and (op == Average or factor != 1.0):
-        what = "an average" if op == Average else "a factor"
+        operation = "an average" if op == Average else "a factor"
         raise ConfigError(
-            f"hvd.{where}: {what} of {dtype} would be cut off. Give op=hvd.Sum, or tensor.float()."
+            f"hvd.{where}: {operation} of {dtype} would be truncated. Give op=hvd.Sum, or "
+            "tensor.float()."
         )
     if (dtype is torch.bool and op == Sum) or (dtype.is_complex and op not in (Average, Sum)):
         raise ConfigError(
@@ -147,7 +148,7 @@ def start_reduction(
     """
     channel = process_set.channel()
     factors = "" if (before, after) == (1.0, 1.0) else f"factors {before:g} and {after:g}"
-    said = ", ".join(filter(None, (factors, detail)))
+    details = ", ".join(filter(None, (factors, detail)))
     call = Request(
         kind="allreduce",
         name=name,
@@ -155,7 +156,7 @@ def start_reduction(
         shape=tuple(buffer.shape) if shape is None else shape,
         on_host=is_on_host(buffer),
         op=op,
-        detail=said,
+        detail=details,
         numel=buffer.numel(),
     )
     divisor = channel.link.size if op == Average else 1
@@ -219,12 +220,12 @@ def _reduce(
             )
 
     def taken_apart(flats: list[Tensor]) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+        reduced: dict[int, Tensor] = {}
         for flat, numbers in zip(flats, groups.values(), strict=True):
             sizes = [tensors[n].numel() for n in numbers]
             for n, part in zip(numbers, torch.split(flat, sizes), strict=True):
-                found[n] = part.view(tensors[n].shape).to(tensors[n].dtype)
-        results = [found[n] for n in range(len(tensors))]
+                reduced[n] = part.view(tensors[n].shape).to(tensors[n].dtype)
+        results = [reduced[n] for n in range(len(tensors))]
         if into is None:
             return results
         for target, result in zip(into, results, strict=True):
@@ -396,7 +397,9 @@ def grouped_allreduce(
     packed = [travels.compress(tensor) for tensor in tensors]
     options = (name, chosen, prescale_factor, postscale_factor, process_set)
     outputs = _AllReduce.apply(options, *[tensor for tensor, _ in packed])
-    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(outputs, packed, strict=True)]
+    return [
+        travels.decompress(output, ctx) for output, (_, ctx) in zip(outputs, packed, strict=True)
+    ]
 
 
 class _AllReduce(torch.autograd.Function):
@@ -449,19 +452,19 @@ def sparse_allreduce_async(
             "taken. Use hvd.allreduce_async for others."
         )
     process_set = set_of(process_set)
-    own = tensor.detach()
-    own = own if own.is_coalesced() else own.coalesce()
-    rows = own.indices().t().contiguous()
+    local = tensor.detach()
+    local = local if local.is_coalesced() else local.coalesce()
+    rows = local.indices().t().contiguous()
     parts = [
-        allgather_async(part, f"{name or 'sparse'}.{what}", process_set)
-        for what, part in (("indices", rows), ("values", own.values()))
+        allgather_async(part, f"{name or 'sparse'}.{part_name}", process_set)
+        for part_name, part in (("indices", rows), ("values", local.values()))
     ]
     count = process_set.channel().link.size if chosen == Average else 1
 
-    def joined(found: list[Tensor]) -> Tensor:
-        indices, values = found
+    def joined(gathered: list[Tensor]) -> Tensor:
+        indices, values = gathered
         return torch.sparse_coo_tensor(
-            indices.t(), values / count, own.shape, check_invariants=False
+            indices.t(), values / count, local.shape, check_invariants=False
         ).coalesce()
 
     return Several(parts, joined)
@@ -497,17 +500,17 @@ def grouped_reducescatter_async(
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dim() == 0:
             raise ConfigError(
-                "hvd.reducescatter: a tensor without dims has no rows to share out. Give "
+                "hvd.reducescatter: a tensor without dims has no rows to divide. Give "
                 "tensor.reshape(1), or use hvd.allreduce."
             )
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
     options |= {"name": name, "where": "reducescatter"}
-    whole = _reduce(list(tensors), None, chosen, process_set, **options)
+    pending = _reduce(list(tensors), None, chosen, process_set, **options)
 
-    def shared(found: list[list[Tensor]]) -> list[Tensor]:
-        return [_share(one, link).clone() for one in found[0]]
+    def shared(reduced: list[list[Tensor]]) -> list[Tensor]:
+        return [_share(summed, link).clone() for summed in reduced[0]]
 
-    return Several([whole], shared)
+    return Several([pending], shared)
 
 
 def _share(tensor: Tensor, link: Members) -> Tensor:
@@ -557,7 +560,9 @@ def grouped_reducescatter(
     packed = [travels.compress(tensor) for tensor in tensors]
     options = (name, op, process_set, prescale_factor, postscale_factor)
     outputs = _ReduceScatter.apply(options, *[tensor for tensor, _ in packed])
-    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(outputs, packed, strict=True)]
+    return [
+        travels.decompress(output, ctx) for output, (_, ctx) in zip(outputs, packed, strict=True)
+    ]
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -48,13 +48,13 @@ class Session:
         """Use ranks that are connected already. Collective."""
         self.context = context
         everyone = context.all_gather_objects((socket.gethostname(), context.local_rank))
-        self.places = _places(everyone)
+        self.places = _node_places(everyone)
 
 
 session = Session()
 
 
-def _places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
+def _node_places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
     """Return each rank's place. A host with two ranks of the same local rank counts as two nodes.
 
     Args:
@@ -96,24 +96,24 @@ def local_size() -> int:
 
 def cross_rank() -> int:
     """Number of this process among those with its local rank, one on each node, from 0."""
-    return _beside().index(rank())
+    return _cross_ranks().index(rank())
 
 
 def cross_size() -> int:
     """Number of nodes that have a process with this one's local rank."""
-    return len(_beside())
+    return len(_cross_ranks())
 
 
-def _beside() -> list[int]:
+def _cross_ranks() -> list[int]:
     mine = local_rank()
-    ranks = [n for n, place in enumerate(session.places) if place.local_rank == mine]
+    ranks = [n for n, placement in enumerate(session.places) if placement.local_rank == mine]
     return sorted(ranks, key=lambda n: session.places[n].node)
 
 
 def is_homogeneous() -> bool:
     """Whether every node has the same number of processes."""
     session.opened()
-    nodes = [place.node for place in session.places]
+    nodes = [placement.node for placement in session.places]
     return len({nodes.count(node) for node in nodes}) <= 1
 
 

@@ -54,8 +54,8 @@ def init(
         )
     context = session.closing.enter_context(connect(placement, timeout=PATIENCE_S))
     init_with(context)
-    for one in process_sets or () if not isinstance(process_sets, str) else ():
-        add_process_set(one)
+    for process_set in process_sets or () if not isinstance(process_sets, str) else ():
+        add_process_set(process_set)
 
 
 def init_with(context: RunContext) -> None:

@@ -67,9 +67,11 @@ def _pair(item: Any) -> tuple[str | None, Tensor]:
     is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
     if is_pair and isinstance(item[1], Tensor):
         return str(item[0]), item[1]
-    what = f"{item[0]!r} is {type(item[1]).__name__}" if is_pair else f"{type(item).__name__} found"
+    fault = (
+        f"{item[0]!r} is {type(item[1]).__name__}" if is_pair else f"{type(item).__name__} found"
+    )
     raise ConfigError(
-        f"hvd.broadcast_parameters: {what}, and tensors or pairs of a name and a tensor are "
+        f"hvd.broadcast_parameters: {fault}, and tensors or pairs of a name and a tensor are "
         "needed. Leave it out, and use hvd.broadcast_object for what is no tensor."
     )
 
@@ -99,12 +101,12 @@ def broadcast_optimizer_state(
     frame = map_tensors(mine, lambda t: _Frame(tuple(t.shape), t.dtype, t.device.type == "cpu"))
     frame = broadcast_object(frame if rank() == root_rank else None, root_rank, "optimizer")
     lengths = allgather_object([len(group["params"]) for group in mine["param_groups"]])
-    for other, group_sizes in enumerate(lengths):
+    for other_rank, group_sizes in enumerate(lengths):
         if group_sizes != lengths[root_rank]:
             raise ConfigError(
                 f"hvd.broadcast_optimizer_state: rank {root_rank} has groups of "
-                f"{lengths[root_rank]} parameters, and rank {other} of {group_sizes}. Make the "
-                "same optimizer on every rank."
+                f"{lengths[root_rank]} parameters, and rank {other_rank} of {group_sizes}. Make "
+                "the same optimizer on every rank."
             )
     if rank() != root_rank:
         mine = _filled(frame, here)

@@ -143,17 +143,17 @@ def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[st
     if is_adamw and defaults and is_true(params.get("torch_adam", False)):
         defaults["weight_decay"] = _TORCH_ADAMW_DECAY
     known = defaults or {**_ADAM, **_SGD}
-    found: dict[str, Said] = {}
+    settings: dict[str, Said] = {}
     if name != "auto":
         ours = "sgd" if name == "sgd" else "adamw" if is_adamw else "adam"
-        found["optim.name"] = Said("optimizer.type", kind, ours)
+        settings["optim.name"] = Said("optimizer.type", kind, ours)
     for key, value in {**defaults, **params}.items():
         if key in known and value != AUTO_VALUE:
-            said = Said(f"optimizer.params.{key}", value, value, implied=key not in params)
-            found[f"optim.{key}"] = said
+            setting = Said(f"optimizer.params.{key}", value, value, implied=key not in params)
+            settings[f"optim.{key}"] = setting
         elif key not in known:
             _refuse_parameter(path, key, value, is_adam=name.startswith("adam"))
-    return found
+    return settings
 
 
 def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None:
@@ -181,26 +181,26 @@ def _of_scheduler(path: str, section: Mapping[str, Any]) -> dict[str, Said]:
     kind = section["type"]
     params = section.get("params") or {}
 
-    def said(ours: str, key: str, value: Any) -> tuple[str, Said]:
+    def setting(ours: str, key: str, value: Any) -> tuple[str, Said]:
         if key in params:
             return f"optim.{ours}", Said(f"scheduler.params.{key}", params[key], value)
         shape = f"{kind} ({key} is {value} by default)" if key else kind
         return f"optim.{ours}", Said("scheduler.type", shape, value)
 
-    values = [said("schedule", "", "deepspeed"), said("milestones", "", [])]
-    values.append(said("base_batch_size", "", None))
+    values = [setting("schedule", "", "deepspeed"), setting("milestones", "", [])]
+    values.append(setting("base_batch_size", "", None))
     if params.get("warmup_num_steps") != AUTO_VALUE:
         key = "warmup_num_steps" if hasattr(schedule, "warmup_num_steps") else ""
-        values.append(said("warmup_steps", key, getattr(schedule, key, 0)))
-        values.append(said("warmup_epochs", "", 0))
-    values.append(said("warmup_factor", "", None))
+        values.append(setting("warmup_steps", key, getattr(schedule, key, 0)))
+        values.append(setting("warmup_epochs", "", 0))
+    values.append(setting("warmup_factor", "", None))
     if params.get("cos_min_ratio") != AUTO_VALUE:
         key = "cos_min_ratio" if hasattr(schedule, "cos_min_ratio") else ""
-        values.append(said("final_lr_share", key, getattr(schedule, key, 0)))
+        values.append(setting("final_lr_share", key, getattr(schedule, key, 0)))
     highest = schedule.own_highest
     value = getattr(schedule, highest, None)
     if value is not None and params.get(highest) != AUTO_VALUE:
-        values.append(said("lr", highest, value))
+        values.append(setting("lr", highest, value))
     return dict(values)
 
 
@@ -214,15 +214,15 @@ def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> Non
     Raises:
         ConfigError: with both keys, both values and the fix.
     """
-    for ours, one in said_of_job(path).items():
+    for ours, setting in said_of_job(path).items():
         section, _, key = ours.partition(".")
         value = sections[section][key]
-        if one.implied or (key == "accumulation_steps" and value is None):
+        if setting.implied or (key == "accumulation_steps" and value is None):
             continue  # the latter is computed from the other two, and compared then
-        if ours == "optim.schedule" and value == _LIKE.get(str(one.written).lower()):
+        if ours == "optim.schedule" and value == _LIKE.get(str(setting.written).lower()):
             continue  # of the same kind; the file's rates are used
-        if not same_value(one.value, value):
-            raise refusal(path, one.key, one.written, ours, value, one.value)
+        if not same_value(setting.value, value):
+            raise refusal(path, setting.key, setting.written, ours, value, setting.value)
     kinds = json_section(deepspeed_config(path), "scheduler")
     optim, train = sections["optim"], sections["train"]
     fill = _fill(optim, optim["warmup_steps"] or 1, train["steps"] or 1)

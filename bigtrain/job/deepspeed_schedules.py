@@ -216,12 +216,12 @@ class OneCycle(Schedule):
     def _height(self, done: int, cycle: int) -> float:
         """The position between the lowest and the highest rate, 0 to 1, after some iterations."""
         first, second = self.cycle_first_step_size, self._second
-        place = done % cycle
-        rises = place <= first
+        step_of_cycle = done % cycle
+        rises = step_of_cycle <= first
         stairs = self.cycle_first_stair_count
         if not rises and self.cycle_second_stair_count is not None:
             stairs = self.cycle_second_stair_count
-        steps, length = (place, first) if rises else (cycle - place, second)
+        steps, length = (step_of_cycle, first) if rises else (cycle - step_of_cycle, second)
         return steps * stairs // length / stairs if stairs else steps / length
 
 

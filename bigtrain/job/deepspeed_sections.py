@@ -230,10 +230,10 @@ def check_sections(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found: Any = config
+    section: Any = config
     for part in name.split("."):
-        found = found.get(part, {})
-    return found if isinstance(found, dict) else {}
+        section = section.get(part, {})
+    return section if isinstance(section, dict) else {}
 
 
 def _refuse_unknown(path: str, prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
@@ -245,8 +245,8 @@ def _refuse_unknown(path: str, prefix: str, keys: Iterable[str], known: Iterable
 
 
 def _refused(path: str, key: str, value: object, fix: str) -> ConfigError:
-    said = "" if isinstance(value, dict) else f"={shown(value)}"
-    return ConfigError(f"{path}: {key}{said} is not supported. {fix}.")
+    value_words = "" if isinstance(value, dict) else f"={shown(value)}"
+    return ConfigError(f"{path}: {key}{value_words} is not supported. {fix}.")
 
 
 def _is_on(key: str, value: object, neutral: tuple[object, ...]) -> bool:
@@ -301,10 +301,10 @@ def _does_something(value: object) -> bool:
 
 def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a file that is passed to DeepSpeed's engine."""
-    kept = {k: v for k, v in config.items() if k in PASSED or k in ("bf16", "fp16")}
+    engine_config = {k: v for k, v in config.items() if k in PASSED or k in ("bf16", "fp16")}
     zero = config.get("zero_optimization", {})
-    kept["zero_optimization"] = {k: v for k, v in zero.items() if k in ZERO_PASSED}
-    return kept
+    engine_config["zero_optimization"] = {k: v for k, v in zero.items() if k in ZERO_PASSED}
+    return engine_config
 
 
 def shown(value: object) -> object:

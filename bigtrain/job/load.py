@@ -69,12 +69,12 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
                 f"{plain_text(key, 80)}={plain_text(text, 80)}: not a value"
                 f"{_why(error)}. Put quotes around it."
             ) from None
-        said: dict[KeyPath, Any] = {tuple(key.split(".")): value}
+        overrides: dict[KeyPath, Any] = {tuple(key.split(".")): value}
         if key == "strategy":
             tree.strategy, inner = words_in(value, key)
             if tree.strategy is not None:
-                said = {(key, name): config for name, config in inner.items()}
-        for path, config in said.items():
+                overrides = {(key, name): config for name, config in inner.items()}
+        for path, config in overrides.items():
             tree.put(path, config, f"{COMMAND_LINE}, {key}", adds=True)
     return tree
 
@@ -177,11 +177,11 @@ def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
         for path, origin in words.origins.items():
             tree.put(path, _value_at(words.values, path), origin, adds=adds)
         if not adds:
-            _lay_deepspeed_file(tree, words.values)
+            _apply_deepspeed_file(tree, words.values)
     return validate_job(Job, tree)
 
 
-def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
+def _apply_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
     """Override the job file by a DeepSpeed file, except for keys of the command line.
 
     A batch key that only a lower layer sets is dropped if the other two are set, and so is the
@@ -190,13 +190,13 @@ def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
     path = deepspeed_file_in(tree.values.get("strategy"))
     if path is None:
         return
-    said = {tuple(key.split(".")): one for key, one in said_of_job(path).items()}
-    typed = {key for key in said if _is_given(words, key)}
-    for key, one in said.items():
+    settings = {tuple(key.split(".")): setting for key, setting in said_of_job(path).items()}
+    typed = {key for key in settings if _is_given(words, key)}
+    for key, setting in settings.items():
         if key not in typed:
-            tree.put(key, one.value, f"{path}: {one.key}")
+            tree.put(key, setting.value, f"{path}: {setting.key}")
     batch = [("train", key) for key in BATCH_KEYS]
-    firm = [key for key in batch if key in said or _is_given(words, key)]
+    firm = [key for key in batch if key in settings or _is_given(words, key)]
     for key in batch if len(firm) >= len(batch) - 1 else ():
         derived = key not in firm or (len(firm) == len(batch) and key == batch[-1])
         if derived and not _is_given(words, key):
@@ -256,8 +256,8 @@ def format_validation_error(
     path = tuple(str(part) for part in first["loc"])
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
-    place = _place(first, path, kind, tree) if tree else None
-    prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
+    origin = _origin_of(first, path, kind, tree) if tree else None
+    prefix = f"{origin}: " if origin and not origin.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
     name = section + ".".join(path)
@@ -266,7 +266,7 @@ def format_validation_error(
         return f"{prefix}unknown key {name}{_suggest(path, known, kind)}"
     if first["type"] == "missing":
         return f"{prefix}{name} is missing. Add {name}=..."
-    if tree and first["type"] != "value_error" and _is_deepspeeds(place, tree):
+    if tree and first["type"] != "value_error" and _is_deepspeeds(origin, tree):
         return (
             f"{prefix}{_needed(first)} (got {_shown(first['input'])}). Write such a value, or "
             f'"auto" and set {name}.'
@@ -274,7 +274,7 @@ def format_validation_error(
     return f"{prefix}{describe_fault(first, name)}"
 
 
-def _place(
+def _origin_of(
     fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree
 ) -> str | None:
     """Where the faulty key was written; None if nobody wrote it.
@@ -287,20 +287,20 @@ def _place(
         return tree.origin(path)
     keys = [key for key in re.findall(r"\b(\w+)=", str(fault["msg"])) if key in known]
     places = [tree.origins[(*path, key)] for key in keys if (*path, key) in tree.origins]
-    typed = [place for place in places if place.startswith(COMMAND_LINE)]
-    users = [place for place in places if not _is_preset(place)]
+    typed = [origin for origin in places if origin.startswith(COMMAND_LINE)]
+    users = [origin for origin in places if not _is_preset(origin)]
     return next(iter([*typed, *users, *places]), None)
 
 
-def _is_preset(place: str) -> bool:
+def _is_preset(origin: str) -> bool:
     """Whether a place is in one of bigtrain's presets."""
-    return place.startswith(("jobs/", "strategies/"))
+    return origin.startswith(("jobs/", "strategies/"))
 
 
-def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:
+def _is_deepspeeds(origin: str | None, tree: ConfigTree) -> bool:
     """Whether a value was written in the DeepSpeed file, where no override can replace it."""
     path = deepspeed_file_in(tree.values.get("strategy"))
-    return path is not None and str(place).startswith(f"{path}: ")
+    return path is not None and str(origin).startswith(f"{path}: ")
 
 
 def describe_fault(fault: ErrorDetails, name: str) -> str:

@@ -60,9 +60,10 @@ class ConfigTree:
             if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for its name
                 child = {"name": child}
             if adds and key in node and not isinstance(child, dict):
-                whole, part = ".".join(path[:depth]), ".".join(path)
+                whole_key, part = ".".join(path[:depth]), ".".join(path)
                 raise ConfigError(
-                    f"{whole} is set as a whole, and {part} in addition. Leave one of the two out."
+                    f"{whole_key} is set as a whole, and {part} in addition. Leave one of the two "
+                    "out."
                 )
             if not isinstance(child, dict):
                 child = {}
@@ -75,25 +76,29 @@ class ConfigTree:
         node[path[-1]] = value
         self.origins[path] = origin
 
-    def _with_nested_keys(self, path: KeyPath, value: Any, there: Any) -> Any:
+    def _with_nested_keys(self, path: KeyPath, value: Any, existing: Any) -> Any:
         """Return a value with the keys below it that other overrides have set.
 
         Raises:
             ConfigError: it is no mapping, or sets one of these keys to another value.
         """
-        kept = {}
-        for other, place in self.origins.items():
-            is_below = len(other) > len(path) and other[: len(path)] == path
-            if not is_below or not place.startswith(COMMAND_LINE) or not isinstance(there, dict):
+        kept_keys = {}
+        for known_path, origin in self.origins.items():
+            is_below = len(known_path) > len(path) and known_path[: len(path)] == path
+            if (
+                not is_below
+                or not origin.startswith(COMMAND_LINE)
+                or not isinstance(existing, dict)
+            ):
                 continue
-            key = other[len(path)]
-            if not isinstance(value, dict) or (key in value and value[key] != there.get(key)):
+            key = known_path[len(path)]
+            if not isinstance(value, dict) or (key in value and value[key] != existing.get(key)):
                 raise ConfigError(
-                    f"{'.'.join(path)} is set as a whole, and {'.'.join(other)} in addition. Leave "
-                    "one of the two out."
+                    f"{'.'.join(path)} is set as a whole, and {'.'.join(known_path)} in addition. "
+                    "Leave one of the two out."
                 )
-            kept[key] = there[key]
-        return {**kept, **value} if kept else value
+            kept_keys[key] = existing[key]
+        return {**kept_keys, **value} if kept_keys else value
 
     def merge(self, other: ConfigTree) -> None:
         """Override keys by another tree; its strategy replaces the whole strategy."""
@@ -126,8 +131,8 @@ other."""
 
 def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any]) -> None:
     """Drop keys that a higher layer makes obsolete: of another model or optimizer, a length."""
-    for said, displaced in _INSTEAD.get(path, ()):
-        if over.get(said) and displaced not in over:
+    for replacing, displaced in _INSTEAD.get(path, ()):
+        if over.get(replacing) and displaced not in over:
             base.pop(displaced, None)
     if path == ("optim",) and over.get("name", base.get("name")) != base.get("name"):
         for key in keys_without_use(over["name"]):
@@ -217,7 +222,9 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     if is_file(name):
         check_name(name, asked)
         if not is_there(name):
-            raise ConfigError(f"{asked}: there is no file {name!r} (looked from {_here()}).")
+            raise ConfigError(
+                f"{asked}: there is no file {name!r} (looked from {_current_folder()})."
+            )
         return read_yaml(Path(name))
     names = preset_names(kind)
     if name not in names:
@@ -234,7 +241,7 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
         return read_yaml(file, shown=f"{kind}/{name}.yaml")
 
 
-def _here() -> str:
+def _current_folder() -> str:
     try:
         return os.getcwd()
     except OSError:

@@ -53,16 +53,16 @@ def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -
     Raises:
         ValueError: it is, or has in a list, a boolean or an integer that is too large.
     """
-    if any(isinstance(one, BeforeValidator) for one in metadata):
+    if any(isinstance(item, BeforeValidator) for item in metadata):
         return value
     kinds = _plain_kinds(kind)
-    held = [value, *(value if isinstance(value, list | tuple) else ())]
+    items = [value, *(value if isinstance(value, list | tuple) else ())]
     if not kinds & {int, float} or kinds & _ANYTHING:
         return value
-    if any(isinstance(one, bool) for one in held):
+    if any(isinstance(item, bool) for item in items):
         shown = str(value).lower() if isinstance(value, bool) else value
         raise ValueError(f"needs a number (got {shown})")
-    if any(isinstance(one, int) and abs(one) > MOST_WHOLE for one in held):
+    if any(isinstance(item, int) and abs(item) > MOST_WHOLE for item in items):
         raise ValueError(f"a whole number is at most {MOST_WHOLE:,}, and this one is larger")
     return value
 
@@ -77,7 +77,7 @@ _ANYTHING: set[object] = {bool, Any, object}
 def _plain_kinds(kind: object) -> set[object]:
     """Return the types in an annotation, including those inside unions and lists."""
     inner = get_args(kind)
-    if any(isinstance(one, BeforeValidator) for one in inner):
+    if any(isinstance(annotation, BeforeValidator) for annotation in inner):
         return {Any}
     if get_origin(kind) in (dict, Literal):
         return set()
@@ -220,8 +220,8 @@ class OptimConfig(ConfigSection):
     @property
     def lean(self) -> bool:
         """Whether bigtrain's own update is used, which works in pieces, and not torch's."""
-        own = self.state == "bf16" or not self.master_weights
-        return self.name in LOW_BIT or (self.name == "adamw" and own)
+        own_kernel = self.state == "bf16" or not self.master_weights
+        return self.name in LOW_BIT or (self.name == "adamw" and own_kernel)
 
 
 LOW_BIT = {"adamw_8bit": 8, "adamw_4bit": 4}

@@ -166,14 +166,16 @@ def write_starter(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        there = sorted(path.name for path in folder.iterdir())
+        existing = sorted(path.name for path in folder.iterdir())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"init: {folder} cannot be made: {reason}. Name a new folder: bigtrain init first"
         ) from None
-    if there:
-        shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
+    if existing:
+        shown = ", ".join(existing[:3]) + (
+            f" and {len(existing) - 3} more" if len(existing) > 3 else ""
+        )
         raise ConfigError(
             f"init: {folder} is not empty ({shown}), and init overwrites nothing. Name a new "
             "folder: bigtrain init first"

@@ -48,10 +48,10 @@ def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
     if isinstance(strategy, str):
         return strategy, {}
     if not isinstance(strategy, dict):
-        raise ConfigError(f"{asked}: {strategy!r} names none. Write words, as ddp+full.")
+        raise ConfigError(f"{asked}: {strategy!r} names no strategy. Write words, as ddp+full.")
     name = strategy.get("name")
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{asked}.name: {name!r} names none. Write words, as ddp+full.")
+        raise ConfigError(f"{asked}.name: {name!r} names no strategy. Write words, as ddp+full.")
     if _SPELLED_OUT & strategy.keys() or not isinstance(name, str):
         return None, strategy
     return name, {key: value for key, value in strategy.items() if key != "name"}
@@ -69,8 +69,8 @@ def split_words(text: str, asked: str) -> list[str]:
     words = [word.strip() for word in text.split("+")]
     if len(text) > _MOST_LETTERS:
         raise ConfigError(
-            f"{asked}: a strategy of {len(text)} letters; it may have {_MOST_LETTERS}. Write "
-            "words like ddp+full."
+            f"{asked}: a strategy of {len(text)} characters; at most {_MOST_LETTERS} are allowed. "
+            "Write words like ddp+full."
         )
     if "" in words:
         fault = "has no word next to a +" if text.strip() else "names no strategy"
@@ -121,22 +121,22 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
     words = split_words(text, asked)
     if len(words) > 1:
         asked = f"{asked}{' ' if asked.startswith('--') else '='}{'+'.join(words)}"
-    whole, said, names = ConfigTree(), dict[KeyPath, tuple[str, Any]](), []
+    merged, settings, names = ConfigTree(), dict[KeyPath, tuple[str, Any]](), []
     for word in words:
         tree = _read_word(word, asked, within)
         names.append(tree.values["strategy"].pop("name"))
         for path, value in _leaves(tree.values):
             shown = (tree.origin(path) or word) if is_file(word) else word
-            before, first = said.setdefault(path, (shown, value))
+            before, first = settings.setdefault(path, (shown, value))
             if first != value:
-                one, other = _sides(first, value)
+                left, right = _sides(first, value)
                 raise ConfigError(
-                    f"{asked}: {before} and {shown} both set {'.'.join(path)} ({one}, {other}). "
+                    f"{asked}: {before} and {shown} both set {'.'.join(path)} ({left}, {right}). "
                     "Keep one of them."
                 )
-        whole.lay(tree)
-    whole.values["strategy"]["name"] = "+".join(names)
-    return whole
+        merged.lay(tree)
+    merged.values["strategy"]["name"] = "+".join(names)
+    return merged
 
 
 def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
@@ -154,14 +154,14 @@ def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
                 f"{tree.origin((section,))}: a strategy file has no key {section!r}"
                 f"{did_you_mean(section, PLAN_KEYS)} It may have {', '.join(PLAN_KEYS)}."
             )
-    place = f"{tree.origin(('strategy',))}: strategy"
-    inner, roles = words_in(tree.values.get("strategy", {}), place)
+    where = f"{tree.origin(('strategy',))}: strategy"
+    inner, roles = words_in(tree.values.get("strategy", {}), where)
     roles = {
         role: long_form(role, value) if role in ROLES else value for role, value in roles.items()
     }
     tree.values["strategy"] = roles
     if inner is not None:
-        base = read_strategy(inner, place, (*within, key))
+        base = read_strategy(inner, where, (*within, key))
         base.values["strategy"].pop("name")
         base.lay(tree)
         tree = base
@@ -201,12 +201,12 @@ def _leaves(values: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[Ke
             yield path, value
 
 
-def _sides(one: object, other: object) -> tuple[str, str]:
+def _sides(left: object, right: object) -> tuple[str, str]:
     """Show two techniques by their names, or with their options if the names are equal."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return str(one), str(other)
-    if one.get("name") != other.get("name"):
-        return str(one.get("name")), str(other.get("name"))
-    options = ([f"{k}={v}" for k, v in said.items() if k != "name"] for said in (one, other))
-    first, second = (" ".join([str(one.get("name")), *words]) for words in options)
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return str(left), str(right)
+    if left.get("name") != right.get("name"):
+        return str(left.get("name")), str(right.get("name"))
+    options = ([f"{k}={v}" for k, v in side.items() if k != "name"] for side in (left, right))
+    first, second = (" ".join([str(left.get("name")), *words]) for words in options)
     return first, second

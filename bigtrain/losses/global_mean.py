@@ -324,9 +324,9 @@ class LossScope:
                 "bigtrain.MeanLoss(fn, count_of=lambda targets: ...)."
             )
 
-    def note(self, place: Place) -> None:
+    def note(self, call_site: Place) -> None:
         """Note that a changed call was made."""
-        self._seen.add(place)
+        self._seen.add(call_site)
 
 
 class _Watch(TorchFunctionMode):
@@ -336,9 +336,9 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._scope = scope
         self._changes: dict[Any, dict[int, tuple[Place, tuple[Change, ...]]]] = {}
-        for place, changes in scope.formula.changes.items():
-            if place[0] == frame:
-                self._changes.setdefault(place[2], {})[place[3]] = place, changes
+        for call_site, changes in scope.formula.changes.items():
+            if call_site[0] == frame:
+                self._changes.setdefault(call_site[2], {})[call_site[3]] = call_site, changes
         self._calls: dict[Any, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -350,8 +350,8 @@ class _Watch(TorchFunctionMode):
         self._calls[func] = number + 1
         if number not in changes_of:
             return func(*args, **kwargs)
-        place, changes = changes_of[number]
-        self._scope.note(place)
+        call_site, changes = changes_of[number]
+        self._scope.note(call_site)
         return _changed(self._scope, func, args, kwargs, changes)
 
 

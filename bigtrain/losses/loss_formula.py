@@ -243,17 +243,19 @@ class _Analysis:
     def formula(self) -> LossFormula:
         first, second = self.first, self.second
         for nodes, others in ((first.inputs, second.inputs), (first.outputs, second.outputs)):
-            for node, other in zip(nodes, others, strict=True):
-                grown = node.shape != other.shape
+            for node, second_node in zip(nodes, others, strict=True):
+                grown = node.shape != second_node.shape
                 kind = Dependence.ROWS if grown else Dependence.LOCAL
                 if not grown and node.value is None:
                     kind = Dependence.OTHER
                 self.meanings[node.number] = Meaning(kind, "an output of the model without rows")
-        for one, two in zip(first.calls, second.calls, strict=True):
-            pair = _Pair(one, two, [self._meaning(node) for node in one.nodes])
-            results = zip(one.results, two.results, strict=True)
-            meanings = [self._result(pair, node, other) for node, other in results]
-            for node, meaning in zip(one.results, meanings, strict=True):
+        for first_call, second_call in zip(first.calls, second.calls, strict=True):
+            pair = _Pair(
+                first_call, second_call, [self._meaning(node) for node in first_call.nodes]
+            )
+            results = zip(first_call.results, second_call.results, strict=True)
+            meanings = [self._result(pair, node, second_node) for node, second_node in results]
+            for node, meaning in zip(first_call.results, meanings, strict=True):
                 self.meanings[node.number] = meaning
         result = self._meaning(self.result)
         if result.kind is Dependence.OTHER:
@@ -267,7 +269,7 @@ class _Analysis:
         needed += [node for node, _ in guards]
         return LossFormula(
             tuple(self.totals),
-            {place: tuple(changes) for place, changes in self.changes.items()},
+            {call_site: tuple(changes) for call_site, changes in self.changes.items()},
             self._slice(needed),
             tuple(first.inputs),
             tuple(guards),
@@ -287,26 +289,26 @@ class _Analysis:
                 wanted |= {node.number for node in call.nodes}
         return tuple(reversed(chosen))
 
-    def _result(self, pair: _Pair, node: Node, other: Node) -> Meaning:
+    def _result(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
         """Return the meaning of one result of a call, and note the changes of the call."""
         for meaning in pair.meanings:
             if meaning.kind is Dependence.OTHER:
                 return meaning
         if pair.has(Dependence.PLACES):
-            return self._of_places(pair, node, other)
+            return self._of_places(pair, node, second_node)
         if pair.has(Dependence.ROWS):
-            return self._of_rows(pair, node, other)
+            return self._of_rows(pair, node, second_node)
         if pair.has(Dependence.SUM):
             return self._of_sums(pair)
-        if node.shape != other.shape:
+        if node.shape != second_node.shape:
             return Meaning(Dependence.ROWS)
         if pair.has(Dependence.STATISTIC, Dependence.LOCAL):
             return self._of_statistics(pair)
-        if node.value is not None and other.value is not None:
-            return self._of_known(node, other)
+        if node.value is not None and second_node.value is not None:
+            return self._of_known(node, second_node)
         return Meaning(Dependence.CONSTANT)
 
-    def _of_places(self, pair: _Pair, node: Node, other: Node) -> Meaning:
+    def _of_places(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
         """The result of a call with counts of rows by position, as for experts.
 
         Rows in another order are still rows. But used as a number, as in a loss that balances
@@ -314,15 +316,19 @@ class _Analysis:
         """
         if not pair.has(Dependence.ROWS, Dependence.SUM, Dependence.STATISTIC, Dependence.LOCAL):
             return Meaning(Dependence.PLACES, replayable=False)
-        if pair.name in _BY_PLACES and pair.has(Dependence.ROWS) and node.shape != other.shape:
-            return self._of_rows(pair, node, other)
+        if (
+            pair.name in _BY_PLACES
+            and pair.has(Dependence.ROWS)
+            and node.shape != second_node.shape
+        ):
+            return self._of_rows(pair, node, second_node)
         return Meaning(Dependence.OTHER, f"{pair.name} of a count of rows of one micro-batch")
 
-    def _of_known(self, node: Node, other: Node) -> Meaning:
+    def _of_known(self, node: Node, second_node: Node) -> Meaning:
         """The meaning of a tensor made from Python numbers: `torch.tensor(len(targets))`."""
-        if torch.equal(node.known, other.known):
+        if torch.equal(node.known, second_node.known):
             return Meaning(Dependence.CONSTANT)
-        if node.size == 1 and float(other.known) == 2 * float(node.known):
+        if node.size == 1 and float(second_node.known) == 2 * float(node.known):
             number = self._total(Total("a number", 1, static=float(node.known)))
             self._start(node, number, 1)
             return Meaning(Dependence.STATISTIC)
@@ -338,15 +344,19 @@ class _Analysis:
         self._replace_statistics(pair)
         return Meaning(Dependence.CONSTANT)
 
-    def _of_rows(self, pair: _Pair, node: Node, other: Node) -> Meaning:
+    def _of_rows(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
         """The result of a call with values for each row."""
         if pair.name in _NEW and pair.name != "new_tensor":
-            return Meaning(Dependence.CONSTANT if node.shape == other.shape else Dependence.ROWS)
-        if node.shape == other.shape:
-            return self._reduced(pair, node, other)
-        grown = [i for i, (a, b) in enumerate(zip(node.shape, other.shape, strict=False)) if a != b]
-        ratios = [other.shape[i] / max(node.shape[i], 1) for i in grown]
-        is_doubled = len(node.shape) == len(other.shape) and ratios in ([2.0], [])
+            return Meaning(
+                Dependence.CONSTANT if node.shape == second_node.shape else Dependence.ROWS
+            )
+        if node.shape == second_node.shape:
+            return self._reduced(pair, node, second_node)
+        grown = [
+            i for i, (a, b) in enumerate(zip(node.shape, second_node.shape, strict=False)) if a != b
+        ]
+        ratios = [second_node.shape[i] / max(node.shape[i], 1) for i in grown]
+        is_doubled = len(node.shape) == len(second_node.shape) and ratios in ([2.0], [])
         if not is_doubled and node.shape and 0 not in node.shape:
             return Meaning(
                 Dependence.OTHER, f"{pair.name} compares the rows of a batch with each other"
@@ -365,7 +375,7 @@ class _Analysis:
         replayable = not self._replace_numbers(pair) and replayable
         return Meaning(Dependence.ROWS, replayable=replayable)
 
-    def _reduced(self, pair: _Pair, node: Node, other: Node) -> Meaning:
+    def _reduced(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
         """The result of a call that reduces the rows."""
         known = pair.one.known and all(meaning.replayable for meaning in pair.meanings)
         reduction = reduction_of(pair.one)
@@ -378,7 +388,7 @@ class _Analysis:
         if pair.name in _SUMS:
             if not known:
                 return Meaning(Dependence.SUM)
-            if torch.equal(node.known * 2, other.known):
+            if torch.equal(node.known * 2, second_node.known):
                 size = max(1, node.size)
                 number = self._total(Total(f"{pair.name} of targets", size, None, (node,), _self))
                 self._start(node, number, size)
@@ -450,21 +460,23 @@ class _Analysis:
         else:
             each = number_of_values(call, arguments, reduction)
             source = call.nodes[0]
-            other = pair.two.nodes[0]
-            number = self._counted(pair, each, source.size_of, other.size_of)
+            second_result = pair.two.nodes[0]
+            number = self._counted(pair, each, source.size_of, second_result.size_of)
         self._change(call, Change("loss", total=number))
         return Meaning(Dependence.SUM)
 
-    def _counted(self, pair: _Pair, each: float, source: Node | None, other: Node | None) -> int:
+    def _counted(
+        self, pair: _Pair, each: float, source: Node | None, second_source: Node | None
+    ) -> int:
         """Add the count of an average to the totals; return its index.
 
         Args:
             pair: the call that averages.
             each: the count in the first recording.
             source: the mask that decides the number of values; None if shapes do.
-            other: the same in the second recording.
+            second_source: the same in the second recording.
         """
-        if source is None or source.value is None or other is None:
+        if source is None or source.value is None or second_source is None:
             return self._total(Total(f"values of {pair.name}", 1, static=each))
         chosen = max(1, int(source.value.sum()))
         factor = each / chosen
@@ -494,8 +506,10 @@ class _Analysis:
             return Meaning(Dependence.OTHER, f"{name} of a mean over the batch is not a mean")
         self._replace_statistics(pair)
         self._replace_numbers(pair)
-        for _, one, two in pair.numbers():
-            if one != two and not self._is_known_number(one, two):
+        for _, first_number, second_number in pair.numbers():
+            if first_number != second_number and not self._is_known_number(
+                first_number, second_number
+            ):
                 return Meaning(
                     Dependence.OTHER, f"{name} by a number that is read from the outputs"
                 )
@@ -507,15 +521,17 @@ class _Analysis:
         for position in pair.positions():
             if position not in sums:
                 self._change(pair.one, Change("share", position))
-        for position, one, two in pair.numbers():
+        for position, first_number, second_number in pair.numbers():
             is_alpha = isinstance(pair.one.leaves[position], float | int) and _is_alpha(
                 pair.one, position
             )
-            if one != two and not self._is_known_number(one, two):
+            if first_number != second_number and not self._is_known_number(
+                first_number, second_number
+            ):
                 return Meaning(
                     Dependence.OTHER, f"{pair.name} of a number that is read from the outputs"
                 )
-            if (one or two) and not is_alpha:
+            if (first_number or second_number) and not is_alpha:
                 self._change(pair.one, Change("share", position))
         return Meaning(Dependence.SUM)
 
@@ -536,15 +552,17 @@ class _Analysis:
         if pair.name not in _MUL | _DIV | _ADD:
             return False
         replaced = False
-        for position, one, two in pair.numbers():
-            if one == two:
+        for position, first_number, second_number in pair.numbers():
+            if first_number == second_number:
                 continue
-            read = self._read_of(one, two)
+            read = self._read_of(first_number, second_number)
             if read is not None:
                 change = Change("statistic", position, recipe=self._recipe(read))
-            elif two in (2 * one, one / 2) and not self._changing_reads():
-                inverse = two == one / 2
-                static = 1 / one if inverse else float(one)
+            elif (
+                second_number in (2 * first_number, first_number / 2) and not self._changing_reads()
+            ):
+                inverse = second_number == first_number / 2
+                static = 1 / first_number if inverse else float(first_number)
                 number = self._total(Total(f"number in {pair.name}", 1, static=static))
                 change = Change("number", position, total=number, inverse=inverse)
             else:
@@ -553,18 +571,18 @@ class _Analysis:
             replaced = True
         return replaced
 
-    def _is_known_number(self, one: float, two: float) -> bool:
-        if self._read_of(one, two) is not None:
+    def _is_known_number(self, first_number: float, second_number: float) -> bool:
+        if self._read_of(first_number, second_number) is not None:
             return True
-        return two in (2 * one, one / 2) and not self._changing_reads()
+        return second_number in (2 * first_number, first_number / 2) and not self._changing_reads()
 
-    def _read_of(self, one: float, two: float) -> Node | None:
+    def _read_of(self, first_number: float, second_number: float) -> Node | None:
         """Return the statistic from which Python has read this number, if there is one."""
-        for read, other in zip(self.first.reads, self.second.reads, strict=True):
+        for read, second_read in zip(self.first.reads, self.second.reads, strict=True):
             if isinstance(read.value, bool) or not isinstance(read.value, (int, float)):
                 continue
             statistic = self._meaning(read.node).kind is Dependence.STATISTIC
-            if statistic and read.value == one and other.value == two:
+            if statistic and read.value == first_number and second_read.value == second_number:
                 return read.node
         return None
 
@@ -594,10 +612,14 @@ class _Analysis:
     def _total(self, total: Total) -> int:
         """Add a total, unless it exists; return the index of its first number."""
         start = 0
-        for other in self.totals:
-            if (other.words, other.static, other.needs) == (total.words, total.static, total.needs):
+        for known_total in self.totals:
+            if (known_total.words, known_total.static, known_total.needs) == (
+                total.words,
+                total.static,
+                total.needs,
+            ):
                 return start
-            start += other.size
+            start += known_total.size
         self.totals.append(total)
         return start
 
@@ -611,8 +633,8 @@ class _Analysis:
         self.starts[node.number] = start
 
     def _change(self, call: Call, change: Change) -> None:
-        place = (*call.frame, call.func, call.occurrence)
-        self.changes.setdefault(place, []).append(change)
+        call_site = (*call.frame, call.func, call.occurrence)
+        self.changes.setdefault(call_site, []).append(change)
 
 
 def _self(value: Tensor) -> Tensor:

@@ -269,9 +269,9 @@ class CallRecorder(TorchFunctionMode):
         with unset_fake_temporarily():
             node.value = None if node.value is None else node.value.clone()
         if not self._fakes:
-            place = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
-            leaves[place] = leaves[place].clone()
-            self._nodes[leaves[place]] = node
+            index = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+            leaves[index] = leaves[index].clone()
+            self._nodes[leaves[index]] = node
 
     def _twin(self, tensor: Tensor) -> Tensor:
         if not self._fakes or isinstance(tensor, FakeTensor):

@@ -105,8 +105,8 @@ class _VocabularyPass(ChunkedPass):
     ) -> None:
         self._group, self._hidden_slices, self._total = group, hidden_slices, slices.total
         ((self._begin, self._length),) = slices.parts(group.rank, group.size)
-        whole = hidden if hidden_slices is None else all_gather(hidden, hidden_slices, group)
-        super().__init__(whole, weight, *args, **options)
+        whole_hidden = hidden if hidden_slices is None else all_gather(hidden, hidden_slices, group)
+        super().__init__(whole_hidden, weight, *args, **options)
         self.widest = slices.length(0, group.size)
 
     def row_losses(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:

@@ -137,7 +137,7 @@ def _times(
     before: Callable[[], None] | None,
 ) -> list[tuple[float, float]]:
     """The seconds of the work before an exchange, and of the exchange, by round; collective."""
-    whole = torch.zeros(numbers, device=context.device)
+    whole_tensor = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
     taken = []
     for _ in range(warm + times):
@@ -145,8 +145,8 @@ def _times(
         if before is not None:
             before()
         began = time.perf_counter()
-        exchange(context, kind, whole, share)
-        synchronize(whole.device)
+        exchange(context, kind, whole_tensor, share)
+        synchronize(whole_tensor.device)
         taken.append((began - start, time.perf_counter() - began))
     return taken[warm:]
 

@@ -36,11 +36,11 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
 
 def host_memory_line(root: Path = Path("/")) -> str:
     """Describe the host's memory: its size, and the bytes that are free now."""
-    whole = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
+    total = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
     free = free_host_bytes(root)
-    if whole is None or free is None:
+    if total is None or free is None:
         return "host memory unknown"
-    return f"host memory {format_bytes(whole)}, {format_bytes(free)} free now"
+    return f"host memory {format_bytes(total)}, {format_bytes(free)} free now"
 
 
 def _total(line: str) -> int | None:

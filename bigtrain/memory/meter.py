@@ -264,7 +264,7 @@ class MemoryMeter:
         before = [_holders(storage) for storage in storages]
         yield
         for _ in range(_MOMENTS):
-            if all(_holders(one) <= n for one, n in zip(storages, before, strict=True)):
+            if all(_holders(untyped) <= n for untyped, n in zip(storages, before, strict=True)):
                 break
             time.sleep(_MOMENT_S)
 
@@ -294,12 +294,12 @@ class MemoryMeter:
         each = tuple(
             DeviceMemory(
                 device=str(device),
-                peak_bytes=found.requested - self._base_bytes[device],
-                allocated_bytes=found.allocated,
-                reserved_bytes=found.reserved,
+                peak_bytes=device_peak.requested - self._base_bytes[device],
+                allocated_bytes=device_peak.allocated,
+                reserved_bytes=device_peak.reserved,
                 capacity_bytes=capacity_bytes(device),
             )
-            for device, found in peaks.items()
+            for device, device_peak in peaks.items()
         )
         return MemoryMeasurement(
             peak=_fill(peak or Peak("forward", Breakdown()), sum(d.peak_bytes for d in each)),
@@ -307,7 +307,7 @@ class MemoryMeter:
             allocated_bytes=sum(d.allocated_bytes for d in each),
             reserved_bytes=sum(d.reserved_bytes for d in each),
             capacity_bytes=sum(d.capacity_bytes for d in each),
-            alloc_retries=sum(found.retries for found in peaks.values()),
+            alloc_retries=sum(device_peak.retries for device_peak in peaks.values()),
             process_base_bytes=base,
             devices=each if len(each) > 1 else (),
             curve=self._course,

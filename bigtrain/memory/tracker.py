@@ -156,7 +156,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._limit_bytes is None or self.live_bytes <= self._limit_bytes:
             return
         refused = {id(record): record.nbytes for record in self._records[known:]}
-        self._live = {k: held for k, held in self._live.items() if id(held[0]) not in refused}
+        self._live = {k: entry for k, entry in self._live.items() if id(entry[0]) not in refused}
         del self._records[known:]
         requested = sum(refused.values())
         self.live_bytes -= requested

@@ -83,7 +83,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> lis
             )
         matched.update(matches)
     for name in matched:
-        outer = next((other for other in matched if name.startswith(f"{other}.")), None)
+        outer = next((enclosing for enclosing in matched if name.startswith(f"{enclosing}.")), None)
         if outer is not None:
             raise ConfigError(
                 f"{key}: {name} is inside {outer}, which is named as well. Leave one out."

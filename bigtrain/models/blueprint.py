@@ -272,7 +272,7 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     _checked(model)
     for module in model.modules():
         if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
-            raise CannotDefer("transformers leaves its initialisation out on meta")
+            raise CannotDefer("transformers skips initialisation on the meta device")
     tensors = first_named_tensors(model)
     for name, tensor in tensors.items():
         if tensor.device.type != "meta":
@@ -394,8 +394,8 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
     except RuntimeError:  # nn.RNN holds weak references, which forbid a swap: replace the object
         for module in model.modules():
-            for name, held in (*module._parameters.items(), *module._buffers.items()):
-                if held is tensor:
+            for name, existing in (*module._parameters.items(), *module._buffers.items()):
+                if existing is tensor:
                     setattr(module, name, fresh)
         tensor = fresh
     # The swap exchanged autograd's metadata, which knows the hooks: register them again.

@@ -45,7 +45,7 @@ def _configurations(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         config = vars(module).get("config")
         inner = vars(config).values() if hasattr(config, "__dict__") else ()
-        for one in (config, *inner):
-            if hasattr(one, "__dict__") and id(one) not in seen:
-                seen.add(id(one))
-                yield one
+        for candidate in (config, *inner):
+            if hasattr(candidate, "__dict__") and id(candidate) not in seen:
+                seen.add(id(candidate))
+                yield candidate

@@ -115,8 +115,8 @@ def _with_configuration(
     try:
         return {**args, "config": kind(**fields)}
     except Exception as error:
-        said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        reasons = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(
             f"model.args.config: {kind.__name__}, which {path} is made from, does not take these "
-            f"values: {type(error).__name__}: {said}. Correct them."
+            f"values: {type(error).__name__}: {reasons}. Correct them."
         ) from error

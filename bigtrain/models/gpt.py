@@ -66,7 +66,7 @@ class GPTConfig:
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(
-                    f"model.args.{name}={getattr(self, name)} is beyond any model. Use "
+                    f"model.args.{name}={getattr(self, name)} is too large. Use "
                     f"model.args.{name}={most} or less."
                 )
         if not 0 <= self.dropout < 1:
@@ -114,8 +114,11 @@ def _check_type(name: str, value: object, kind: str) -> None:
     elif kind == "float":
         fits, needed = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
     else:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number, at least 1"
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        fits, needed = (
+            is_whole and isinstance(value, int) and value >= 1,
+            "a whole number, at least 1",
+        )
     if not fits:
         raise ConfigError(f"model.args.{name}={value!r} needs {needed}.")
 

@@ -144,9 +144,11 @@ class InitRecorder:
             leaves = tree_leaves((args, kwargs))
             read = [recording.spec(leaf).storage for leaf in leaves if _on_meta(leaf)]
             if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-                raise CannotDefer("it draws from a generator of its own")
+                raise CannotDefer("it draws random numbers from its own generator")
             changed = [recording.spec(tensor).storage for tensor in written]
-            whole = overwrites and _covers_storage(written[0]) and read.count(changed[0]) == 1
+            overwrites_all = (
+                overwrites and _covers_storage(written[0]) and read.count(changed[0]) == 1
+            )
             fresh = tuple(
                 recording.spec(leaf) if _on_meta(leaf) and recording.adopt(leaf) else None
                 for leaf in outputs
@@ -155,14 +157,16 @@ class InitRecorder:
             if not made and not changed:
                 return  # a view
             frozen_args, frozen_kwargs = tree_map(self._freeze, (args, kwargs))
-            reads = tuple(dict.fromkeys(r for r in read if not (whole and r == changed[0])))
+            reads = tuple(
+                dict.fromkeys(r for r in read if not (overwrites_all and r == changed[0]))
+            )
             operation = RecordedCall(
                 function=function,
                 args=frozen_args,
                 kwargs=frozen_kwargs,
                 fresh=fresh,
                 reads=reads,
-                overwritten=changed[0] if whole else None,
+                overwritten=changed[0] if overwrites_all else None,
                 random=random,
                 default_dtype=torch.get_default_dtype(),
             )

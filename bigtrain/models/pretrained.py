@@ -94,19 +94,19 @@ def _check(
     # Files from before torch 0.4.1 have no such counters; torch also assumes 0.
     missing = [n for n in wanted if n not in saved and not n.endswith(".num_batches_tracked")]
     spare = [n for n in saved if n not in wanted]
-    for found, where, how in (
+    for names, where, how in (
         (missing, "the file has no", "to begin there with initial weights"),
         (spare, f"{model} has no", "to leave them out"),
     ):
-        if found and len(found) < len(wanted) // 2:
-            modules = list(dict.fromkeys(n.rpartition(".")[0] or n for n in found))[:8]
+        if names and len(names) < len(wanted) // 2:
+            modules = list(dict.fromkeys(n.rpartition(".")[0] or n for n in names))[:8]
             raise ConfigError(
-                f"{key}: {where} {found[0]}{_more(found)}. Set "
+                f"{key}: {where} {names[0]}{_more(names)}. Set "
                 f"{as_word('model.pretrained_except', modules)} {how}."
             )
-        if found:
+        if names:
             raise ConfigError(
-                f"{key}: {where} {', '.join(found[:_LISTED])}{_more(found, _LISTED)}: it is of "
+                f"{key}: {where} {', '.join(names[:_LISTED])}{_more(names, _LISTED)}: it is of "
                 f"another model than {model}, or its names have a prefix. Give a state dict of "
                 f"{model}; bigtrain checkpoint convert and export make one from a checkpoint."
             )

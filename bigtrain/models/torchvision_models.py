@@ -110,15 +110,15 @@ def cached_weights(name: str) -> Path:
     urls = [str(each.url) for each in (*_default(weights), *weights)]
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     files = [folder / url.rpartition("/")[2] for url in urls]
-    there = next((file for file in files if file.is_file()), None)
-    if there is None:
+    cached = next((file for file in files if file.is_file()), None)
+    if cached is None:
         wanted = f"no {files[0].name} in {folder}" if files else f"no trained {name}"
         raise ConfigError(
             f"model.pretrained=cache: there is {wanted}, and nothing is downloaded. Fetch it with "
             f"python -c \"import torchvision; torchvision.models.get_model('{name}', "
             "weights='DEFAULT')\", or give the path of a file."
         )
-    return there
+    return cached
 
 
 def _default(weights: Any) -> list[Any]:

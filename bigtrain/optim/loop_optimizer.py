@@ -94,8 +94,8 @@ class LoopOptimizer(torch.optim.Optimizer):
         """
         self._note_what_was_set()
         return [
-            {key: _copy(group[key]) for key in sorted(here | (there if below else set()))}
-            for group, here, there in zip(
+            {key: _copy(group[key]) for key in sorted(here | (keys_below if below else set()))}
+            for group, here, keys_below in zip(
                 self.param_groups, self._ever_set, self._set_below, strict=True
             )
         ]
@@ -181,11 +181,11 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and one.shape == other.shape and bool(torch.equal(one, other))
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        both = isinstance(left, Tensor) and isinstance(right, Tensor)
+        return both and left.shape == right.shape and bool(torch.equal(left, right))
     try:
-        return bool(one == other)
+        return bool(left == right)
     except (TypeError, ValueError, RuntimeError):
-        return one is other
+        return left is right

@@ -111,8 +111,8 @@ class PartitionedUpdate:
         for parameter in parameters.values():  # a slice of a tensor with gaps is not a view
             if not is_dense(local_tensor(parameter)):
                 parameter.data = parameter.data.contiguous()
-        whole = WholeOptimizer.of(make_optimizer, parameters)
-        may_split = whole.kind.elementwise
+        whole_optimizer = WholeOptimizer.of(make_optimizer, parameters)
+        may_split = whole_optimizer.kind.elementwise
         chunked = (
             self._state_store.updates_elsewhere or self._state_store.chunked or bool(low_names)
         )
@@ -144,7 +144,7 @@ class PartitionedUpdate:
         shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
         for cut, piece in self._owned.items():
             shards[cut.name].append(piece.shard)
-        self.optimizer = whole.put_on(shards)
+        self.optimizer = whole_optimizer.put_on(shards)
 
     def _copies(self, name: str) -> bool:
         return self._state_store.updates_elsewhere or name in self._low

@@ -55,11 +55,11 @@ class WholeUpdate:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
     ) -> None:
-        whole = WholeOptimizer.of(make_optimizer, parameters)
+        whole_optimizer = WholeOptimizer.of(make_optimizer, parameters)
         self._stand_ins = _stand_ins(parameters)
         self._parameters = {**parameters, **self._stand_ins}
         self._replaced = {name: parameters[name] for name in self._stand_ins}
-        self.optimizer = whole.put_on({name: [p] for name, p in self._parameters.items()})
+        self.optimizer = whole_optimizer.put_on({name: [p] for name, p in self._parameters.items()})
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -121,9 +121,9 @@ def _stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter
     if shard is None:
         return {}
     mesh = shard.device_mesh
-    whole = [Replicate()] * mesh.ndim
+    placements = [Replicate()] * mesh.ndim
     return {
-        name: nn.Parameter(DTensor.from_local(p.detach(), mesh, whole, run_check=False))
+        name: nn.Parameter(DTensor.from_local(p.detach(), mesh, placements, run_check=False))
         for name, p in parameters.items()
         if not isinstance(p, DTensor)
     }

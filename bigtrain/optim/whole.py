@@ -189,9 +189,9 @@ def _check_made(optimizer: Any) -> None:
 
 def whole_optimizer(make: MakeOptimizer, model: nn.Module) -> WholeOptimizer:
     """Return the optimizer of a model, and call its factory if that has not been done."""
-    whole = make if isinstance(make, WholeOptimizer) else WholeOptimizer(make, model)
-    _ = whole.groups
-    return whole
+    optimizer = make if isinstance(make, WholeOptimizer) else WholeOptimizer(make, model)
+    _ = optimizer.groups
+    return optimizer
 
 
 class _EmptiedOptimizer:
@@ -267,8 +267,8 @@ class _EmptiedOptimizer:
         wholes = []
         for name, by_id in pieces.items():
             for piece in by_id.values():
-                whole = isinstance(piece, nn.Parameter) and not isinstance(piece, DTensor)
-                if not whole or len(by_id) > 1 or piece.shape != self._shapes[name]:
+                is_whole = isinstance(piece, nn.Parameter) and not isinstance(piece, DTensor)
+                if not is_whole or len(by_id) > 1 or piece.shape != self._shapes[name]:
                     raise ConfigError(
                         f"optimizer: {self.kind_name} copies parameters in its constructor "
                         f"({self.keeps}), and this strategy gives each rank parts of them. "

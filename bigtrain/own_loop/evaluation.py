@@ -146,17 +146,17 @@ def in_step(
         ConfigError: on all ranks: ranks of one replica pass different rows, or a batch is not
             (inputs, targets).
     """
-    own = iter(batches)
-    first = next(own, None)
+    own_batches = iter(batches)
+    first = next(own_batches, None)
     if isinstance(first, MicroBatch):
-        yield from chain([first], own)
+        yield from chain([first], own_batches)
         return
-    own = chain([] if first is None else [first], own) if computes else iter(())
+    own_batches = chain([] if first is None else [first], own_batches) if computes else iter(())
     shown: MicroBatch | None = None
     while True:
         problem, batch = "", None
         try:
-            loop_batch = next(own, None)
+            loop_batch = next(own_batches, None)
             batch = None if loop_batch is None else _batch(loop_batch)
         except ConfigError as error:
             problem = str(error)

@@ -128,7 +128,7 @@ class LearningRate:
         before = "no schedule" if saved is None else f"the schedule of a {saved['kind']}"
         return (
             f"the checkpoint has {before}: this run's {kind} was stepped {steps_done} times, to "
-            "where it would be"
+            "the same position"
         )
 
 

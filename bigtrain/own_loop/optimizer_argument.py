@@ -60,8 +60,10 @@ def _maker_of(optimizer: torch.optim.Optimizer) -> str:
     rows = []
     for number, group in enumerate(groups):
         chosen = f"'params': [p for p in parameters if BELONGS_TO_{number}(p)]"
-        own = [f"{k!r}: {group[k]!r}" for k, v in optimizer.defaults.items() if group.get(k) != v]
-        rows.append(f"{{{', '.join([chosen, *own])}}}")
+        changed = [
+            f"{k!r}: {group[k]!r}" for k, v in optimizer.defaults.items() if group.get(k) != v
+        ]
+        rows.append(f"{{{', '.join([chosen, *changed])}}}")
     settings = _settings(kind, optimizer.defaults)
     inner = ", ".join([f"[{', '.join(rows)}]", *settings])
     return (

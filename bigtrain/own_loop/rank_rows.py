@@ -57,8 +57,8 @@ def cut_rows(
     size = size or -(-rows // steps)
     if rows > size * steps:  # the strategy and the predicted peak are for so many rows
         raise ConfigError(_too_many(rows, size, steps, job, plan))
-    whole = MicroBatch(inputs, targets, 0, rows, dims=find_dims(inputs, targets, rows))
-    parts = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
+    all_rows = MicroBatch(inputs, targets, 0, rows, dims=find_dims(inputs, targets, rows))
+    parts = [all_rows.part(start, min(rows, start + size)) for start in range(0, rows, size)]
     counts = count_targets(loss, [part.targets for part in parts])
     micro_batches = [replace(part, count=n) for part, n in zip(parts, counts, strict=True)]
     num_replicas = plan.batch.dp_size  # servers, which have no rows, are the first ranks

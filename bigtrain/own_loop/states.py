@@ -82,7 +82,9 @@ class LoopStates:
         """
         saved = {} if saved is None else saved
         if not isinstance(saved, Mapping):
-            raise CheckpointError("the checkpoint's state of the loop is no mapping. Use another.")
+            raise CheckpointError(
+                "the checkpoint's state of the loop is not a mapping. Use another checkpoint."
+            )
         lines = list(self._load_groups(from_plain(saved.get("groups", []))))
         line = self._rate.load_state(from_plain(saved.get("rate")), steps_done)
         lines += [] if line is None or not steps_done else [line]

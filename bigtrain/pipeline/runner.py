@@ -77,10 +77,9 @@ class PipelineRunner(StepRunner):
         if assembly.sync is not None:
             name = assembly.plan.techniques["replicate"].name
             raise ConfigError(
-                f"strategy.replicate: {name} sets Assembly.sync, which "
-                "surrounds the micro-batches of the plain loop, and a pipeline orders them "
-                "otherwise. Let it set Assembly.average, which every runner calls after the "
-                "micro-batches."
+                f"strategy.replicate: {name} sets Assembly.sync, which surrounds the "
+                "micro-batches of the plain loop, and a pipeline runs them in another order. Let "
+                "it set Assembly.average, which every runner calls after the micro-batches."
             )
         super().__init__(assembly, trained)
         self._named = trained

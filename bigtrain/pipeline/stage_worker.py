@@ -58,14 +58,14 @@ class StageWorker:
     def forward(self, stage: StageModule, number: int, inputs: Sequence[Tensor]) -> Any:
         """Run a stage's forward pass of a micro-batch; return whatever the stage returns."""
         self._runner.meter.phase("forward")
-        placed = self._place(number)
+        placed = self._batch_on_device(number)
         last = number == len(self._micro_batches) - 1
         with self._runner.autocast():
             return whole_of(
                 stage(*inputs, micro_batch=placed, scale=self._scale, final=self._final and last)
             )
 
-    def _place(self, number: int) -> MicroBatch:
+    def _batch_on_device(self, number: int) -> MicroBatch:
         """The micro-batch on the device; it is released once all stages here have computed it."""
         placed, num_left = self._placed.pop(number, (None, len(self.stages)))
         if placed is None:

@@ -299,8 +299,8 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
         cap: the limit that a run would enforce, as typed; None for all of the memory.
     """
     if cap is not None:
-        other = non_tensor_reserve(cluster.device.kind, cluster.device.name)
-        limit = Limit(parse_bytes(cap), non_tensor_bytes=other)
+        non_tensor = non_tensor_reserve(cluster.device.kind, cluster.device.name)
+        limit = Limit(parse_bytes(cap), non_tensor_bytes=non_tensor)
         reserve = format_bytes(limit.nbytes - limit.for_tensors)
         return limit, f"of the cap {reserve} are reserved for memory other than tensors"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory
@@ -323,5 +323,5 @@ def engine_margins(
     if device is not None and not has_device(device.kind, device.name):
         foreign = device.name
     margins = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
-    lines = [f"{engine}: {one.explanation}" for engine, one in margins.items()]
-    return {engine: one.margin for engine, one in margins.items()}, "; ".join(lines)
+    lines = [f"{engine}: {margin.explanation}" for engine, margin in margins.items()]
+    return {engine: margin.margin for engine, margin in margins.items()}, "; ".join(lines)

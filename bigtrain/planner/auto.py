@@ -91,10 +91,10 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
         f"{format_bytes(first.peak.bytes)}{where} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
-    for other in [o for o in others if o.candidate.label != candidate.label][:2]:
+    for alternative in [o for o in others if o.candidate.label != candidate.label][:2]:
         yield (
-            f"auto: next {other.label} ({other.candidate.mesh}): "
-            f"{format_bytes(other.peak.bytes)}, {other.seconds.total:.3g} s a step"
+            f"auto: next {alternative.label} ({alternative.candidate.mesh}): "
+            f"{format_bytes(alternative.peak.bytes)}, {alternative.seconds.total:.3g} s a step"
         )
     for line in [*rejection_lines(planned)][:2]:
         yield f"auto: {line}"

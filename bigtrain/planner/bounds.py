@@ -83,11 +83,11 @@ class PlanBounds:
             ConfigError: the model does not run under this plan.
         """
         fit = self.evaluator.fit(candidate, plan, exact=False)
-        kept = fit.levels["keep"]
-        key = (kept, plan.tp)
+        keep_all = fit.levels["keep"]
+        key = (keep_all, plan.tp)
         if key not in self._passes:
-            self._passes[key] = self._timer.pass_seconds(kept.sections, plan.tp)
-        update = self._timer.update_seconds(plan, kept.base, kept.trained // fit.ranks)
+            self._passes[key] = self._timer.pass_seconds(keep_all.sections, plan.tp)
+        update = self._timer.update_seconds(plan, keep_all.base, keep_all.trained // fit.ranks)
         timed = self.evaluator.timed_parts(plan)
         seconds = self._timer.step(
             plan,
@@ -127,7 +127,9 @@ class PlanBounds:
             candidate: one that `even_seconds` was called with.
             other: the same candidate with other slices, likewise.
         """
-        sections, others = (self.evaluator.bounded_sections(one) for one in (candidate, other))
+        sections, others = (
+            self.evaluator.bounded_sections(compared) for compared in (candidate, other)
+        )
         key = (sections, others)
         if key not in self._no_larger:
             self._no_larger[key] = are_no_larger(sections.sections, others.sections, candidate.tp)
@@ -162,6 +164,13 @@ def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: in
 
 def _section_bytes(section: Section, tp: int) -> tuple[int, ...]:
     """Bytes at the section's highest moment; saved, by pass; received, forward and backward."""
-    alone = (concatenate_sections([one], begins=False, is_sent=False)[0] for one in section.passes)
+    alone = (
+        concatenate_sections([section_pass], begins=False, is_sent=False)[0]
+        for section_pass in section.passes
+    )
     highest = max(max(timeline.steps()[1], default=0) for timeline in alone)
-    return (highest, *(one.saved for one in section.passes), *boundary_bytes(section, tp))
+    return (
+        highest,
+        *(section_pass.saved for section_pass in section.passes),
+        *boundary_bytes(section, tp),
+    )

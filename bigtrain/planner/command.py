@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     path = Path(options.output or "plan.yaml")
     replaced = _check_output(path, named=options.output is not None)
     job = load_job(options.job, "single", options.overrides)
-    cluster = load_cluster(options.cluster) if options.cluster else _here(options.devices)
+    cluster = load_cluster(options.cluster) if options.cluster else _this_machine(options.devices)
     question, margin = make_question(job, cluster, options)
     planned = ask(question)
     words = ["bigtrain", "plan", *arguments]
@@ -97,14 +97,14 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         pp=job.mesh.pp,
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
         tp=job.mesh.tp,
-        rows=_given(options.overrides, "train.micro_batch_size"),
+        rows=_number_in_words(options.overrides, "train.micro_batch_size"),
         at_hand=options.cluster is None,
         margins=margins_by_engine,
     )
     return question, f"{line}; {why}"
 
 
-def _given(words: list[str], key: str) -> int | None:
+def _number_in_words(words: list[str], key: str) -> int | None:
     """The number that an override sets; None if there is none."""
     for word in words:
         if word.startswith(f"{key}="):
@@ -113,7 +113,7 @@ def _given(words: list[str], key: str) -> int | None:
     return None
 
 
-def _here(devices: int | None) -> Cluster:
+def _this_machine(devices: int | None) -> Cluster:
     from bigtrain.machine.local_cluster import measure_local_cluster
 
     return measure_local_cluster(devices if devices is not None and devices > 0 else None)

@@ -278,9 +278,9 @@ class PlanEvaluator:
             ConfigError: with the name of those.
         """
         key = (candidate.rows, candidate.tp, model.exchanges)
-        other = self._slices_by_exchanges.setdefault(key, candidate.slices)
-        if candidate.tp > 1 and other is not None and other != candidate.slices:
-            raise ConfigError(f"{candidate.label}: the same as with {other.label}")
+        known_slices = self._slices_by_exchanges.setdefault(key, candidate.slices)
+        if candidate.tp > 1 and known_slices is not None and known_slices != candidate.slices:
+            raise ConfigError(f"{candidate.label}: the same as with {known_slices.label}")
 
     def _split_passes(self, plan: Plan, candidate: Candidate) -> SplitPasses | None:
         """Gives the sections' split backward passes; None where the schedule splits none."""

@@ -68,7 +68,7 @@ class StageFitter:
         self._all = levels["keep"].sections
         self._factors = floor.state_factors(levels["keep"])
         self._forecasts: dict[int, Forecast] = {}  # by id of profiles, which the cache keeps
-        self._held = floor.held
+        self._held_micro_batches = floor.held
         self._ranks = floor.held.ranks
         self.levels = levels
 
@@ -113,7 +113,7 @@ class StageFitter:
             self._candidate.stages,
         )
         if limit is not None:
-            key = (*key, self._factors[1], self._held.by_stage, self.levels.least)
+            key = (*key, self._factors[1], self._held_micro_batches.by_stage, self.levels.least)
         if key in self._cuts:
             return self._cuts[key]
         # The stages of a rank get equal shares of its memory: a search over the shares takes
@@ -124,7 +124,7 @@ class StageFitter:
             self._candidate.stages,
             bandwidth=self._timer.cluster.inside.rate,
             state_factor=self._factors[1],
-            in_flight=self._held.by_stage,
+            in_flight=self._held_micro_batches.by_stage,
             memory=None if stage_limit is None else [stage_limit] * self._candidate.stages,
         )
         self._cuts[key] = [0, *partitioned.cuts, len(self._all)]
@@ -179,8 +179,8 @@ class StageFitter:
         for rank, representative in enumerate(self._representatives(stages)):
             own_stages = self._stages_of[rank]
             if representative != rank:
-                for stage, other in zip(own_stages, self._stages_of[representative], strict=True):
-                    stages[stage] = replace(stages[stage], choices=stages[other].choices)
+                for stage, like in zip(own_stages, self._stages_of[representative], strict=True):
+                    stages[stage] = replace(stages[stage], choices=stages[like].choices)
                 continue
             peak = self._fit_rank(stages, rank, limit)
             if peak.bytes <= limit:
@@ -211,13 +211,13 @@ class StageFitter:
         section_seconds = [self._timer.pass_seconds([section], tp).total for section in self._all]
         seconds = [*section_seconds[:last], section_seconds[last] + section_seconds[last + 1]]
         params: dict[str, tuple[int, set[int]]] = {}
-        for place, section in enumerate(self._all):
+        for index, section in enumerate(self._all):
             for tensor in section.tensors:
                 # Outside the blocks an equal name means a tied parameter.
-                key = tensor.name if not section.name else f"{place} {tensor.name}"
+                key = tensor.name if not section.name else f"{index} {tensor.name}"
                 size, uses = params.get(key, (tensor.nbytes, set()))
-                params[key] = size, uses | {min(place, last)}
-        saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(smallest)]
+                params[key] = size, uses | {min(index, last)}
+        saved = [(s.passes[0].saved, [min(index, last)]) for index, s in enumerate(smallest)]
         crossing = [boundary_bytes(section, tp)[0] for section in self._all[: last + 1]]
         sizes = [(size, sorted(uses)) for size, uses in params.values()]
         return LayerCosts(seconds, crossing, sizes, saved)
@@ -235,12 +235,14 @@ class StageFitter:
             for rank in range(self.ranks)
         ]
         last = {kind: rank for rank, kind in enumerate(kinds)}
-        moments = (*self._held.fullest, self._held.by_stage)
+        moments = (*self._held_micro_batches.fullest, self._held_micro_batches.by_stage)
         forecast_ranks: dict[object, list[int]] = {}
         representatives = []
         for rank, kind in enumerate(kinds):
             others = forecast_ranks.setdefault(kind, [])
-            counts = [[held[stage] for stage in self._stages_of[rank]] for held in moments]
+            counts = [
+                [in_flight[stage] for stage in self._stages_of[rank]] for in_flight in moments
+            ]
             representative = next(
                 (o for o in others if _holds_no_less(moments, self._stages_of[o], counts)), None
             )
@@ -333,7 +335,10 @@ class StageFitter:
         forecasts = forecast_stages(profiles, self._plan, self._forecasts)
         sections = [section for stage in own_stages for section in self.sections(stages[stage])]
         if len(own_stages) > 1:  # equal stages share one profile, and have different tensors
-            forecasts = {stage: _with_stage(one, stage) for stage, one in forecasts.items()}
+            forecasts = {
+                stage: _with_stage(stage_forecast, stage)
+                for stage, stage_forecast in forecasts.items()
+            }
         forecast = forecast_rank_step(forecasts, with_fewer_micro_batches(self._plan), rank)
         return self._or_save(forecast, sections)
 
@@ -355,8 +360,8 @@ class StageFitter:
         )
         batch = self.levels["keep"].base.batch_bytes * plan.batch.accumulation_steps
         waiting = replace(forecast.states, activations=batch, temporary=added.waiting)
-        whole = step.breakdown
-        during_steps = replace(whole, temporary=whole.temporary + added.beside)
+        breakdown = step.breakdown
+        during_steps = replace(breakdown, temporary=breakdown.temporary + added.beside)
         return highest_peak([step, Peak("save", waiting), Peak("save", during_steps)])
 
 
@@ -367,8 +372,8 @@ def _holds_no_less(
 ) -> bool:
     """Whether these stages have at least the required micro-batches in flight at every moment."""
     return all(
-        held[stage] >= count
-        for held, counts in zip(moments, required, strict=True)
+        in_flight[stage] >= count
+        for in_flight, counts in zip(moments, required, strict=True)
         for stage, count in zip(stages, counts, strict=True)
     )
 

@@ -34,13 +34,13 @@ def front_figure(planned: PlannedAnswer) -> Figure:
     unit, name = (GIB, "GiB") if question.limit >= GIB else (MIB, "MiB")
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
-    others = [one for one in answer.best if one not in answer.front]
+    others = [plan for plan in answer.best if plan not in answer.front]
     axes.scatter(*_points(others, unit), color=_OTHER, s=22, label="dominated")
     axes.plot(*_points(answer.front, unit), color=_FRONT, marker="o", label="Pareto front")
-    for one in answer.front:
-        mesh = one.candidate.mesh
-        text = f"{one.label}\n{mesh}, recomputed: {recompute_summary(one)}"
-        at = (one.peak.bytes / unit, one.seconds.total)
+    for plan in answer.front:
+        mesh = plan.candidate.mesh
+        text = f"{plan.label}\n{mesh}, recomputed: {recompute_summary(plan)}"
+        at = (plan.peak.bytes / unit, plan.seconds.total)
         axes.annotate(text, at, xytext=(6, 6), textcoords="offset points", fontsize=7)
     axes.axvline(question.limit / unit, color=_LIMIT, linestyle="--", linewidth=1)
     axes.text(question.limit / unit, axes.get_ylim()[1], " limit", color=_LIMIT, va="top")
@@ -53,4 +53,4 @@ def front_figure(planned: PlannedAnswer) -> Figure:
 
 
 def _points(plans: list[EvaluatedPlan], unit: int) -> tuple[list[float], list[float]]:
-    return [one.peak.bytes / unit for one in plans], [one.seconds.total for one in plans]
+    return [plan.peak.bytes / unit for plan in plans], [plan.seconds.total for plan in plans]

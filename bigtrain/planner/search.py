@@ -215,8 +215,8 @@ class PlanSearch:
         ranks, for micro-batches of as many rows.
         """
         others = self._with_slices.setdefault(replace(opened.candidate, slices=None), [])
-        for other in others:
-            faster, slower = sorted((opened, other), key=lambda one: one.seconds)
+        for known in others:
+            faster, slower = sorted((opened, known), key=lambda variant: variant.seconds)
             for better, worse in ((faster, slower), (slower, faster)):
                 is_near = better.seconds <= (1 + DOMINANCE_SLACK) * worse.seconds
                 is_open = not better.refused and _slicing(better) not in self._dominating_slices

@@ -52,10 +52,10 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
     apart = _differences(planned, planned.result.best)
     if any(apart):
         table.add_column("differs in")
-    for place, evaluated in enumerate(planned.result.best, start=1):
+    for number, evaluated in enumerate(planned.result.best, start=1):
         figures = plan_figures(planned, evaluated)
         table.add_row(
-            str(place),
+            str(number),
             evaluated.label,
             " x ".join(map(str, evaluated.candidate.axes)),
             f"{evaluated.candidate.rows} x {evaluated.candidate.micro_batches}",
@@ -65,7 +65,7 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
             format_seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
             "-" if figures["mfu"] is None else f"{100 * figures['mfu']:.0f} %",
-            *([_short_keys(apart[place - 1])] if any(apart) else []),
+            *([_short_keys(apart[number - 1])] if any(apart) else []),
         )
     return table
 
@@ -73,10 +73,10 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
 def _differences(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
     """For each plan the options that distinguish it from rows that look the same."""
     shown = [
-        (one.label, *one.candidate.axes, one.candidate.rows, recompute_summary(one))
-        for one in plans
+        (plan.label, *plan.candidate.axes, plan.candidate.rows, recompute_summary(plan))
+        for plan in plans
     ]
-    return differences(shown, [plan_values(planned, one)["strategy"] for one in plans])
+    return differences(shown, [plan_values(planned, plan)["strategy"] for plan in plans])
 
 
 def differences(
@@ -94,7 +94,7 @@ def differences(
     leaves = [dict(_leaves(strategy)) for strategy in strategies]
     distinguishing = []
     for row, options in zip(shown, leaves, strict=True):
-        same = [others for others, other in zip(leaves, shown, strict=True) if other == row]
+        same = [others for others, shown_row in zip(leaves, shown, strict=True) if shown_row == row]
         keys = dict.fromkeys(key for others in same for key in others)
         unequal = [k for k in keys if any(others.get(k) != options.get(k) for others in same)]
         distinguishing.append({key: options.get(key) for key in unequal})
@@ -164,7 +164,7 @@ def figure_caveats(planned: PlannedAnswer) -> list[str]:
             f"the rates of this machine were measured {caveat}: predicted seconds are too high. "
             "The next run measures them again. On an idle machine, run bigtrain doctor --again"
         )
-    if any(plan_figures(planned, one)["mfu"] is None for one in planned.result.best):
+    if any(plan_figures(planned, plan)["mfu"] is None for plan in planned.result.best):
         lines.append(
             "no MFU is shown where it would be above 100 %: the model's blocks compute faster than "
             f"the measured {format_flops(planned.peak_flops)} of all devices together, which are "
@@ -230,16 +230,16 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
     }
 
 
-def _row(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
-    return {"label": one.label, **plan_values(planned, one)}
+def _row(planned: PlannedAnswer, plan: EvaluatedPlan) -> dict[str, Any]:
+    return {"label": plan.label, **plan_values(planned, plan)}
 
 
 def _rows(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
     """Plans as JSON values, with `differs` where two of them look the same otherwise."""
     differing = _differences(planned, plans)
-    rows = [_row(planned, one) for one in plans]
+    rows = [_row(planned, plan) for plan in plans]
     return [
-        {**row, "differs": one} if one else row for row, one in zip(rows, differing, strict=True)
+        {**row, "differs": plan} if plan else row for row, plan in zip(rows, differing, strict=True)
     ]
 
 

@@ -91,7 +91,7 @@ class Candidate:
         """The candidate's name in tables: words for `--strategy`, without the mesh."""
         shares = self.dp > 1 or self.pp * self.tp == 1
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
-        return "+".join(one.label for one in shown if one is not None)
+        return "+".join(part.label for part in shown if part is not None)
 
     def strategy(self, **more: Any) -> StrategyConfig:
         """The `strategy` section of a job.

@@ -121,8 +121,8 @@ class StageProfiles:
         """The sections of a stage, each at its policy."""
         places = range(stage.first, stage.stop)
         return [
-            self._levels[choice].sections[place]
-            for place, choice in zip(places, stage.choices, strict=True)
+            self._levels[choice].sections[index]
+            for index, choice in zip(places, stage.choices, strict=True)
         ]
 
     def kind(self, stage: SectionRange) -> object:

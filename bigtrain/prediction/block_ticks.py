@@ -75,16 +75,16 @@ class BlockTickRecorder:
 
         return hook
 
-    def _at_gradients(self, tree: Any, name: str, what: Moment) -> None:
+    def _at_gradients(self, tree: Any, name: str, moment: Moment) -> None:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._at_gradient(leaf, name, what)
+                self._at_gradient(leaf, name, moment)
 
-    def _at_gradient(self, tensor: Tensor, name: str, what: Moment) -> None:
-        tensor.register_hook(lambda _: self._note(name, what))  # type: ignore[no-untyped-call]
+    def _at_gradient(self, tensor: Tensor, name: str, moment: Moment) -> None:
+        tensor.register_hook(lambda _: self._note(name, moment))  # type: ignore[no-untyped-call]
 
-    def _note(self, name: str, what: Moment) -> None:
-        self._notes[name].append((self._tracker.clock, what))
+    def _note(self, name: str, moment: Moment) -> None:
+        self._notes[name].append((self._tracker.clock, moment))
 
     def ticks(self, name: str, start: int, stop: int) -> dict[Moment, list[int]]:
         """Return by moment the ticks of a module from `start` to `stop`, both included."""

@@ -103,12 +103,12 @@ def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], .
 
 
 def with_split_backward(
-    whole: Profile, sections: Sequence[PassPair], scatter_ranks: tuple[int, int] = (1, 1)
+    profile: Profile, sections: Sequence[PassPair], scatter_ranks: tuple[int, int] = (1, 1)
 ) -> Profile:
     """Return the profile of a stage, with split backward passes in addition to whole ones.
 
     Args:
-        whole: the profile of the same stage with whole backward passes.
+        profile: the profile of the same stage with whole backward passes.
         sections: the passes of the stage's sections, recorded with a split backward pass.
         scatter_ranks: see `stage_ends`.
     """
@@ -121,7 +121,7 @@ def with_split_backward(
         )[0]
         for number in (0, 1)
     )
-    return replace(whole, passes={**whole.passes, "first_split": first, "later_split": later})
+    return replace(profile, passes={**profile.passes, "first_split": first, "later_split": later})
 
 
 def stage_ends(
@@ -148,7 +148,7 @@ def boundary_bytes(section: Section, ranks: int) -> tuple[int, int]:
         section: the first block of a stage.
         ranks: the number of ranks over which tensors that all ranks have are scattered.
     """
-    inputs, gradients = (scattered_bytes(whole, ranks) for whole in _whole(section))
+    inputs, gradients = (scattered_bytes(nbytes, ranks) for nbytes in _whole(section))
     return section.sequence_shards + inputs, section.sequence_shards + gradients
 
 
@@ -232,7 +232,7 @@ def merge_steps(profiles: Sequence[Profile]) -> Profile:
         profiles[0],
         **{key: sum(getattr(p, key) for p in profiles) for key in (*totals, "state_scalars")},
         step=Timeline(tuple(spans), ((0, "step"),)),
-        updated=tuple(one for p in profiles for one in p.updated),
+        updated=tuple(updated for p in profiles for updated in p.updated),
         tensors=tuple(tensor for p in profiles for tensor in p.tensors),
     )
 

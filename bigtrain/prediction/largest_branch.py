@@ -105,11 +105,11 @@ class _Beginning:
                 for _ in range(self.passes):
                     self._restart()
                     model.forward(*args, **kwargs)
-            self._before = {one: _plain(one) for one in self.model.modules()}
-        for one, before in self._before.items():
-            for name in _plain(one).keys() - before.keys():
-                delattr(one, name)
-            vars(one).update(before)
+            self._before = {module: _plain(module) for module in self.model.modules()}
+        for module, before in self._before.items():
+            for name in _plain(module).keys() - before.keys():
+                delattr(module, name)
+            vars(module).update(before)
         self._restart()
 
     def _restart(self) -> None:

@@ -130,20 +130,25 @@ class MemoryReport:
     def __str__(self) -> str:
         """A table of the fullest rank: its peak by parts, measured and predicted."""
         if not self.ranks:
-            return f"Peak memory, {self.strategy} on {self.device}: no rank has told its own"
-        rank = max(self.ranks, key=lambda one: one.measured.peak.bytes if one.measured.peak else 0)
+            return f"Peak memory, {self.strategy} on {self.device}: no rank has reported its peak"
+        rank = max(
+            self.ranks, key=lambda rank: rank.measured.peak.bytes if rank.measured.peak else 0
+        )
         fullest = f", the fullest of {len(self.ranks)}" if len(self.ranks) > 1 else ""
         measured, predicted = rank.measured.peak, rank.predicted
         both = (measured, predicted)
         rows: list[tuple[str, ...]] = [("", "measured", "predicted")]
         for kind in MEMORY_KINDS:
-            rows.append((kind, *(_shown(one and getattr(one.breakdown, kind)) for one in both)))
-        rows.append(("peak", *(_shown(one and one.bytes) for one in both)))
-        rows.append(("reached in", *(one.phase if one else "-" for one in both)))
+            rows.append((kind, *(_shown(peak and getattr(peak.breakdown, kind)) for peak in both)))
+        rows.append(("peak", *(_shown(peak and peak.bytes) for peak in both)))
+        rows.append(("reached in", *(peak.phase if peak else "-" for peak in both)))
         if rank.note:
             rows.append((f"no prediction: {rank.note}", "", ""))
         lines = [f"Peak memory, {self.strategy} on {self.device}, rank {rank.rank}{fullest}"]
-        lines += [f"  {name:<12}{own:>12}{foretold:>12}".rstrip() for name, own, foretold in rows]
+        lines += [
+            f"  {name:<12}{measured_text:>12}{foretold:>12}".rstrip()
+            for name, measured_text, foretold in rows
+        ]
         return "\n".join(lines)
 
     @property
@@ -286,10 +291,10 @@ class FullestRank:
         """The fullest of some ranks; None if no peak is known."""
         if not peaks:
             return None
-        rank = max(peaks, key=lambda one: (peaks[one].bytes, -one))
+        rank = max(peaks, key=lambda candidate: (peaks[candidate].bytes, -candidate))
         alike = all(peak.bytes == peaks[rank].bytes for peak in peaks.values())
         known = [save for save in (saves or {}).values() if save is not None]
-        save = max(known, key=lambda one: one.bytes, default=None)
+        save = max(known, key=lambda candidate: candidate.bytes, default=None)
         return cls(peaks[rank], rank, len(peaks), alike, save)
 
     @classmethod
@@ -304,9 +309,9 @@ class FullestRank:
             save: predicted for a save on this rank.
         """
         every = context.gather_objects((peak, save))
-        known = {n: own for n, own in enumerate(every or []) if own is not None}
-        peaks = {n: own[0] for n, own in known.items() if own[0] is not None}
-        return cls.among(peaks, {n: own[1] for n, own in known.items()})
+        known = {n: report for n, report in enumerate(every or []) if report is not None}
+        peaks = {n: report[0] for n, report in known.items() if report[0] is not None}
+        return cls.among(peaks, {n: report[1] for n, report in known.items()})
 
     def __str__(self) -> str:
         """The size, and on which rank: `9.1 MiB on rank 1, the fullest of 2, in backward`."""

@@ -114,13 +114,13 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
     """All tensors in a value. Most values are one or none, for which `tree_leaves` is slow."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple | dict):
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 @dataclass

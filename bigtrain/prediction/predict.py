@@ -70,7 +70,12 @@ def predict(
     told = [line for line in lines if line is not None]
     own_plan = replace(plan, dp_rank=dp_rank)
     volume = StepVolume.stated(
-        (t for p in rank.profiles for one in plan.in_order for t in one.traffic(p, own_plan)),
+        (
+            t
+            for p in rank.profiles
+            for technique in plan.in_order
+            for t in technique.traffic(p, own_plan)
+        ),
         plan.batch.accumulation_steps,
     )
     if _by_stages(resolved):
@@ -88,22 +93,22 @@ def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> li
     """The peaks before the first step, while the model is built."""
     peaks = [Peak("build", forecast.building)]
     if workload.whole_bytes:
-        beside = forecast.added_to_whole
+        temporary = forecast.added_to_whole
         if resolved.slices is not None:
-            beside = max(beside, _first_slice_bytes(resolved.slices, workload.model))
-        whole = Breakdown(parameters=workload.whole_bytes, temporary=beside)
-        peaks.append(Peak("build", whole))
+            temporary = max(temporary, _first_slice_bytes(resolved.slices, workload.model))
+        breakdown = Breakdown(parameters=workload.whole_bytes, temporary=temporary)
+        peaks.append(Peak("build", breakdown))
     return peaks
 
 
 def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
     """The peak, above the whole model, while its tensors are replaced by slices one by one."""
-    there = most = 0
+    allocated = most = 0
     for name, parameter in model.named_parameters():
         if name in slices.by_name:
-            own = parameter.nbytes // slices.size
-            most = max(most, there + own)
-            there += own - parameter.nbytes
+            slice_bytes = parameter.nbytes // slices.size
+            most = max(most, allocated + slice_bytes)
+            allocated += slice_bytes - parameter.nbytes
     return most
 
 

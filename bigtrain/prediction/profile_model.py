@@ -50,7 +50,7 @@ def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.d
     Raises:
         Exception: no branch runs; of any kind that the model's code raises.
     """
-    found: list[tuple[tuple[int, int], Profile]] = []
+    profiles: list[tuple[tuple[int, int], Profile]] = []
     error: Exception | None = None
     for answer, passes in BRANCHES:
         branch = OneBranch(answer, passes)
@@ -61,13 +61,13 @@ def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.d
             error = error or raised
             continue
         profile = replace(profile, branch_condition=_branch_taken(branch, resolved))
-        peak = max(one.peak().bytes for one in profile.passes.values())
-        found.append(((-branch.left_out, peak), profile))
+        peak = max(candidate.peak().bytes for candidate in profile.passes.values())
+        profiles.append(((-branch.left_out, peak), profile))
         if not branch.left_out:
             break
-    if not found:
+    if not profiles:
         raise error or RuntimeError("no branch of the model runs on fake tensors")
-    return max(found, key=lambda one: one[0])[1]
+    return max(profiles, key=lambda candidate: candidate[0])[1]
 
 
 def _branch_taken(branch: OneBranch, resolved: ResolvedPlan) -> str:

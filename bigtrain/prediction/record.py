@@ -205,8 +205,8 @@ def _record(
 ) -> FakeRun:
     plan, last = resolved.plan, workload.micro_batch
     real = [
-        unit.placed(one, plan)
-        for one in ([last] if earlier_batch is None else [earlier_batch, last])
+        unit.placed(batch, plan)
+        for batch in ([last] if earlier_batch is None else [earlier_batch, last])
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True, inside=workspaces_of(plan.device_type))
@@ -223,7 +223,7 @@ def _record(
         _cast_inputs(root, plan)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
-        batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
+        batches = [replace(batch.fake(device), count=max(1, batch.count)) for batch in real]
         assembly = Assembly(
             context=RunContext.alone(device),
             plan=plan,
@@ -366,7 +366,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         updated=updated_shapes(run.model, run.runner.optimizer),
         step_memory=run.step_memory,
         early_share=run.early_share,
-        blocks=tuple(zip(*(one.values() for one in blocks), strict=True)),
+        blocks=tuple(zip(*(blocks_of_pass.values() for blocks_of_pass in blocks), strict=True)),
         outside_blocks=run.ticks.outside_blocks(*first),
         windows=tuple(
             (name, visit, followed[1][name])

@@ -183,22 +183,22 @@ class SectionSplitter:
         tensors = self._tensors(windows[0])
         names = ["", *self.order, ""]
         sections = []
-        for place, name in enumerate(names):
-            first_pass, later_pass = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
+        for index, name in enumerate(names):
+            first_pass, later_pass = (self._pass(n, index, windows[n], tensors) for n in (0, 1))
             passes = mark_gradients(first_pass, later_pass)
-            forward, backward = (self._work(*window) for window in windows[1][place])
+            forward, backward = (self._work(*window) for window in windows[1][index])
             incoming, incoming_gradients, sequence_shards = 0, 0, 0
-            if 0 < place < len(names) - 1:
-                before = self.order[place - 1]
+            if 0 < index < len(names) - 1:
+                before = self.order[index - 1]
                 incoming, incoming_gradients, sequence_shards = self._incoming(before)
-            in_forward, in_backward = (self._exchanges(*window) for window in windows[1][place])
+            in_forward, in_backward = (self._exchanges(*window) for window in windows[1][index])
             sections.append(
                 Section(
                     name,
                     passes,
                     forward,
                     backward,
-                    tensors[place],
+                    tensors[index],
                     incoming=incoming,
                     incoming_gradients=incoming_gradients,
                     sequence_shards=sequence_shards,
@@ -320,11 +320,11 @@ class SectionSplitter:
         return OpLog(flops, low_flops, nbytes, times, rows[:, 4:])
 
     def _exchanges(self, after: int, until: int) -> tuple[TensorExchange, ...]:
-        return tuple(one for tick, one in self._run.exchange_log if after < tick <= until)
+        return tuple(exchange for tick, exchange in self._run.exchange_log if after < tick <= until)
 
     def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""
-        blocks = {name: place for place, name in enumerate(self.order, start=1)}
+        blocks = {name: index for index, name in enumerate(self.order, start=1)}
         tensors_of_section: list[list[SectionTensor]] = [[] for _ in windows]
         model, state = self._run.model, self._run.runner.optimizer.state
         for name, parameter in model.named_parameters():
@@ -339,23 +339,23 @@ class SectionSplitter:
                 parameter.requires_grad,
                 str(parameter.dtype),
             )
-            for place in self._places(name, blocks, len(windows)):
-                tensors_of_section[place].append(
+            for index in self._places(name, blocks, len(windows)):
+                tensors_of_section[index].append(
                     SectionTensor(*description, False, sum(sizes), counts)
                 )
         for name, buffer in model.named_buffers():
             size = buffer.numel() * buffer.element_size()
-            for place in self._places(name, blocks, len(windows)):
-                tensors_of_section[place].append(
+            for index in self._places(name, blocks, len(windows)):
+                tensors_of_section[index].append(
                     SectionTensor(name, tuple(buffer.shape), size, is_buffer=True)
                 )
-        return [tuple(own) for own in tensors_of_section]
+        return [tuple(names) for names in tensors_of_section]
 
     def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[int]:
         """The sections to which a tensor belongs; a tied one may belong to several."""
-        for block, place in blocks.items():
+        for block, index in blocks.items():
             if name.startswith(f"{block}."):
-                return [place]
+                return [index]
         if not self.order:
             return [0]
         begins, ends, backward_start = self._first_forward
@@ -434,4 +434,4 @@ def _split_passes(
         windows.append((forward_window, inputs, SectionWindow(done, until)))
         done = until
     spans = run.window(which).spans
-    return [section_spans(spans, windows, place, stop) for place in range(len(windows))]
+    return [section_spans(spans, windows, index, stop) for index in range(len(windows))]

@@ -168,7 +168,7 @@ class SectionLibrary:
             *sections, end = recorded.sections
             exact_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
             recorded = replace(recorded, sections=(*sections, exact_end))
-        body = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+        body = ModelSections(recorded, self._full_depth(recorded, cut=kind.cut))
         for key in {exact, exact or is_exact or kind.choice != "keep"}:
             self._bodies[kind, rows, key] = body
         self._bodies.setdefault((kind, rows, False), body)
@@ -243,16 +243,20 @@ class SectionLibrary:
         interpolated = interpolate_named(recorded, share)
         return interpolated or (runs.split_passes(plan, kind, (rows,), rows) or (None,))[0]
 
-    def _whole(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
+    def _full_depth(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
         """Return the part before the blocks, every block in order, and the part after them."""
         _, stands_for = self._runs.shortened(cut=cut)
-        places = {section.name: place for place, section in enumerate(recorded.sections)}
+        places = {section.name: index for index, section in enumerate(recorded.sections)}
         ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
         ordered.sort(key=lambda pair: pair[0])
-        blocks = [replace(recorded.sections[place], name=name) for place, name in ordered if place]
-        return (self._own(recorded.sections[0]), *blocks, self._own(recorded.sections[-1]))
+        blocks = [replace(recorded.sections[index], name=name) for index, name in ordered if index]
+        return (
+            self._with_original_names(recorded.sections[0]),
+            *blocks,
+            self._with_original_names(recorded.sections[-1]),
+        )
 
-    def _own(self, section: Section) -> Section:
+    def _with_original_names(self, section: Section) -> Section:
         """Return the section with the original names of tied tensors that were copied."""
         tensors = (replace(t, name=self._runs.aliases.get(t.name, t.name)) for t in section.tensors)
         return replace(section, tensors=tuple(tensors))

@@ -162,10 +162,10 @@ class SectionPass:
         """Return the section at a stage's begin (side 0) or end (1), boundary tensors scattered."""
         storages = list(self.storages)
         for index in self.boundary[side]:
-            whole, sent = storages[index], scattered_bytes(storages[index].nbytes, ranks)
+            storage, sent = storages[index], scattered_bytes(storages[index].nbytes, ranks)
             # The gathered tensor is freed like one between two blocks.
-            storages += [] if ranks == 1 else [whole]
-            storages[index] = whole._replace(nbytes=sent, until=Anchor.END, death=1)
+            storages += [] if ranks == 1 else [storage]
+            storages[index] = storage._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(storages))
 
     @cached_property
@@ -220,19 +220,19 @@ def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
     same order, the later pass has its gradients at the same positions.
     """
     near, others = (
-        [(place, s) for place, s in enumerate(section_pass.storages) if s.until < Anchor.FIRST]
+        [(index, s) for index, s in enumerate(section_pass.storages) if s.until < Anchor.FIRST]
         for section_pass in (first, later)
     )
     first_order, later_order = (
-        sorted((s.window, s.birth, place, s.nbytes) for place, s in every)
+        sorted((s.window, s.birth, index, s.nbytes) for index, s in every)
         for every in (near, others)
     )
-    gradient_spans = [place for place, s in near if s.kind == "gradients"]
-    later_gradients = {place for place, s in others if s.kind == "gradients"}
+    gradient_spans = [index for index, s in near if s.kind == "gradients"]
+    later_gradients = {index for index, s in others if s.kind == "gradients"}
     if [size for *_, size in first_order] == [size for *_, size in later_order]:
         pairs = zip(first_order, later_order, strict=True)
         later_gradients |= {
-            place for (*_, was, _), (*_, place, _) in pairs if was in gradient_spans
+            index for (*_, was, _), (*_, index, _) in pairs if was in gradient_spans
         }
     return (
         replace(first, gradients=tuple(gradient_spans)),
@@ -243,7 +243,7 @@ def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
 def section_spans(
     spans: Sequence[Span],
     windows: Sequence[Windows],
-    place: int,
+    index: int,
     stop: int,
     returned: int | None = None,
 ) -> SectionPass:
@@ -255,7 +255,7 @@ def section_spans(
     Args:
         spans: the storages of one micro-batch.
         windows: the windows of all sections.
-        place: the index of the section.
+        index: the index of the section.
         stop: the last tick of the micro-batch; gradients that outlive it stay for the optimizer.
         returned: the tick at which the model's forward pass ends, before the loss; None if it is
             not needed.
@@ -265,8 +265,8 @@ def section_spans(
         backward_start = windows[-1][0].end
         made = min((s.birth for s in spans if s.birth > returned), default=backward_start)
         leaving = returned, min(made, backward_start)
-    kind = _Owner if len(windows[place]) == len(_WHOLE) else _SplitOwner
-    owner = kind(windows, place, stop, leaving)
+    kind = _Owner if len(windows[index]) == len(_WHOLE) else _SplitOwner
+    owner = kind(windows, index, stop, leaving)
     storages: list[Storage] = []
     boundary: tuple[list[int], list[int]] = [], []
     for span in spans:
@@ -277,9 +277,9 @@ def section_spans(
                 boundary[side].append(len(storages))
             storages.append(storage)
     gradients = (n for n, s in enumerate(storages) if s.until == Anchor.OPTIMIZER)
-    lengths = tuple(window.length for window in windows[place])
+    lengths = tuple(window.length for window in windows[index])
     both = tuple(boundary[0]), tuple(boundary[1])
-    is_last = place + 1 == len(windows) and returned is not None
+    is_last = index + 1 == len(windows) and returned is not None
     beyond = windows[-1][0].end - returned if is_last and returned is not None else 0
     return SectionPass(
         lengths, tuple(storages), gradients=tuple(gradients), boundary=both, loss_ticks=beyond
@@ -297,7 +297,7 @@ class _Owner:
 
     Args:
         windows: see `section_spans`.
-        place: the index of the section.
+        index: the index of the section.
         stop: see `section_spans`.
         leaving: the end of the model's forward pass, and the next tick at which a storage is made;
             None if unknown.
@@ -306,14 +306,14 @@ class _Owner:
     def __init__(
         self,
         windows: Sequence[Windows],
-        place: int,
+        index: int,
         stop: int,
         leaving: tuple[int, int] | None = None,
     ) -> None:
         self._leaving = leaving
-        self._own, self._all, self._place, self._stop = windows[place], windows, place, stop
-        self._before = windows[place - 1] if place else None
-        self._after = windows[place + 1] if place + 1 < len(windows) else None
+        self._own, self._all, self._place, self._stop = windows[index], windows, index, stop
+        self._before = windows[index - 1] if index else None
+        self._after = windows[index + 1] if index + 1 < len(windows) else None
 
     def owned(self, span: Span) -> Storage | None:
         """Return the storage in the section's ticks; None if it belongs to another section."""
@@ -495,12 +495,12 @@ def concatenate_sections(
     returned = backward_start if is_sent else backward_start - passes[-1].loss_ticks
     spans: list[Span] = []
     visits: list[BlockTicks] = []
-    for place, section_pass in enumerate(passes):
+    for index, section_pass in enumerate(passes):
         backward_offset -= section_pass.lengths[1]
         bases = (forward_offset, backward_offset, again, backward_start, stop, stop, *far, returned)
-        around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
+        around = passes[max(0, index - DETAILED_ENDS) : index + DETAILED_ENDS + 1]
         is_inside = len(around) > 2 * DETAILED_ENDS and all(
-            other is section_pass for other in around
+            neighbour is section_pass for neighbour in around
         )
         for nbytes, kind, window, birth, until, death in (
             section_pass.flat if is_inside else section_pass.storages

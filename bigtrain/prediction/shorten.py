@@ -39,13 +39,13 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
                 delattr(container, name)
             for number, block in enumerate(blocks):
                 container.add_module(str(number), block)
-    order, place = [], -1
+    order, index = [], -1
     for name, _ in named:
         if name not in drop:
-            place += 1
-            order.append(place)
+            index += 1
+            order.append(index)
         else:
-            order.append(place)  # the last remaining block before it
+            order.append(index)  # the last remaining block before it
     return copied, tuple(order)
 
 
@@ -58,16 +58,16 @@ def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> li
         return []
     equal_runs = _runs([block_signature(model.get_submodule(name)) for name in names])
     last = -1 if most > 1 else None
-    return [names[place] for run in equal_runs for place in list(run)[max(1, most - 1) : last]]
+    return [names[index] for run in equal_runs for index in list(run)[max(1, most - 1) : last]]
 
 
 def _runs(signatures: Sequence[str]) -> list[range]:
     """Runs of equal neighbours."""
     runs, start = [], 0
-    for place in range(1, len(signatures) + 1):
-        if place == len(signatures) or signatures[place] != signatures[start]:
-            runs.append(range(start, place))
-            start = place
+    for index in range(1, len(signatures) + 1):
+        if index == len(signatures) or signatures[index] != signatures[start]:
+            runs.append(range(start, index))
+            start = index
     return runs
 
 

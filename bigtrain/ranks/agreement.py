@@ -74,9 +74,9 @@ class Agreement:
             ) from error
         raise ConfigError(_differences(facts, theirs, self._rank))
 
-    def is_first(self, what: str) -> bool:
+    def is_first(self, event: str) -> bool:
         """Whether this is the first rank that calls it with this argument."""
-        return self._store is None or self._store.add(f"first/{what}", 1) == 1
+        return self._store is None or self._store.add(f"first/{event}", 1) == 1
 
     def close(self) -> None:
         """Release the store; later calls of `require` compare nothing."""

@@ -395,8 +395,8 @@ def _share_cores(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
     mine = os.sched_getaffinity(0)
     meeting.store.set(f"{prefix}/{placement.local_rank}", ",".join(map(str, sorted(mine))))
     users = dict.fromkeys(mine, 0)
-    for other in range(ranks):
-        for core in meeting.store.get(f"{prefix}/{other}").decode().split(","):
+    for rank in range(ranks):
+        for core in meeting.store.get(f"{prefix}/{rank}").decode().split(","):
             if int(core) in users:
                 users[int(core)] += 1
     before = torch.get_num_threads()

@@ -137,7 +137,7 @@ class FailureHub:
 
     def _accept(self, connection: socket.socket) -> None:
         """Accept a connection; of too many unidentified ones the oldest is dropped."""
-        strangers = [other for other in self._buffers if other not in self._ranks]
+        strangers = [stranger for stranger in self._buffers if stranger not in self._ranks]
         if len(strangers) >= self._most_strangers:
             self._drop(strangers[0])
         self._buffers[connection] = b""
@@ -178,8 +178,8 @@ class FailureHub:
             self._silence.hear(self._ranks[connection])
             if self._ranks[connection] == 0:
                 # The hub ends with rank 0's process, which must not look like the loss of rank 0.
-                for other in self._ranks:
-                    send_message(other, kind="unwatched")
+                for peer in self._ranks:
+                    send_message(peer, kind="unwatched")
             send_message(connection, kind="ok")
         elif kind == "record":
             self._queries.answer(connection, self._ranks[connection], message["record"])
@@ -225,8 +225,8 @@ class FailureHub:
         if rank in self._spare:
             self._left.add(rank)
             self._silence.hear(rank)
-            for other in self._ranks:
-                send_message(other, kind="lost", rank=rank)
+            for peer in self._ranks:
+                send_message(peer, kind="lost", rank=rank)
             return
         self._ending = RunEnd(rank, "", _FAILED)
 

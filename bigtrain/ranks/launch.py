@@ -259,7 +259,7 @@ class _RestartingRun:
             self._prepare_restart(fewer)
             before, reason = failure, ""
             if fewer is not None:
-                reason = f"rank {failure.rank} was lost twice in a row and is taken as gone: "
+                reason = f"rank {failure.rank} was lost twice in a row and is left out: "
                 reason = f"{num_ranks} ranks were refused: " if refused else reason
                 num_ranks = fewer
             _say(f"{reason}restart {start + 1} of {self._restarts} {self._origin(num_ranks)}")

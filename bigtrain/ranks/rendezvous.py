@@ -169,7 +169,7 @@ def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> 
             file.write(f"{store.port} {secret}")
         draft.replace(path)
         try:
-            store.wait([f"here/{other}" for other in range(1, size)])
+            store.wait([f"here/{peer}" for peer in range(1, size)])
         except RuntimeError as error:
             missing = [n for n in range(1, size) if not store.check([f"here/{n}"])]
             raise LaunchError(

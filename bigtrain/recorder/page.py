@@ -127,9 +127,9 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
         until = time.monotonic() + moment_s
         while len(records) < recorder.world_size - 1 and time.monotonic() < until:
             time.sleep(0.05)
-            for other in recorder.folder.glob(".flight_recorder-*.json"):
-                if other.stat().st_mtime > began - 5:  # not that of an earlier failure
-                    their_record = read_json_object(other)
+            for record_path in recorder.folder.glob(".flight_recorder-*.json"):
+                if record_path.stat().st_mtime > began - 5:  # not that of an earlier failure
+                    their_record = read_json_object(record_path)
                     records[int(their_record["rank"])] = their_record
     return records
 

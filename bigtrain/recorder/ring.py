@@ -67,17 +67,17 @@ class FlightRecorder:
     def __deepcopy__(self, _memo: Any) -> FlightRecorder:
         return self
 
-    def note(self, what: str = "") -> None:
+    def note(self, event: str = "") -> None:
         """Record an event with the current phase.
 
         Args:
-            what: a description; empty for the current block.
+            event: a description; empty for the current block.
         """
         written = self._written
         self._events[written % EVENTS] = (
             time.time(),
             self.phase,
-            what or self.block,
+            event or self.block,
             self.micro_batch,
             self.step,
         )

@@ -52,7 +52,7 @@ class TrafficCounter:
         self.counts = False
         """Whether this torch has the hooks; set by the first `begin`."""
         self._known: set[str] = set()
-        self._own = threading.local()
+        self._thread_state = threading.local()
         self._begun = False
         self._bytes: Exchanged = Counter()
 
@@ -80,12 +80,12 @@ class TrafficCounter:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do not count this thread's exchanges inside the `with` block."""
-        outer = getattr(self._own, "aside", False)
-        self._own.aside = True
+        outer = getattr(self._thread_state, "aside", False)
+        self._thread_state.aside = True
         try:
             yield
         finally:
-            self._own.aside = outer
+            self._thread_state.aside = outer
 
     def _watch(self, group: Any, name: str) -> None:
         if name in self._known:
@@ -95,7 +95,7 @@ class TrafficCounter:
 
         def begins(call: Any) -> None:
             kind = _KINDS.get(call.name.name)
-            if not self._begun or kind is None or getattr(self._own, "aside", False):
+            if not self._begun or kind is None or getattr(self._thread_state, "aside", False):
                 return
             inputs, outputs = call.input_tensors, call.output_tensors
             if kind == "all_reduce" and sum(tensor.numel() for tensor in inputs) == 1:

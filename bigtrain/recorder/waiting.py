@@ -166,10 +166,10 @@ def _is_waiting(stack: list[str]) -> bool:
 def _block_at(record: dict[str, Any], moment: float) -> str:
     """The block that was computed when an exchange began; empty outside of passes."""
     block = ""
-    for seconds, phase, what, _, _ in record["events"]:
+    for seconds, phase, event, _, _ in record["events"]:
         if seconds > moment:
             break
-        block = what if phase in ("forward", "backward") and not _MESSAGE.fullmatch(what) else ""
+        block = event if phase in ("forward", "backward") and not _MESSAGE.fullmatch(event) else ""
     return block
 
 

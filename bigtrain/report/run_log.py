@@ -186,9 +186,9 @@ class RunLog:
             text = ""
             if step and is_there(path):
                 text = read_text(path, "Use another log.name.", most=1 << 40, errors="replace")
-            kept = [line for line in text.splitlines() if _step_of(line) <= step]
+            lines = [line for line in text.splitlines() if _step_of(line) <= step]
             draft = path.with_name(f".{name}")
-            draft.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+            draft.write_text("".join(f"{line}\n" for line in lines), "utf-8")
             draft.replace(path)
 
     def step(

@@ -66,8 +66,8 @@ def _state_rows(shown: Sequence[RankMemory]) -> Iterator[list[str]]:
             yield [f"{name}, host", *(c for pair in pairs for c in _state(*pair, "host_bytes"))]
 
 
-def _state(seen: StatePeak | None, expected: StatePeak | None, what: str) -> tuple[str, str, str]:
-    measured, predicted = (getattr(one, what) if one else None for one in (seen, expected))
+def _state(seen: StatePeak | None, expected: StatePeak | None, field: str) -> tuple[str, str, str]:
+    measured, predicted = (getattr(peak, field) if peak else None for peak in (seen, expected))
     if not measured or predicted is None:
         return _size(measured), _size(predicted), "-"
     return _size(measured), _size(predicted), _share(predicted - measured, measured)

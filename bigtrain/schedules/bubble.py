@@ -125,8 +125,10 @@ def _needed(action: Action, places: dict[Action, int], last: int) -> tuple[int, 
     if kind in ("B", "I"):
         needed.append(places.get(Action(stage, "F", number)))
         if stage < last:
-            whole = places.get(Action(stage + 1, "B", number))
-            needed.append(places.get(Action(stage + 1, "I", number)) if whole is None else whole)
+            backward = places.get(Action(stage + 1, "B", number))
+            needed.append(
+                places.get(Action(stage + 1, "I", number)) if backward is None else backward
+            )
     if kind == "W":
         needed.append(places.get(Action(stage, "I", number)))
     known = [position for position in needed if position is not None]
@@ -174,7 +176,7 @@ def bubble_share(
     """
     p, m, v = pp, micro_batches, stages_per_rank
     check_schedule(schedule, p, v, m)
-    whole = forward + input_backward + weight_backward
+    micro_batch_seconds = forward + input_backward + weight_backward
     least = {"interleaved_zero_bubble": p, "zbv_zero_bubble": 2 * p - 1, "dualpipev": 2 * p}
     if p == 1:
         return 0.0
@@ -187,7 +189,7 @@ def bubble_share(
             f"{weight_backward} seconds has no closed form; use schedules.bubble.simulate_step"
         )
     if schedule == "naive":
-        idle = m * (p - 1) * whole
+        idle = m * (p - 1) * micro_batch_seconds
     elif schedule in V_SHAPED_SCHEDULES and is_whole:
         idle = 2 * (p - 1) * input_backward
         if schedule == "dualpipev":
@@ -195,5 +197,5 @@ def bubble_share(
     elif schedule in least:
         idle = (p - 1) * (forward + input_backward - min(forward, input_backward, weight_backward))
     else:
-        idle = (p - 1 + (v - 1) * max(0, p - m)) * whole
-    return idle / (idle + m * v * whole)
+        idle = (p - 1 + (v - 1) * max(0, p - m)) * micro_batch_seconds
+    return idle / (idle + m * v * micro_batch_seconds)

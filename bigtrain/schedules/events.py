@@ -237,5 +237,5 @@ def _event(action: Action, kinds: dict[str, EventKind] | None = None) -> StepEve
 def _without_ends(groups: Iterable[Sequence[StepEvent]], rank: int, pp: int) -> EventRow:
     """Drop messages to a rank before the first one and after the last one."""
     left_out = (*_WITH_PREVIOUS * (rank == 0), *_WITH_NEXT * (rank == pp - 1))
-    kept = (tuple(event for event in group if event.kind not in left_out) for group in groups)
-    return tuple(group for group in kept if group)
+    remaining = (tuple(event for event in group if event.kind not in left_out) for group in groups)
+    return tuple(group for group in remaining if group)

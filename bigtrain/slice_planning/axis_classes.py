@@ -138,22 +138,26 @@ class AxisClasses:
     def classes(self) -> dict[int, SliceClass]:
         """The classes that have parameters and take part in the forward pass, by number."""
         members = self._members
-        found: dict[int, SliceClass] = {root: SliceClass() for root in members}
+        classes: dict[int, SliceClass] = {root: SliceClass() for root in members}
         seen: set[int] = set()
-        for held in self._trace.state.values():
-            if id(held) in seen:
+        for tensor in self._trace.state.values():
+            if id(tensor) in seen:
                 continue
-            seen.add(id(held))
-            for n, dim in enumerate(held.dims):
+            seen.add(id(tensor))
+            for n, dim in enumerate(tensor.dims):
                 for root in self._in_dim(dim):
                     sections = sections_of(dim, members[root])
-                    if sections is not None and held.name not in found[root].slices:
-                        found[root].slices[held.name] = Slices(n, sections)
-                        if held.name in self._trace.trained:
-                            found[root].parameter_bytes += held.nbytes
-        found = {root: own for root, own in found.items() if own.parameter_bytes}
-        used = _add_costs(self, self._trace, found)
-        return {root: own for root, own in found.items() if root in used}
+                    if sections is not None and tensor.name not in classes[root].slices:
+                        classes[root].slices[tensor.name] = Slices(n, sections)
+                        if tensor.name in self._trace.trained:
+                            classes[root].parameter_bytes += tensor.nbytes
+        classes = {
+            root: slice_class
+            for root, slice_class in classes.items()
+            if slice_class.parameter_bytes
+        }
+        used = _add_costs(self, self._trace, classes)
+        return {root: slice_class for root, slice_class in classes.items() if root in used}
 
     @cached_property
     def _members(self) -> dict[int, set[int]]:
@@ -180,19 +184,19 @@ class AxisClasses:
                     if (root, tensor) not in repeated:
                         before[root].add(self._root(id(first)) if first is not None else -1)
         merged = []
-        for root, own in self.classes.items():
+        for root, slice_class in self.classes.items():
             outer = next(iter(before[root])) if len(before[root]) == 1 else -1
             if outer not in self._members:
                 continue
             slices = {
-                held.name: Slices(own.slices[held.name].dim, sections)
-                for held in self._trace.state.values()
-                if held.name in own.slices
-                for dim in (held.dims[own.slices[held.name].dim],)
+                state_tensor.name: Slices(slice_class.slices[state_tensor.name].dim, sections)
+                for state_tensor in self._trace.state.values()
+                if state_tensor.name in slice_class.slices
+                for dim in (state_tensor.dims[slice_class.slices[state_tensor.name].dim],)
                 if (sections := sections_of(dim, self._members[root], self._members[outer]))
             }
-            if slices.keys() == own.slices.keys():
-                merged.append(replace(own, slices=slices))
+            if slices.keys() == slice_class.slices.keys():
+                merged.append(replace(slice_class, slices=slices))
         return merged
 
     @cached_property
@@ -205,14 +209,20 @@ class AxisClasses:
         for record in self._trace.records:
             for tensor in record.outputs:
                 for root in self.of(tensor):
-                    having = [held for held in record.inputs if root in self.of(held)]
-                    if tensor not in having and all((root, held) in repeated_in for held in having):
+                    having = [
+                        input_tensor
+                        for input_tensor in record.inputs
+                        if root in self.of(input_tensor)
+                    ]
+                    if tensor not in having and all(
+                        (root, input_tensor) in repeated_in for input_tensor in having
+                    ):
                         repeated_in.add((root, tensor))
         return repeated_in
 
-    def of(self, held: HeldTensor) -> frozenset[int]:
+    def of(self, tensor: HeldTensor) -> frozenset[int]:
         """Return the classes of all dims of a tensor."""
-        return frozenset[int]().union(*map(self._in_dim, held.dims))
+        return frozenset[int]().union(*map(self._in_dim, tensor.dims))
 
     def of_dim(self, dim: Dim) -> frozenset[int]:
         """Return the classes of a dim."""
@@ -270,8 +280,8 @@ class AxisClasses:
         if not shared and all(parts):
             # Independent parts, such as a DenseNet's concatenated features, are sliced together.
             first, *others = (self._outermost(part) for part in axis.parts)
-            for other in others:
-                self._group[self._root(other)] = self._root(first)
+            for member in others:
+                self._group[self._root(member)] = self._root(first)
             return True
         for root in every - shared:
             self._blocked[root] = "it shares a dim with others that cannot be sliced like it"
@@ -288,11 +298,11 @@ class AxisClasses:
         for tensor in self._trace.tensors:
             counts: dict[int, int] = defaultdict(int)
             for dim in tensor.dims:
-                own: dict[int, int] = defaultdict(int)
+                occurrences: dict[int, int] = defaultdict(int)
                 for axis in expanded(dim):
                     for root in self._in_axis(axis):
-                        own[root] += 1
-                for root, count in own.items():
+                        occurrences[root] += 1
+                for root, count in occurrences.items():
                     counts[root] += 1 if tensor.of_weights else count
                     if count > 1:
                         self._blocked[root] = "it is twice in one dim"
@@ -330,36 +340,36 @@ def _add_costs(
     """
     used: set[int] = set()
     entered: set[tuple[int, int]] = set()
-    whole = groups.repeated
+    repeated = groups.repeated
     for record in trace.records:
         given_out = frozenset[int]().union(*map(groups.of, record.outputs))
         summed = frozenset[int]().union(*map(groups.of_dim, record.summed))
         for root in (given_out | summed) & classes.keys():
-            own = classes[root]
+            slice_class = classes[root]
             used.add(root)
-            if not any(root in groups.of(t) and (root, t) not in whole for t in record.inputs):
+            if not any(root in groups.of(t) and (root, t) not in repeated for t in record.inputs):
                 continue  # a repeated tensor stays whole until it meets slices
-            own.flops += record.flops
-            own.is_table |= record.name == "embedding"
-            own.in_activations |= any(
+            slice_class.flops += record.flops
+            slice_class.is_table |= record.name == "embedding"
+            slice_class.in_activations |= any(
                 root in groups.of(made) for made in record.outputs if not made.of_weights
             )
             if root not in given_out:
-                own.exchanged.append(_whole_sum(record))
+                slice_class.exchanged.append(_whole_sum(record))
                 continue
             for tensor in record.inputs:
                 inside = root in groups.of(tensor)
-                if (root, tensor) in whole and tensor.trained:
-                    own.exchanged.append(
+                if (root, tensor) in repeated and tensor.trained:
+                    slice_class.exchanged.append(
                         SliceExchange("all_gather", tensor.nbytes, record.where, backward=True)
                     )
                 elif root in summed and inside and not tensor.of_weights:
-                    own.exchanged += _gathered(tensor, record)
+                    slice_class.exchanged += _gathered(tensor, record)
                 elif tensor.trained and not inside and (root, id(tensor.root)) not in entered:
                     entered.add((root, id(tensor.root)))
-                    own.exchanged.append(entry(tensor, record))
-    for held, nbytes in trace.saved:
-        for root in groups.of(held) & classes.keys():
+                    slice_class.exchanged.append(entry(tensor, record))
+    for saved_tensor, nbytes in trace.saved:
+        for root in groups.of(saved_tensor) & classes.keys():
             classes[root].activation_bytes += nbytes
     return used
 

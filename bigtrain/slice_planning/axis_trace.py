@@ -70,11 +70,11 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
         class_dim: the output's dim of a cross entropy, which may be sliced; None if the output is
             needed whole.
     """
-    found, by_values = _run(model, inputs, class_dim, guess=False)
+    trace, by_values = _run(model, inputs, class_dim, guess=False)
     if not by_values:
-        return found
+        return trace
     guessed, _ = _run(model, inputs, class_dim, guess=True)
-    return found if guessed.failed else replace(guessed, guessed=found.failed)
+    return trace if guessed.failed else replace(guessed, guessed=trace.failed)
 
 
 def _run(
@@ -149,7 +149,7 @@ class _Recorder(ForwardObserver):
         """By the id of a parameter or buffer, the tensor that `model.parameters()` or `buffers()`
         yields for it: so uses of a listed tensor are told apart from uses by a module."""
         self._listed: dict[int, HeldTensor] = {}
-        self._held: dict[int, HeldTensor] = {}
+        self._traced: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
         """The tensor that each storage was made for."""
         self._unclear: set[int] = set()
@@ -164,11 +164,11 @@ class _Recorder(ForwardObserver):
         )
         for name, tensor in named:
             trained = isinstance(tensor, nn.Parameter)
-            if id(tensor) not in self._held and (trained or tensor.is_floating_point()):
+            if id(tensor) not in self._traced and (trained or tensor.is_floating_point()):
                 dims = tuple(map(new_dim, tensor.shape))
                 self._list(tensor, self._add(tensor, dims, name=name, trained=trained))
-            if id(tensor) in self._held:
-                self.state[name] = self._held[id(tensor)]
+            if id(tensor) in self._traced:
+                self.state[name] = self._traced[id(tensor)]
 
     def call(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,35 +195,35 @@ class _Recorder(ForwardObserver):
     def save(self, tensor: Tensor) -> None:
         """Record that autograd saves a tensor for the backward pass."""
         storage = tensor.untyped_storage()
-        held = self._whole.get(storage._cdata)
-        if held is not None and not held.name:
-            self.saved[storage._cdata] = (held, storage.nbytes())
+        known = self._whole.get(storage._cdata)
+        if known is not None and not known.name:
+            self.saved[storage._cdata] = (known, storage.nbytes())
 
     def in_list(self, tensor: Any) -> Any:
         """Return the tensor that `model.parameters()` or `buffers()` yields for this one."""
         return self._twins.get(id(tensor), tensor)
 
-    def _list(self, tensor: Tensor, held: HeldTensor) -> None:
+    def _list(self, tensor: Tensor, traced: HeldTensor) -> None:
         twin = tensor.detach()
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        self._twins[id(tensor)], self._listed[id(twin)] = twin, held
+        self._twins[id(tensor)], self._listed[id(twin)] = twin, traced
 
     def note_listed(self, tensor: Any) -> HeldTensor | None:
         """Record that the values or sizes of a tensor from a list are used."""
-        held = self._listed.get(id(tensor))
-        if held is not None:
-            self.listed.setdefault(held.name, self._stack[-1] if self._stack else "")
-        return held
+        traced = self._listed.get(id(tensor))
+        if traced is not None:
+            self.listed.setdefault(traced.name, self._stack[-1] if self._stack else "")
+        return traced
 
     def lookup(self, tensor: Tensor) -> HeldTensor | None:
         """Return the axes of a tensor; None if it is whole in any case."""
-        held = self._held.get(id(tensor)) or self.note_listed(tensor)
-        if held is None and tensor.untyped_storage()._cdata in self._unclear:
+        traced = self._traced.get(id(tensor)) or self.note_listed(tensor)
+        if traced is None and tensor.untyped_storage()._cdata in self._unclear:
             why = "it is written in pieces into a tensor"
             dims = tuple(new_dim(length, why) for length in tensor.shape)
-            held = self._add(tensor, dims)
-        return held
+            traced = self._add(tensor, dims)
+        return traced
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operation."""
@@ -231,26 +231,26 @@ class _Recorder(ForwardObserver):
             func, (args, kwargs), result, self.lookup, self._stack[-1] if self._stack else ""
         )
         self._alive.append((args, kwargs, result))
-        held = [known for tensor in op.tensors if (known := self.lookup(tensor)) is not None]
-        if not held:
+        inputs = [known for tensor in op.tensors if (known := self.lookup(tensor)) is not None]
+        if not inputs:
             random = torch.Tag.nondeterministic_seeded in func.tags
             if random or any(id(tensor) in self._of_inputs for tensor in op.tensors):
                 self._of_inputs.update(map(id, op.results))
             return
         if op.name in _MAKES_ANEW or not any(tensor.numel() for tensor in op.results):
             return
-        record = OpRecord(op.name, op.where, flops_of(func, args, kwargs, result), held)
+        record = OpRecord(op.name, op.where, flops_of(func, args, kwargs, result), inputs)
         for tensor in mutated_tensors(func, args, kwargs):
             if self.lookup(tensor) is None and not self._is_whole(tensor):
                 self._unclear.add(tensor.untyped_storage()._cdata)
                 self.lookup(tensor)
-        found = list(self._dims(op))
-        of_weights = all(known.of_weights for known in held) and not any(
+        result_dims = list(self._dims(op))
+        of_weights = all(known.of_weights for known in inputs) and not any(
             id(tensor) in self._of_inputs for tensor in op.tensors
         )
-        trained = any(known.trained for known in held) and op.name != "detach"
-        for tensor, dims in zip(op.results, found, strict=True):
-            same = self._held.get(id(tensor))
+        trained = any(known.trained for known in inputs) and op.name != "detach"
+        for tensor, dims in zip(op.results, result_dims, strict=True):
+            same = self._traced.get(id(tensor))
             if same is None:
                 same = self._add(tensor, dims, of_weights=of_weights, trained=trained)
                 same.view_of = self._viewed(tensor, op)
@@ -266,7 +266,7 @@ class _Recorder(ForwardObserver):
         for record in self.records:
             for tensor in record.outputs:
                 for dim in tensor.dims if tensor not in used else ():
-                    block(dim, "the model could not be followed further")
+                    block(dim, "the model could not be traced further")
 
     def close(self, output: Any, class_dim: int | None) -> None:
         """Keep the returned tensors whole, except along the dim of the classes."""
@@ -277,17 +277,19 @@ class _Recorder(ForwardObserver):
                     block(dim, "it is returned by the model")
 
     def _dims(self, op: OpCall) -> list[Dims]:
-        own = self._own_function()
-        if own:
-            return opaque(op, f"it is passed to {own}, a custom autograd function of the model,")
+        function = self._own_function()
+        if function:
+            return opaque(
+                op, f"it is passed to {function}, a custom autograd function of the model,"
+            )
         try:
-            found = list(rule_of(op)(op))
+            result_dims = list(rule_of(op)(op))
         except (TypeError, IndexError, ValueError):  # the rule does not know this overload
-            found = opaque(op)
-        fits = len(found) == len(op.results) and all(
-            len(dims) == tensor.dim() for dims, tensor in zip(found, op.results, strict=True)
+            result_dims = opaque(op)
+        fits = len(result_dims) == len(op.results) and all(
+            len(dims) == tensor.dim() for dims, tensor in zip(result_dims, op.results, strict=True)
         )
-        return found if fits else opaque(op, MISFIT)
+        return result_dims if fits else opaque(op, MISFIT)
 
     def _own_function(self) -> str:
         """Return the name of the custom autograd function that is running; '' if none is.
@@ -311,14 +313,14 @@ class _Recorder(ForwardObserver):
         trained: bool = True,
     ) -> HeldTensor:
         nbytes = tensor.numel() * tensor.element_size()
-        held = HeldTensor(dims, nbytes, of_weights, trained, name)
-        self._held[id(tensor)] = held
-        self.tensors.append(held)
+        traced = HeldTensor(dims, nbytes, of_weights, trained, name)
+        self._traced[id(tensor)] = traced
+        self.tensors.append(traced)
         storage = tensor.untyped_storage()
         if storage.nbytes() == nbytes:
-            self._whole.setdefault(storage._cdata, held)
+            self._whole.setdefault(storage._cdata, traced)
         self._alive.append(tensor)
-        return held
+        return traced
 
     def _viewed(self, tensor: Tensor, op: OpCall) -> HeldTensor | None:
         storage = tensor.untyped_storage()._cdata
@@ -333,15 +335,15 @@ class _Recorder(ForwardObserver):
 
 def _own_functions() -> dict[CodeType, str]:
     """Return the names of custom autograd functions by their code objects."""
-    found: dict[CodeType, str] = {}
+    names: dict[CodeType, str] = {}
     pending = [torch.autograd.Function]
     while pending:
-        own = pending.pop()
-        pending += own.__subclasses__()
-        code = getattr(own.__dict__.get("forward"), "__func__", None)
-        if isinstance(code, FunctionType) and not own.__module__.startswith("torch."):
-            found[code.__code__] = own.__name__
-    return found
+        function_class = pending.pop()
+        pending += function_class.__subclasses__()
+        code = getattr(function_class.__dict__.get("forward"), "__func__", None)
+        if isinstance(code, FunctionType) and not function_class.__module__.startswith("torch."):
+            names[code.__code__] = function_class.__name__
+    return names
 
 
 _ASKS_SIZE = frozenset(
@@ -359,11 +361,11 @@ def _heads(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     names = ("out", "aux", "logits", "aux_logits", "aux_logits1", "aux_logits2")
-    found = [
+    outputs = [
         output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         for name in names
     ]
-    heads = [tensor for tensor in found if isinstance(tensor, Tensor)]
+    heads = [tensor for tensor in outputs if isinstance(tensor, Tensor)]
     return heads or [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 

@@ -112,9 +112,9 @@ def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
         if name in trace.listed:
             why = listed_reason(trace.listed[name])
             raise ConfigError(
-                f"strategy.slice.slices: {name} is sliced, and {why}: "
-                "there a rank finds its slices. Take it by its name there (self.layer.weight), or "
-                f"keep it whole: a line {name}: whole."
+                f"strategy.slice.slices slices {name}, and {why}, where each rank sees only its "
+                "slice. Read it by its name in the model's code (self.layer.weight), or keep it "
+                f"whole: a line {name}: whole."
             )
 
 
@@ -124,7 +124,7 @@ def listed_reason(where: str) -> str:
     Args:
         where: the module whose code reads the list.
     """
-    return f"{where or 'the model'!r} takes it from a list of all, as parameters() gives it"
+    return f"{where or 'the model'!r} reads it from a list of parameters, such as parameters()"
 
 
 def fullest_share(slices: Slices, ranks: int) -> float:
@@ -155,7 +155,7 @@ class _Choice:
             for name, tensor in trace.state.items()
             if name in trace.trained
         }
-        self._taken: dict[str, Slices] = {}
+        self._chosen_slices: dict[str, Slices] = {}
         self._all_single_layers = single_layers(trace)
         self._single_layers = {
             name: fit
@@ -194,14 +194,14 @@ class _Choice:
                 prices or Prices(lambda kind, n: n * _sent_per_byte(kind)), limit
             )
         for part in chosen:
-            self._taken |= part.slices
-        taken = self._taken
+            self._chosen_slices |= part.slices
+        taken = self._chosen_slices
         twins = self._unused_twins(taken)
-        taken |= {name: taken[other] for name, other in twins.items()}
+        taken |= {name: taken[twin] for name, twin in twins.items()}
         slices = {n: taken[h.name] for n, h in self._trace.state.items() if h.name in taken}
         layers = tuple(part for part in chosen if isinstance(part, SingleLayer))
         gathered = {next(iter(form.slices)) for form in layers if form.gathered}
-        gathered |= {name for name, other in twins.items() if other in gathered}
+        gathered |= {name for name, twin in twins.items() if twin in gathered}
         return SlicingPlan(
             ranks=self._ranks,
             slices=slices,
@@ -257,16 +257,16 @@ class _Choice:
 
     def _most_bytes(self) -> list[SliceCandidate]:
         """Choose the classes with most bytes; then single layers, the largest first."""
-        whole = sum(self._nbytes.values())
+        total = sum(self._nbytes.values())
         chosen = self._most_classes(alone=False)
-        if sum(map(self._sliced_bytes, chosen)) < ENOUGH * whole:
+        if sum(map(self._sliced_bytes, chosen)) < ENOUGH * total:
             chosen = self._most_classes(alone=True)
         sliced = sum(map(self._sliced_bytes, chosen))
         for candidate in sorted(chosen, key=self._sliced_bytes):
             nbytes = self._sliced_bytes(candidate)
             table = isinstance(candidate, SliceClass) and not candidate.flops
-            if table and nbytes < SMALL * whole and sliced - nbytes >= ENOUGH * whole:
-                chosen = [other for other in chosen if other is not candidate]
+            if table and nbytes < SMALL * total and sliced - nbytes >= ENOUGH * total:
+                chosen = [rest for rest in chosen if rest is not candidate]
                 sliced -= nbytes
         taken = {name for candidate in chosen for name in candidate.slices}
         kinds: dict[str, list[SingleLayer]] = {}
@@ -275,7 +275,7 @@ class _Choice:
             if form is not None:
                 kinds.setdefault(re.sub(r"\d+", "*", name), []).append(form)
         for forms in sorted(kinds.values(), key=lambda f: -sum(map(self._sliced_bytes, f))):
-            if sliced >= ENOUGH * whole:
+            if sliced >= ENOUGH * total:
                 break
             chosen += forms
             sliced += sum(map(self._sliced_bytes, forms))
@@ -328,9 +328,9 @@ class _Choice:
             least = total + points[-1].nbytes
             raise ConfigError(
                 f"mesh.tp={self._ranks}: the limit of a rank is {format_bytes(int(limit))}, and "
-                f"with everything sliced that can be it needs {format_bytes(int(least))} for "
-                "parameters, gradients, optimizer state and activations. Use more ranks, or a "
-                "smaller micro-batch."
+                "even with everything sliced that can be sliced it needs "
+                f"{format_bytes(int(least))} for parameters, gradients, optimizer state and "
+                "activations. Use more ranks, or a smaller micro-batch."
             )
         return list(fitting[0].taken)
 
@@ -379,19 +379,19 @@ class _Choice:
 
     def _why_whole(self, name: str) -> str:
         """Return why a parameter is not sliced."""
-        held = self._trace.state[name]
+        tensor = self._trace.state[name]
         if name in self._keep:
             return "as strategy.slice.keep says"
         if name in self._trace.listed:
             return listed_reason(self._trace.listed[name])
-        if held not in self._used:
+        if tensor not in self._used:
             return self._trace.failed or "this forward pass does not use it"
         reasons = []
-        for n, dim in enumerate(held.dims):
-            reason = self._why_dim(held.name, n) or self._axis_classes.why_not(dim)
+        for n, dim in enumerate(tensor.dims):
+            reason = self._why_dim(tensor.name, n) or self._axis_classes.why_not(dim)
             if reason and dim:
                 reasons.append(f"dim {n}: {reason}")
-        return "; ".join(reasons) or "it is one number"
+        return "; ".join(reasons) or "it is a scalar"
 
     @cached_property
     def _used(self) -> set[Any]:
@@ -405,11 +405,13 @@ class _Choice:
                 continue
             if candidate.units < self._ranks:
                 few = f"it has {candidate.units} parts that stay together, for {self._ranks} ranks"
-                return few if candidate.units < 2 else f"{few}: mesh.tp={candidate.units} would do"
-            for other, other_slices in candidate.slices.items():
-                taken = self._taken.get(other)
-                if taken is not None and (other == name or taken.dim != other_slices.dim):
-                    return f"{other!r}, which goes with it, is sliced along dim {taken.dim}"
+                return (
+                    few if candidate.units < 2 else (f"{few}: mesh.tp={candidate.units} would work")
+                )
+            for other_name, other_slices in candidate.slices.items():
+                taken = self._chosen_slices.get(other_name)
+                if taken is not None and (other_name == name or taken.dim != other_slices.dim):
+                    return f"{other_name!r}, which goes with it, is sliced along dim {taken.dim}"
             share = candidate.parameter_bytes / sum(self._nbytes.values())
             sent = format_bytes(sum(sent.nbytes for sent in candidate.exchanged))
             return f"it is {share:.2%} of the parameters, and slices of it would send {sent}"
@@ -436,7 +438,7 @@ class _Choice:
         if not self._keep.isdisjoint(largest):
             fix = "Leave modules out of strategy.slice.keep, or use mesh.tp=1."
         elif not self._trace.listed.keys().isdisjoint(largest):
-            fix = "Take each by its name there (self.layer.weight), or use mesh.tp=1."
+            fix = "Read each by its name in the model's code (self.layer.weight), or use mesh.tp=1."
         why = f" ({self._trace.failed})" if self._trace.failed else ""
         return (
             f"mesh.tp={self._ranks}: nothing of the model can be sliced{why}: "

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-MISFIT = "is viewed in ways that do not fit each other"
+MISFIT = "is viewed with shapes that do not fit each other"
 
 
 class DimAxis:
@@ -111,8 +111,8 @@ def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
     if any(piece is None for piece in pieces):
         return None
     outers, inners = zip(*(piece for piece in pieces if piece is not None), strict=True)
-    for other in inners[1:]:
-        unify(inners[0], other)
+    for inner_axes in inners[1:]:
+        unify(inners[0], inner_axes)
     total = DimAxis(outer)
     total.parts = list(outers)
     axis.parts, axis.factors = [], [total, *inners[0]]
@@ -144,9 +144,9 @@ def split_inner(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
     return split_outer(dim, total // length) if length and total % length == 0 else None
 
 
-def unify(one: Dim, other: Dim) -> None:
+def unify(left_dim: Dim, right_dim: Dim) -> None:
     """Make two dims of equal length the same; both are blocked if their structures do not fit."""
-    left, right = expanded(one), expanded(other)
+    left, right = expanded(left_dim), expanded(right_dim)
     while left and right:
         first, second = representative(left[0]), representative(right[0])
         if first.factors or second.factors:
@@ -164,26 +164,26 @@ def unify(one: Dim, other: Dim) -> None:
             return
 
 
-def _unify_axes(one: DimAxis, other: DimAxis) -> None:
+def _unify_axes(first: DimAxis, second: DimAxis) -> None:
     """Unify two axes of equal length that are no products."""
-    if one is other:
+    if first is second:
         return
-    if one.parts and other.parts:
-        cuts = sorted({*_bounds(one), *_bounds(other)})
+    if first.parts and second.parts:
+        cuts = sorted({*_bounds(first), *_bounds(second)})
         lengths = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
-        pieces = [_refined(axis, lengths) for axis in (one, other)]
+        pieces = [_refined(axis, lengths) for axis in (first, second)]
         if pieces[0] is None or pieces[1] is None:
-            block([one, other], MISFIT)
+            block([first, second], MISFIT)
             return
         for a, b in zip(*pieces, strict=True):
             unify(a, b)
-        other.same = one
+        second.same = first
         return
-    if one.parts:
-        one, other = other, one
-    if one.blocked:
-        block([other], one.blocked)
-    one.same = other
+    if first.parts:
+        first, second = second, first
+    if first.blocked:
+        block([second], first.blocked)
+    first.same = second
 
 
 def _bounds(axis: DimAxis) -> list[int]:
@@ -198,9 +198,9 @@ def _refined(axis: DimAxis, lengths: Sequence[int]) -> list[Dim] | None:
     refined: list[Dim] = []
     pending = list(lengths)
     for part in axis.parts:
-        whole = dim_length(part)
+        total = dim_length(part)
         part_lengths: list[int] = []
-        while sum(part_lengths) < whole:
+        while sum(part_lengths) < total:
             part_lengths.append(pending.pop(0))
         pieces = cut(part, part_lengths)
         if pieces is None:

@@ -130,13 +130,13 @@ class OpCall:
 
     def dims(self, tensor: Tensor | None) -> Dims | None:
         """Return the dims of a tensor; None if it does not depend on parameters."""
-        held = self.lookup(tensor) if tensor is not None else None
-        return held.dims if held is not None else None
+        traced = self.lookup(tensor) if tensor is not None else None
+        return traced.dims if traced is not None else None
 
     def dims_or_new(self, tensor: Tensor) -> Dims:
         """Return the dims of a tensor; new ones if it does not depend on parameters."""
-        held = self.dims(tensor)
-        return held if held is not None else tuple(new_dim(length) for length in tensor.shape)
+        known = self.dims(tensor)
+        return known if known is not None else tuple(new_dim(length) for length in tensor.shape)
 
     def block(self, dim: Dim, why: str) -> None:
         """Mark a dim as not sliceable because of this operation."""
@@ -148,14 +148,14 @@ class OpCall:
 
     def use_weight(self, factors: tuple[Tensor, Tensor], out: Dim, summed: Dim | None) -> None:
         """Record the weight of a product, with its dims, if the second factor is one."""
-        other, weight = map(self.lookup, factors)
+        factor, weight = map(self.lookup, factors)
         if weight is not None:
-            self.weight = WeightUse(weight, other, out, summed)
+            self.weight = WeightUse(weight, factor, out, summed)
 
     def of_weights(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on no parameters, or on parameters and constants alone."""
-        held = self.lookup(tensor)
-        return held is None or held.of_weights
+        traced = self.lookup(tensor)
+        return traced is None or traced.of_weights
 
 
 AxisRule = Callable[[OpCall], Iterable[Dims]]
@@ -198,8 +198,8 @@ def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
            "fake_quantize_per_tensor_affine")  # fmt: skip
 def elementwise(op: OpCall) -> list[Dims]:
     """An elementwise operation."""
-    held = [dims for dims in map(op.dims, op.tensors) if dims is not None]
-    return [same_dims(result.shape, held) for result in op.results]
+    operand_dims = [dims for dims in map(op.dims, op.tensors) if dims is not None]
+    return [same_dims(result.shape, operand_dims) for result in op.results]
 
 
 def opaque(op: OpCall, why: str = "") -> list[Dims]:

@@ -40,15 +40,15 @@ class SlicingPlan:
 
         If several classes sum the gradient of one tensor, it counts once.
         """
-        every = [sent for own in self.classes for sent in own.exchanged]
+        every = [sent for slice_class in self.classes for sent in slice_class.exchanged]
         every += [sent for form in self.single_layers for sent in form.exchanged]
-        found: list[SliceExchange] = []
+        distinct: list[SliceExchange] = []
         added: set[int] = set()
         for sent in every:
             if not sent.of or sent.of not in added:
-                found.append(sent)
+                distinct.append(sent)
                 added.add(sent.of)
-        return found
+        return distinct
 
     def lines(self) -> dict[str, str]:
         """Return specifications by name patterns, one for all equal blocks."""

@@ -36,13 +36,13 @@ def _factors(op: OpCall) -> tuple[Tensor, Tensor]:
     return left, right
 
 
-def _sum_over(op: OpCall, one: Dim, other: Dim, factors: tuple[Tensor, Tensor]) -> None:
+def _sum_over(op: OpCall, first: Dim, second: Dim, factors: tuple[Tensor, Tensor]) -> None:
     """Unify a contracted dim; it may be sliced only if one of the factors is made of weights."""
-    unify(one, other)
+    unify(first, second)
     if any(map(op.of_weights, factors)):
-        op.summed.append(one)
+        op.summed.append(first)
     else:
-        op.block(one, "activations are summed over it")
+        op.block(first, "activations are summed over it")
 
 
 @axis_rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
@@ -71,7 +71,7 @@ def convolved(op: OpCall) -> list[Dims]:
     known = op.dims(bias) if isinstance(bias, Tensor) else None
     if known is not None:
         unify(channels, known[0])
-    why = "a convolution goes along it"
+    why = "a convolution runs along it"
     for dim in (*dims[lead + 1 :], *kernel[2:]):
         op.block(dim, why)
     pixels = [op.blocked_dim(length, why) for length in result.shape[lead + 1 :]]
@@ -97,7 +97,7 @@ def attended(op: OpCall) -> list[Dims]:
             return opaque(op)
         unify(pieces[0], k[1])
     for dim in (k[2], v[2]):
-        op.block(dim, "attention goes along it")
+        op.block(dim, "attention runs along it")
     for dim in (q[3], k[3], v[3]):
         op.block(dim, "it is the width of a head")
     mask = op.arg("attn_bias") if op.arg("attn_bias") is not None else op.arg("attn_mask")

@@ -142,10 +142,14 @@ class _Search:
         inside = set(numbers)
         number = max(numbers, key=lambda n: (len(self._rivals[n] & inside), -n))
         option = self._options[number]
-        own = Point(option.cost, option.nbytes, (number,))
+        option_alone = Point(option.cost, option.nbytes, (number,))
         self._branches += 1
         with_it = [
-            Point(own.cost + p.cost, own.nbytes + p.nbytes, _Pair((own.taken, p.taken)))
+            Point(
+                option_alone.cost + p.cost,
+                option_alone.nbytes + p.nbytes,
+                _Pair((option_alone.taken, p.taken)),
+            )
             for p in self.solve(
                 tuple(n for n in numbers if n not in self._rivals[number] | {number})
             )
@@ -170,11 +174,11 @@ class _Search:
         if self._best_key is not None:
             return [min(points, key=self._best_key)]
         points.sort(key=lambda point: (point.cost, point.nbytes))
-        found: list[Point] = []
+        best_points: list[Point] = []
         for point in points:
-            if not found or point.nbytes < found[-1].nbytes:
-                found.append(point)
-        if len(found) > MOST_POINTS:
-            step = (len(found) - 1) / (MOST_POINTS - 1)
-            found = [found[round(n * step)] for n in range(MOST_POINTS)]
-        return found
+            if not best_points or point.nbytes < best_points[-1].nbytes:
+                best_points.append(point)
+        if len(best_points) > MOST_POINTS:
+            step = (len(best_points) - 1) / (MOST_POINTS - 1)
+            best_points = [best_points[round(n * step)] for n in range(MOST_POINTS)]
+        return best_points

@@ -43,12 +43,12 @@ def single_layers(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
                 products.setdefault(tensor.base.name, []).append(record)
             elif tensor.base.name and record.name not in _PERMUTATIONS:
                 others.add(tensor.base.name)
-    biases = {bias.name for found in products.values() if (bias := _bias(found[0])) is not None}
+    biases = {bias.name for uses in products.values() if (bias := _bias(uses[0])) is not None}
     forms = {}
-    for name, found in products.items():
+    for name, uses in products.items():
         if name in others:
             continue
-        made = [form for out in (True, False) if (form := _form(found, gathered=out))]
+        made = [form for out in (True, False) if (form := _form(uses, gathered=out))]
         if made:
             forms[name] = made
     without_biases = {name: made for name, made in forms.items() if name not in biases}
@@ -71,13 +71,13 @@ def _unused(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
 
 def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
     """Slice a weight by output features (`gathered`) or input features; None if it cannot be."""
-    whole: SingleLayer | None = None
+    layer: SingleLayer | None = None
     for record in records:
         use = record.weight
         if use is None:
             return None
-        weight, other = use.weight.base, use.other
-        n = _place(weight, use.out if gathered else use.summed)
+        weight, factor = use.weight.base, use.other
+        n = _dim_of_product(weight, use.out if gathered else use.summed)
         if n is None:
             return None
         slices = {weight.name: Slices.even(n, dim_length(weight.dims[n]))}
@@ -88,22 +88,22 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
             size += bias.nbytes
         kind: CommOp = "all_gather" if gathered else "all_reduce"
         sent = [SliceExchange(kind, record.outputs[0].nbytes, record.where)]
-        if other is not None and other.trained:
+        if factor is not None and factor.trained:
             # Input features that belong to groups are sliced with the groups' output features.
             parts = not gathered or use.summed is None
-            back = SliceExchange("all_gather", other.nbytes, record.where, backward=True)
-            sent.append(back if parts else entry(other, record))
-        if whole is None:
-            whole = SingleLayer(slices, gathered, size, sent, record.flops)
-        elif whole.slices != slices:
+            back = SliceExchange("all_gather", factor.nbytes, record.where, backward=True)
+            sent.append(back if parts else entry(factor, record))
+        if layer is None:
+            layer = SingleLayer(slices, gathered, size, sent, record.flops)
+        elif layer.slices != slices:
             return None
         else:
-            whole.exchanged += sent
-            whole.flops += record.flops
-    return whole
+            layer.exchanged += sent
+            layer.flops += record.flops
+    return layer
 
 
-def _place(weight: HeldTensor, wanted: Dim | None) -> int | None:
+def _dim_of_product(weight: HeldTensor, wanted: Dim | None) -> int | None:
     """Return the dim of a weight that a product uses; None if a view changed the dims before."""
     places = [n for n, dim in enumerate(weight.dims) if dim is wanted and dim]
     return places[0] if len(places) == 1 else None

@@ -76,8 +76,10 @@ def _widest(
             for begin, end in reversed(stars):
                 pattern = f"{pattern[:begin]}*{pattern[end:]}"
             expression = pattern_expression(pattern)
-            matched = {other for other in kind if expression.fullmatch(other)}
-            if len(matched) > len(most) and all(texts.get(other) == text for other in matched):
+            matched = {known_name for known_name in kind if expression.fullmatch(known_name)}
+            if len(matched) > len(most) and all(
+                texts.get(known_name) == text for known_name in matched
+            ):
                 best, most = pattern, matched
     return best, most
 
@@ -108,7 +110,7 @@ def read_lines(
             or a specification does not fit a tensor or the number of ranks.
     """
     state = _state(model)
-    said: dict[str, tuple[int, str, str]] = {}
+    specs: dict[str, tuple[int, str, str]] = {}
     for pattern, spec in lines.items():
         expression, stars = pattern_expression(pattern), pattern.count("*")
         names = [name for name in state if expression.fullmatch(name)]
@@ -119,17 +121,17 @@ def read_lines(
                 f"{', '.join(map(repr, list(state)[:3]))} and {max(0, len(state) - 3)} more."
             )
         for name in names:
-            before = said.get(name)
+            before = specs.get(name)
             if before is not None and before[0] == stars and before[2] != spec:
                 raise ConfigError(
                     f"{_KEY}: {before[1]!r} and {pattern!r} both match {name!r}, and say "
                     f"{before[2]!r} and {spec!r}. Write a line for {name!r} itself."
                 )
             if before is None or stars < before[0]:
-                said[name] = (stars, pattern, spec)
+                specs[name] = (stars, pattern, spec)
     slices: dict[str, Slices] = {}
     gathered: set[str] = set()
-    for name, (_, pattern, spec) in said.items():
+    for name, (_, pattern, spec) in specs.items():
         if spec.strip() == WHOLE:
             continue
         where = name if pattern == name else f"{name} ({pattern})"
@@ -242,18 +244,18 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return dict(named)
 
 
-def _with_tied(found: Mapping[str, Slices], state: Mapping[str, Tensor]) -> dict[str, Slices]:
+def _with_tied(by_name: Mapping[str, Slices], state: Mapping[str, Tensor]) -> dict[str, Slices]:
     """Return the slices under all names of each tensor.
 
     Raises:
         ConfigError: two names of one tensor have different slices.
     """
     by_tensor: dict[int, tuple[str, Slices]] = {}
-    for name, slices in found.items():
-        other, before = by_tensor.setdefault(id(state[name]), (name, slices))
+    for name, slices in by_name.items():
+        first_name, before = by_tensor.setdefault(id(state[name]), (name, slices))
         if before != slices:
             raise ConfigError(
-                f"{_KEY}: {other!r} and {name!r} are one tensor, and are sliced as "
+                f"{_KEY}: {first_name!r} and {name!r} are one tensor, and are sliced as "
                 f"{spec_text(before)} and {spec_text(slices)}. Write a line for one of them."
             )
     return {

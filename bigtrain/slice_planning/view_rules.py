@@ -95,10 +95,10 @@ def sliced(op: OpCall) -> list[Dims]:
         return [_parts(op, tensor, dim, lengths)[1 if start else 0]]
     pieces = split_inner(dims[dim], step) if count * step == length else None
     if pieces is None:
-        op.block(dims[dim], f"every {step}th place of it is taken")
-        rest = op.blocked_dim(count, f"every {step}th place is taken")
+        op.block(dims[dim], f"only every {step}th index of it is used")
+        rest = op.blocked_dim(count, f"only every {step}th index is used")
     else:
-        op.block(pieces[1], "one place of it is taken alone")
+        op.block(pieces[1], "a single index of it is selected")
         rest = pieces[0]
     return [(*dims[:dim], rest, *dims[dim + 1 :])]
 
@@ -109,7 +109,7 @@ def selected(op: OpCall) -> list[Dims]:
     tensor = op.tensor("self")
     dim = op.arg("dim", 0) % tensor.dim()
     dims = op.dims_or_new(tensor)
-    op.block(dims[dim], "one place of it is taken alone")
+    op.block(dims[dim], "a single index of it is selected")
     return [(*dims[:dim], *dims[dim + 1 :]) for _ in op.results]
 
 
@@ -119,12 +119,12 @@ def concatenated(op: OpCall) -> list[Dims]:
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
     parts = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
-    held = [op.dims_or_new(tensor) for tensor in parts]
-    others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in held]
+    part_dims = [op.dims_or_new(tensor) for tensor in parts]
+    others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in part_dims]
     shape = [1 if n == dim else length for n, length in enumerate(result.shape)]
     dims = same_dims(shape, others)
-    whole = joined([own[dim] for own in held])
-    return [(*dims[:dim], whole, *dims[dim + 1 :])]
+    joined_dim = joined([dims_of_part[dim] for dims_of_part in part_dims])
+    return [(*dims[:dim], joined_dim, *dims[dim + 1 :])]
 
 
 @axis_rule("stack")
@@ -240,13 +240,13 @@ def indexed(op: OpCall) -> list[Dims]:
     if masks:
         return [_masked(op, dims, masks[0], over[0])] if len(over) == 1 else opaque(op)
     for n in over:
-        op.block(dims[n], "places of it are looked up")
+        op.block(dims[n], "it is indexed by values")
     width = result.dim() - (len(dims) - len(over))
     adjacent = over == list(range(over[0], over[0] + len(over)))
     front = over[0] if adjacent else 0
     kept_dims = [dim for n, dim in enumerate(dims) if n not in over]
     new = [
-        op.blocked_dim(length, "places are looked up")
+        op.blocked_dim(length, "it comes from an index by values")
         for length in result.shape[front : front + width]
     ]
     return [(*kept_dims[:front], *new, *kept_dims[front:])]
@@ -255,8 +255,8 @@ def indexed(op: OpCall) -> list[Dims]:
 def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
     """Return the dims of a tensor indexed by a mask of some of its dims, which become one."""
     for dim in dims[first : first + mask.dim()]:
-        op.block(dim, "places of it are looked up")
-    places = op.blocked_dim(op.results[0].shape[first], "places are looked up")
+        op.block(dim, "it is indexed by values")
+    places = op.blocked_dim(op.results[0].shape[first], "it comes from an index by values")
     return (*dims[:first], places, *dims[first + mask.dim() :])
 
 
@@ -270,7 +270,7 @@ def put_at(op: OpCall) -> list[Dims]:
     count = sum(index.dim() if index.dtype.itemsize == 1 else 1 for index in indices)
     known = op.dims(values)
     for dim in (*dims[:count], *(known or ())[: max(0, values.dim() - tensor.dim() + count)]):
-        op.block(dim, "places of it are written to")
+        op.block(dim, "it is written to by index")
     if known is not None:
         last = known[max(0, values.dim() - tensor.dim() + count) :]
         same_dims(tensor.shape[count:], [dims[count:], last])
@@ -287,9 +287,9 @@ def along_numbers(op: OpCall) -> list[Dims]:
     why = f"{op.name} goes along it"
     dims = op.dims_or_new(tensor)
     others = [t for t in op.tensors if t is not tensor and op.dims(t) is not None]
-    if any(other.dim() != tensor.dim() for other in others):
+    if any(operand.dim() != tensor.dim() for operand in others):
         return opaque(op)
-    for known in (dims, *(op.dims_or_new(other) for other in others)):
+    for known in (dims, *(op.dims_or_new(operand) for operand in others)):
         op.block(known[dim], why)
     result_dims: list[Dim] = []
     for n, length in enumerate(result.shape):
@@ -301,8 +301,8 @@ def along_numbers(op: OpCall) -> list[Dims]:
             op.block(dims[n], why)
             result_dims.append(op.blocked_dim(length, why))
             continue
-        for other in others:
-            other_dim = op.dims_or_new(other)[n]
+        for operand in others:
+            other_dim = op.dims_or_new(operand)[n]
             if dim_length(other_dim) == length:
                 unify(dims[n], other_dim)
             else:

@@ -86,10 +86,10 @@ class _RegatheredInput(UseCount):
         self._begun: PendingExchange | None = None
         self._whole: Tensor | None = None
 
-    def begin(self, own: Tensor) -> None:
+    def begin(self, part: Tensor) -> None:
         """Start to gather the input, unless another layer has started that."""
         if self._whole is None:
-            self._begun = start_all_gather(own, self.slices, self.group)
+            self._begun = start_all_gather(part, self.slices, self.group)
             self._left = self.of_weights
 
     def whole(self) -> Tensor:
@@ -98,13 +98,13 @@ class _RegatheredInput(UseCount):
         Raises:
             RuntimeError: `begin` was not called.
         """
-        whole = self._whole if self._begun is None else self._begun.wait()
+        gathered = self._whole if self._begun is None else self._begun.wait()
         self._begun = None
         self._left -= 1
-        self._whole = whole if self._left > 0 else None
-        if whole is None:
+        self._whole = gathered if self._left > 0 else None
+        if gathered is None:
             raise RuntimeError("begin() was not called before whole()")
-        return whole
+        return gathered
 
 
 @dataclass(eq=False)
@@ -126,8 +126,8 @@ class _Input:
 
 def _whole_input(x: Tensor, dtype: torch.dtype | None, group: SliceGroup) -> _Input:
     source = x if dtype is None else _cast_once(x, dtype)
-    whole, uses = copied_with_uses(source, group)
-    return _Input(whole, source, uses)
+    copied, uses = copied_with_uses(source, group)
+    return _Input(copied, source, uses)
 
 
 _CAST = "_bigtrain_cast"
@@ -161,10 +161,10 @@ def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
             return known
     forget_input(group)
     source = local if dtype is None else local.to(dtype)
-    whole, inputs = gathered_with_partial_grad(source, x.slices, group), group.inputs
+    gathered, inputs = gathered_with_partial_grad(source, x.slices, group), group.inputs
     of: weakref.ref[Tensor] = weakref.ref(x, lambda _: inputs.clear())
     shared = _RegatheredInput(x.slices, group)
-    gathered_input = _Input(whole, source, shared, of, weakref.ref(local), state)
+    gathered_input = _Input(gathered, source, shared, of, weakref.ref(local), state)
     inputs.append(gathered_input)
     return gathered_input
 
@@ -179,7 +179,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        whole: Tensor,
+        whole_input: Tensor,
         source: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -187,10 +187,12 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         to_input, _, to_weight, _, _ = ctx.needs_input_grad
         # Of a whole input the alias is saved: its owner may set other data on `source`.
-        saved = source if isinstance(shared, _RegatheredInput) else whole
+        saved = source if isinstance(shared, _RegatheredInput) else whole_input
         ctx.save_for_backward(saved if to_weight else None, weight if to_input else None)
         ctx.shared = shared
-        return F.linear(whole, weight, bias).detach()  # not a view: it may be changed in place
+        return F.linear(
+            whole_input, weight, bias
+        ).detach()  # not a view: it may be changed in place
 
     @staticmethod
     @once_differentiable

@@ -35,9 +35,9 @@ class ModelSlices:
     def summary(self, model: nn.Module) -> str:
         """Return one line: how much of a model is sliced, and its largest whole parameters."""
         sizes = {name: p.numel() for name, p in model.named_parameters()}
-        whole = {name: n for name, n in sizes.items() if name not in self.by_name}
-        share = 1 - sum(whole.values()) / max(1, sum(sizes.values()))
-        largest = sorted(whole, key=lambda name: -whole[name])
+        whole_sizes = {name: n for name, n in sizes.items() if name not in self.by_name}
+        share = 1 - sum(whole_sizes.values()) / max(1, sum(sizes.values()))
+        largest = sorted(whole_sizes, key=lambda name: -whole_sizes[name])
         text = f"in slices over {self.size} ranks: {share:.1%} of the parameters"
         if not largest:
             return text
@@ -122,8 +122,8 @@ class SlicedState:
         Returns:
             The shape of the whole tensor, and the elements in it.
         """
-        whole = tuple(slices.total if dim == slices.dim else n for dim, n in enumerate(shape))
-        return whole, tuple(self._in_whole(slices, whole, extents))
+        whole_shape = tuple(slices.total if dim == slices.dim else n for dim, n in enumerate(shape))
+        return whole_shape, tuple(self._in_whole(slices, whole_shape, extents))
 
     def _in_whole(
         self, slices: Slices, shape: Sequence[int], local_extents: Iterable[Extent]

@@ -181,7 +181,7 @@ class Trial:
             if forecaster.is_local:
                 step_of = _as_measured(forecaster, last)
                 self.solved[f"{label} here"]["ranks"] = ranks_that_pay(
-                    step_of, _tried(last, self._cluster)
+                    step_of, _rank_counts(last, self._cluster)
                 )
         predicted = [row.predicted for row in rows if row.predicted and row.measured is None]
         if predicted:
@@ -189,7 +189,7 @@ class Trial:
             self.solved[f"{label} on {last.ranks}"] = {
                 "batch": batch_that_pays(last, ComputeCost(0.0, last.alone / last.batch)),
                 "bandwidth": bandwidth_that_pays(last, 1.0),
-                "ranks": ranks_that_pay(forecaster.step, _tried(last, self._cluster)),
+                "ranks": ranks_that_pay(forecaster.step, _rank_counts(last, self._cluster)),
             }
 
     def _measure(self, folder: Path, name: str, ranks: int, request: TimingRequest) -> StepTiming:
@@ -314,7 +314,7 @@ def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], 
     return step_of
 
 
-def _tried(step: SyncStep, cluster: Cluster | None) -> list[int]:
+def _rank_counts(step: SyncStep, cluster: Cluster | None) -> list[int]:
     """The numbers of ranks to try: more than the servers, and no more than there are links for."""
     most = candidates()[-1]
     if cluster is not None and cluster.between is None:

@@ -111,23 +111,23 @@ def measure_step(
     clock = CpuClock()
     workers, micro = parts.plan.batch.dp_size, parts.plan.batch.micro_size
     compute = _alone(job, micro, context, workers, request.steps)
-    other = None
+    other_compute = None
     if request.other_rows is not None:
-        other = _alone(job, request.other_rows, context, workers, request.steps)
+        other_compute = _alone(job, request.other_rows, context, workers, request.steps)
     step = compute
     if context.world_size > 1:
         step = _together(parts, context, request.steps)
         # Once more after the strategy: the machine's speed may have changed in between.
         compute = (compute + _alone(job, micro, context, workers, request.steps)) / 2
-    whole = _replayed(context, request.messages)
+    replayed = _replayed(context, request.messages)
     empty = [(kind, 0, calls) for kind, _, calls in request.messages]
     latency = _replayed(context, empty)
     others = others_cores(context.all_gather_objects(clock.read()))
     return StepTiming(
         compute=compute,
-        other_compute=other,
+        other_compute=other_compute,
         step=step,
-        whole=whole,
+        whole=replayed,
         latency=latency,
         threads=torch.get_num_threads(),
         others_cores=others,
@@ -175,15 +175,15 @@ def _replayed(context: RunContext, messages: Sequence[tuple[CommOp, int, int]]) 
     sizes = []
     for kind, nbytes, calls in messages:
         share = max(1, round(nbytes / calls / 4 / context.world_size))
-        whole = torch.zeros(share * context.world_size, device=context.device)
-        sizes.append((kind, calls, whole, torch.zeros(share, device=context.device)))
+        tensor = torch.zeros(share * context.world_size, device=context.device)
+        sizes.append((kind, calls, tensor, torch.zeros(share, device=context.device)))
     taken = []
     for _ in range(1 + REPLAYS):
         context.barrier()
         began = time.perf_counter()
-        for kind, calls, whole, part in sizes:
+        for kind, calls, tensor, part in sizes:
             for _ in range(calls):
-                exchange(context, kind, whole, part)
+                exchange(context, kind, tensor, part)
         synchronize(context.device)
         taken.append(max(context.all_gather_numbers(time.perf_counter() - began)))
     return statistics.median(taken[1:])

@@ -169,7 +169,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if args[0].fake_device.type != "cpu" or args[0].dtype not in _LOW:
             return result
         others = [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]
-        if not self._of_cuda and all(other.dtype != torch.float32 for other in others):
+        if not self._of_cuda and all(operand.dtype != torch.float32 for operand in others):
             return result
         with self:
             return (result[0], *(statistic.float() for statistic in result[1:]))

@@ -79,17 +79,17 @@ def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
         its kernels there sum as a tree and lose nothing.
     """
     in_slices: list[Tensor] = []
-    whole: list[Tensor] = []
-    for one in tensors:
-        tensor = torch.view_as_real(one) if one.is_complex() else one
+    whole_tensors: list[Tensor] = []
+    for value in tensors:
+        tensor = torch.view_as_real(value) if value.is_complex() else value
         here = tensor.device.type == "cpu"
         meant_here = device_type == "cpu" or not isinstance(tensor, FakeTensor)
-        (in_slices if here and meant_here else whole).append(tensor)
+        (in_slices if here and meant_here else whole_tensors).append(tensor)
     norms = [_norm_in_slices(tensor) for tensor in in_slices]
-    half = [tensor for tensor in whole if _is_half(tensor)]
+    half = [tensor for tensor in whole_tensors if _is_half(tensor)]
     norms += [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in half]
-    if len(half) < len(whole):
-        full = [tensor for tensor in whole if not _is_half(tensor)]
+    if len(half) < len(whole_tensors):
+        full = [tensor for tensor in whole_tensors if not _is_half(tensor)]
         norms.append(torch.nn.utils.get_total_norm(full))
     return _together(norms)
 
@@ -147,10 +147,10 @@ def _slice_norms(piece: Tensor) -> Iterator[Tensor]:
         yield _norm_in_double(piece).view(1)
         return
     flat = flat_view(piece)
-    whole = flat.numel() // _SLICE * _SLICE
-    yield torch.linalg.vector_norm(flat[:whole].view(-1, _SLICE), dim=1)
-    if whole < flat.numel():
-        yield flat[whole:]
+    even = flat.numel() // _SLICE * _SLICE
+    yield torch.linalg.vector_norm(flat[:even].view(-1, _SLICE), dim=1)
+    if even < flat.numel():
+        yield flat[even:]
 
 
 def _pieces(tensor: Tensor, most: int | None) -> Iterator[Tensor]:

@@ -71,10 +71,12 @@ class ReplacedProducts:
         """
         self._called[module] = None
         self._forward.setdefault(module, []).append(self._clock())
-        tensors = [one for one in inputs if isinstance(one, Tensor)]
-        if len({id(one) for one in tensors}) == len(tensors):
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if len({id(value) for value in tensors}) == len(tensors):
             return inputs
-        return tuple(one.view_as(one) if isinstance(one, Tensor) else one for one in inputs)
+        return tuple(
+            value.view_as(value) if isinstance(value, Tensor) else value for value in inputs
+        )
 
     def _after(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._forward.setdefault(module, []).append(self._clock())

@@ -107,10 +107,10 @@ class StateTensor:
         saved = dtype or tensor.dtype
 
         def values() -> Tensor:
-            own = local_tensor(tensor.detach())
-            if own.layout is not torch.strided:  # state of an optimizer for sparse gradients
-                own = own.to_dense()
-            return own.reshape(-1).to(saved)
+            local = local_tensor(tensor.detach())
+            if local.layout is not torch.strided:  # state of an optimizer for sparse gradients
+                local = local.to_dense()
+            return local.reshape(-1).to(saved)
 
         return cls(saved, tuple(tensor.shape), extents_of(tensor), values)
 
@@ -204,15 +204,15 @@ def box_extents(
     )
 
 
-def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
+def slice_extents(tensor: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
     """Return elements [start, stop), in memory order, of this rank's part of a tensor.
 
     Args:
-        held: a tensor or a DTensor, without gaps in memory, with any order of dims.
+        tensor: a tensor or a DTensor, without gaps in memory, with any order of dims.
         start: the first element.
         stop: one past the last element.
     """
-    local = local_tensor(held)
+    local = local_tensor(tensor)
     if local.is_contiguous():
         inside = [Extent(start, stop - start)] if stop > start else []
     else:
@@ -222,7 +222,7 @@ def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
         for extent in inside
         for run in range(extent.count)
         for outer in nested_extents(
-            extents_of(held),
+            extents_of(tensor),
             extent.start + run * extent.pitch,
             extent.start + run * extent.pitch + extent.length,
         )

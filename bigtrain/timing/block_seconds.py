@@ -130,7 +130,7 @@ class Slowdowns:
     def applied(
         self,
         model: ModelSections,
-        kept: ModelSections,
+        model_sections: ModelSections,
         choice: BlockPolicy,
         rows: int,
         timer: StepTimer,
@@ -139,26 +139,28 @@ class Slowdowns:
 
         Args:
             model: sections whose blocks have one policy.
-            kept: the same sections where blocks save everything.
+            model_sections: the same sections where blocks save everything.
             choice: the policy of `model`.
             rows: the rows of the micro-batch.
             timer: rates of the cluster.
         """
         factors = self.at(rows)
-        plain = dict(zip(section_keys(kept.sections), kept.sections, strict=True))
+        plain = dict(
+            zip(section_keys(model_sections.sections), model_sections.sections, strict=True)
+        )
         share = self.share(choice, rows) if choice == "selective" or choice == "full" else None
         sections = []
         for key, section in zip(section_keys(model.sections), model.sections, strict=True):
             slowdown = factors.get(key, (1.0, 1.0))
             if share is not None and section.name and key in plain:
-                own, whole = (
+                slowdown_alone, whole = (
                     [timer.op_seconds(work) for work in (each.forward, each.backward)]
                     for each in (section, plain[key])
                 )
                 forward, backward = (
                     factor * part * _ratio(seconds, known)
                     for factor, part, seconds, known in zip(
-                        slowdown, share, whole, own, strict=True
+                        slowdown, share, whole, slowdown_alone, strict=True
                     )
                 )
                 slowdown = forward, backward
@@ -216,15 +218,15 @@ class BlockTimer:
             SECONDS_ALLOWED,
         )
         key = self._key(request)
-        kept = _read(key)
-        if self.script is not None and not kept.answers(request.rows):
-            kept = self._timed_alone(self.script, key, request)
-        if kept.timed:
-            self.basis, sizes = "blocks", ", ".join(str(one.rows) for one in kept.timed)
+        cached = _read(key)
+        if self.script is not None and not cached.answers(request.rows):
+            cached = self._timed_alone(self.script, key, request)
+        if cached.timed:
+            self.basis, sizes = "blocks", ", ".join(str(timed.rows) for timed in cached.timed)
             self.source = f"blocks timed on this machine, {sizes} rows, {self._copies} at once"
-            busy = describe_others(kept.others_cores)
+            busy = describe_others(cached.others_cores)
             self.source += f", {busy}: the next run times them again" if busy else ""
-        return kept.timed
+        return cached.timed
 
     @property
     def oversubscription(self) -> float:
@@ -240,25 +242,27 @@ class BlockTimer:
         arguments = [json.dumps(asdict(request))]
         try:
             with BLOCKS.locked(TIMEOUT_S):
-                kept = _read(key)
-                if not kept.answers(request.rows):
-                    before = _Kept() if kept.doubtful else kept
+                cached = _read(key)
+                if not cached.answers(request.rows):
+                    before = _Kept() if cached.doubtful else cached
                     clock = CpuClock()
                     measured = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
                     on_cpu = device_type_of(self.job) == "cpu"
                     others = (others_cores([clock.read()]) or 0.0) if on_cpu else 0.0
-                    by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, measured))}
-                    kept = _Kept(
+                    by_rows = {
+                        timed.rows: timed for timed in (*before.timed, *map(_from_json, measured))
+                    }
+                    cached = _Kept(
                         [by_rows[rows] for rows in sorted(by_rows)],
                         before.sizes | set(request.rows),
                         max(others, before.others_cores),
                         launch_key(os.environ),
                     )
-                    _write(key, kept)
+                    _write(key, cached)
         except (OSError, RuntimeError, ValueError) as error:
             self.source = f"blocks could not be timed: {error}"
             return _Kept()
-        return kept
+        return cached
 
     def _key(self, request: BlockRequest) -> str:
         tensors = [
@@ -271,7 +275,7 @@ class BlockTimer:
         # The number of threads that a launcher gives each rank.
         threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // self._copies)
         parts = {
-            "figures": [one.name for kind in (BlockSeconds, _Kept) for one in fields(kind)],
+            "figures": [figure.name for kind in (BlockSeconds, _Kept) for figure in fields(kind)],
             "model": [job["model"], repr(self.model), tensors, batch],
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [device_fingerprint(device_type_of(self.job)), usable_cores(), self._copies],
@@ -311,34 +315,34 @@ def slowdowns(
     places = {BEFORE: 0, AFTER: -1, **{n: 1 + at for n, at in zip(names, order, strict=True)}}
     by_block: dict[str, list[tuple[float, float]]] = {}
     updates = []
-    for one in timed:
-        whole = sections_at(one.rows)
-        keys = section_keys(whole.sections)
+    for block in timed:
+        sections = sections_at(block.rows)
+        keys = section_keys(sections.sections)
         modelled = {
             key: (timer.op_seconds(s.forward), timer.op_seconds(s.backward))
-            for key, s in zip(keys, whole.sections, strict=True)
+            for key, s in zip(keys, sections.sections, strict=True)
         }
-        if len(one.sections) == max(places.values()) + 2 and len(keys) == len(places):
-            pairs = {key: one.sections[places[key]] for key in keys}
+        if len(block.sections) == max(places.values()) + 2 and len(keys) == len(places):
+            pairs = {key: block.sections[places[key]] for key in keys}
         else:  # only the whole model was timed: all blocks share its slowdown
-            pairs = _evenly(one, modelled, names, order)
+            pairs = _evenly(block, modelled, names, order)
         for key in keys:
             ratios = [
                 _ratio(seconds / oversubscription, known)
                 for seconds, known in zip(pairs[key], modelled[key], strict=True)
             ]
             by_block.setdefault(key, []).append((ratios[0], ratios[1]))
-        base = whole.base
+        base = sections.base
         numbers = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
-        work = base.step_work.scaled(one.trained / max(1, numbers))
-        updates.append(_ratio(one.update / oversubscription, timer.op_seconds(work)))
-    sizes = tuple(one.rows for one in timed)
+        work = base.step_work.scaled(block.trained / max(1, numbers))
+        updates.append(_ratio(block.update / oversubscription, timer.op_seconds(work)))
+    sizes = tuple(block.rows for block in timed)
     update = sorted(updates)[len(updates) // 2]
-    return Slowdowns(sizes, by_block, update, [one.shares for one in timed])
+    return Slowdowns(sizes, by_block, update, [block.shares for block in timed])
 
 
 def _evenly(
-    one: BlockSeconds,
+    block: BlockSeconds,
     modelled: Mapping[str, tuple[float, float]],
     names: Sequence[str],
     order: Sequence[int],
@@ -349,7 +353,7 @@ def _evenly(
     ratios = []
     for side in (0, 1):
         known = sum(modelled[key][side] for key in timed)
-        ratios.append(_ratio(sum(pair[side] for pair in one.sections), known))
+        ratios.append(_ratio(sum(pair[side] for pair in block.sections), known))
     return {key: (a * ratios[0], b * ratios[1]) for key, (a, b) in modelled.items()}
 
 
@@ -363,7 +367,9 @@ def _from_json(values: Any) -> BlockSeconds:
     Raises:
         ValueError: a figure is missing, of another type, or no time.
     """
-    if not isinstance(values, dict) or {*values} != {one.name for one in fields(BlockSeconds)}:
+    if not isinstance(values, dict) or {*values} != {
+        figure.name for figure in fields(BlockSeconds)
+    }:
         raise ValueError("an entry has other figures")
     sections, shares = values["sections"], values["shares"]
     if not isinstance(sections, list) or not isinstance(shares, dict):
@@ -422,19 +428,19 @@ def _read(key: str) -> _Kept:
         others, launch = entry.get("others_cores"), entry.get("launch")
         if not isinstance(launch, str) or type(others) is not float or not 0 <= others < math.inf:
             raise ValueError("an entry lacks the load of other programs")
-        return _Kept([_from_json(one) for one in timed], set(sizes), others, launch)
+        return _Kept([_from_json(values) for values in timed], set(sizes), others, launch)
     except ValueError as error:
         say_damaged(BLOCKS.path, str(error))
         return _Kept()
 
 
-def _write(key: str, kept: _Kept) -> None:
+def _write(key: str, entry: _Kept) -> None:
     """Store it as the newest entry; called with the lock."""
 
     def add(entries: dict[str, Any]) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         entries.pop(key, None)  # so that it becomes the last, which is the newest
-        entries[key] = {**asdict(kept), "sizes": sorted(kept.sizes), "when": when}
+        entries[key] = {**asdict(entry), "sizes": sorted(entry.sizes), "when": when}
         for oldest in list(entries)[:-MAX_CACHED_MODELS]:
             del entries[oldest]
 

@@ -57,10 +57,10 @@ class PlanTimer:
         if timed is None:
             return model
         if model not in self._slowed:
-            kept = self.section_library.model_sections(
+            model_sections = self.section_library.model_sections(
                 plan, rows, "keep", waiting=waiting, cut=cut, exact=False
             )
-            self._slowed[model] = timed.applied(model, kept, choice, rows, self.timer)
+            self._slowed[model] = timed.applied(model, model_sections, choice, rows, self.timer)
         return self._slowed[model]
 
     def slowdowns(self, plan: Plan) -> Slowdowns | None:

@@ -229,20 +229,20 @@ class RunClock:
             raise ConfigError(
                 f"the seconds of a step with {plan.strategy.name} cannot be predicted"
             )
-        kept = self._sections("keep")
-        chosen, names = self._chosen(kept)
+        keep_all = self._sections("keep")
+        chosen, names = self._chosen(keep_all)
         edges = self._edges()
-        whole = _whole_edges(edges, len(chosen))
+        stage_edges = _whole_edges(edges, len(chosen))
 
         def profile_of(stage: int) -> Profile:
-            first, stop = whole[stage], max(whole[stage] + 1, whole[stage + 1])
+            first, stop = stage_edges[stage], max(stage_edges[stage] + 1, stage_edges[stage + 1])
             sections = chosen[first:stop]
             layout, tp = self._resolved.layout, plan.tp
             into, out = (False, False) if layout is None else layout.between_ranks(stage)
             return compose_profile(
-                kept.base,
+                keep_all.base,
                 sections,
-                after=kept.sections[stop] if stop < len(chosen) else None,
+                after=keep_all.sections[stop] if stop < len(chosen) else None,
                 recomputed=[section.name for section in sections if section.name in names],
                 released=plan.release_gradients,
                 scatter_ranks=(tp if into else 1, tp if out else 1),
@@ -251,20 +251,20 @@ class RunClock:
         return PlanStages(
             seconds=[self._stage_seconds(chosen, start, stop) for start, stop in pairwise(edges)],
             profile_of=profile_of,
-            base=kept.base,
+            base=keep_all.base,
             timed=self._plan_timer.timed_parts(plan),
         )
 
     def _sections(self, choice: BlockPolicy) -> ModelSections:
         return self._plan_timer.sections(self._plan, self._rows, choice, cut=self._plan.pp > 1)
 
-    def _chosen(self, kept: ModelSections) -> tuple[list[Section], frozenset[str]]:
+    def _chosen(self, keep_all: ModelSections) -> tuple[list[Section], frozenset[str]]:
         """The sections, each with its block's policy, and the names of the recomputed blocks."""
         policies = {
             name: SECTION_POLICIES.get(policy, policy)
             for name, policy in self._resolved.policies.items()
         }
-        names = [section.name for section in kept.sections]
+        names = [section.name for section in keep_all.sections]
         others = [name for name, policy in policies.items() if policy != "keep"]
         unknown = [name for name in others if name not in names]
         if unknown:
@@ -273,8 +273,10 @@ class RunClock:
         if any(len(model.sections) != len(names) for model in by_policy.values()):
             raise ConfigError("the model's blocks do not follow one another")
         chosen = [
-            by_policy[policies[name]].sections[place] if name in policies else kept.sections[place]
-            for place, name in enumerate(names)
+            by_policy[policies[name]].sections[index]
+            if name in policies
+            else keep_all.sections[index]
+            for index, name in enumerate(names)
         ]
         return chosen, recomputed_names(policies)
 
@@ -284,9 +286,9 @@ class RunClock:
         A cut may go through a block: the edge then is no whole number, and divides the block's
         seconds as the cut divides its FLOPs. Layers are counted unsliced.
         """
-        whole, is_cut = without_slices(self._plan), self._plan.pp > 1
+        unsliced, is_cut = without_slices(self._plan), self._plan.pp > 1
         library = self._plan_timer.section_library
-        sections = library.model_sections(whole, self._rows, "keep", cut=is_cut).sections
+        sections = library.model_sections(unsliced, self._rows, "keep", cut=is_cut).sections
         layout, count = self._resolved.layout, len(sections)
         if layout is None or self._plan.pp == 1:
             return [0, count]
@@ -297,9 +299,9 @@ class RunClock:
             raise ConfigError("the model is cut, and its blocks do not follow one another")
         edges = [0.0]
         for before in accumulate(layout.chosen.flops[:-1]):
-            place = min(bisect_right(ends, before), count - 2)
-            into = before - (ends[place] - flops[place])
-            edges.append(place + min(1.0, max(0.0, into / flops[place] if flops[place] else 0.0)))
+            index = min(bisect_right(ends, before), count - 2)
+            into = before - (ends[index] - flops[index])
+            edges.append(index + min(1.0, max(0.0, into / flops[index] if flops[index] else 0.0)))
         return [*edges, count]
 
     def _stage_seconds(
@@ -307,8 +309,8 @@ class RunClock:
     ) -> MicroBatchSeconds:
         """The seconds of a micro-batch on a stage that may begin and end inside a section."""
         parts = [MicroBatchSeconds(0.0, 0.0)]
-        for place, section in enumerate(sections):
-            share = min(stop, place + 1.0) - max(start, float(place))
+        for index, section in enumerate(sections):
+            share = min(stop, index + 1.0) - max(start, float(index))
             if share > 0:
                 parts.append(self._timer.pass_seconds([section], self._plan.tp).scaled(share))
         return MicroBatchSeconds.sum(parts)

@@ -239,8 +239,12 @@ class StepTimer:
         # The first and the last rank hold the model's ends, and one in between stands for the rest.
         sampled = sorted({0, num_ranks // 2, num_ranks - 1})
         own_stages = ([n for n, owner in enumerate(ranks) if owner == rank] for rank in sampled)
-        rank_profiles = [[stages.profile_of(stage) for stage in own] for own in own_stages]
-        most_trained = max(sum(p.trained_elements for p in own) for own in rank_profiles)
+        rank_profiles = [
+            [stages.profile_of(stage) for stage in stages_of_rank] for stages_of_rank in own_stages
+        ]
+        most_trained = max(
+            sum(p.trained_elements for p in stages_of_rank) for stages_of_rank in rank_profiles
+        )
         update = self.update_seconds(plan, stages.base, most_trained) * stages.timed.update
         return self.step(plan, stages.seconds, rank_profiles, update, split=stages.timed.split)
 
@@ -285,18 +289,20 @@ class StepTimer:
                 form of its bubble counts with a lower bound.
         """
         micro_batches = plan.batch.accumulation_steps
-        profiles = [profile for own in rank_profiles for profile in own]
+        profiles = [profile for rank_profile in rank_profiles for profile in rank_profile]
         if plan.pp > 1 and plan.splits_backward:
             stage_seconds = [
-                replace(one, backward=sum(split) * one.backward) for one in stage_seconds
+                replace(stage, backward=sum(split) * stage.backward) for stage in stage_seconds
             ]
         compute, idle, within = self._computing(
             plan, stage_seconds, profiles, split, simulated=simulated
         )
-        slowest = max(stage_seconds, key=lambda one: one.total)
+        slowest = max(stage_seconds, key=lambda stage: stage.total)
         exchange = moving = 0.0
-        for own in rank_profiles:
-            parts = [self._traffic(plan, profile, slowest, micro_batches) for profile in own]
+        for rank_profile in rank_profiles:
+            parts = [
+                self._traffic(plan, profile, slowest, micro_batches) for profile in rank_profile
+            ]
             comm_seconds, transfer_seconds = (sum(each) for each in zip(*parts, strict=True))
             exchange, moving = max(exchange, comm_seconds), max(moving, transfer_seconds)
         update *= self.oversubscription
@@ -332,8 +338,8 @@ class StepTimer:
         micro_batches = plan.batch.accumulation_steps
         cut = plan.cut
         if plan.pp == 1 or cut is None:
-            computing = sum(one.computing for one in stage_seconds)
-            exchanging = micro_batches * sum(one.exchanging for one in stage_seconds)
+            computing = sum(stage_time.computing for stage_time in stage_seconds)
+            exchanging = micro_batches * sum(stage_time.exchanging for stage_time in stage_seconds)
             return self.oversubscription * micro_batches * computing, 0.0, exchanging
         schedule, per_rank = cut.schedule, len(stage_seconds) // plan.pp
         sending = self._sending(plan, profiles)
@@ -342,12 +348,12 @@ class StepTimer:
         ranks = stage_ranks(schedule, plan.pp, per_rank)
         gathered = max((p.boundary.gathered for p in profiles), default=0)
         stage_seconds = self._with_gathers(plan.tp, stage_seconds, ranks, gathered)
-        stages = [_with_sending(one, sending, weights_share) for one in stage_seconds]
+        stages = [_with_sending(stage_time, sending, weights_share) for stage_time in stage_seconds]
         busy_seconds, rank_seconds = [(0.0, 0.0)] * plan.pp, [0.0] * plan.pp
-        for rank, one, with_sending in zip(ranks, stage_seconds, stages, strict=True):
+        for rank, stage_time, with_sending in zip(ranks, stage_seconds, stages, strict=True):
             computing, exchanging = busy_seconds[rank]
-            computing += micro_batches * one.computing
-            busy_seconds[rank] = computing, exchanging + micro_batches * one.exchanging
+            computing += micro_batches * stage_time.computing
+            busy_seconds[rank] = computing, exchanging + micro_batches * stage_time.exchanging
             rank_seconds[rank] += micro_batches * sum(with_sending)
         is_short = 2 * len(stages) * micro_batches <= MAX_SIMULATED_ACTIONS
         bubble_fraction = None
@@ -395,9 +401,10 @@ class StepTimer:
         crosses = [False, *(a != b for a, b in pairwise(ranks)), False]
         return [
             replace(
-                one, exchange=(one.exchange[0] + seconds * into, one.exchange[1] + seconds * out)
+                stage,
+                exchange=(stage.exchange[0] + seconds * into, stage.exchange[1] + seconds * out),
             )
-            for one, (into, out) in zip(stage_seconds, pairwise(crosses), strict=True)
+            for stage, (into, out) in zip(stage_seconds, pairwise(crosses), strict=True)
         ]
 
     def _traffic(

@@ -58,7 +58,7 @@ class MadeUpAnswers(TorchDispatchMode):
             return self._number(args[0])
         if func in _PLACES and not _has_numbers(args[0]):
             self._ask(func)
-            return self._places(args[0])
+            return self._selected_indices(args[0])
         if func is _OPS.masked_select.default:
             self._ask(func)
             return args[0].new_empty(self._count(args[0].numel()))
@@ -88,7 +88,7 @@ class MadeUpAnswers(TorchDispatchMode):
             return bool(high)
         return float(high) if tensor.is_floating_point() else high
 
-    def _places(self, tensor: Tensor) -> Tensor:
+    def _selected_indices(self, tensor: Tensor) -> Tensor:
         return tensor.new_empty((self._rows(tensor), tensor.dim()), dtype=torch.int64)
 
     def _rows(self, mask: Tensor) -> int:
@@ -150,16 +150,20 @@ def made_up_chance(answer: Answer, seed: int) -> Iterator[Callable[[], bool]]:
         random.setstate((3, (*[words] * 624, 0), None))
     if numpy is not None:
         numpy.set_state(("MT19937", random.getstate()[1][:624], random.getstate()[1][624]))
-    begin = random.getstate(), None if numpy is None else _place(numpy)
+    begin = random.getstate(), None if numpy is None else _generator_position(numpy)
     try:
-        yield lambda: begin != (random.getstate(), None if numpy is None else _place(numpy))
+        yield (
+            lambda: (
+                begin != (random.getstate(), None if numpy is None else _generator_position(numpy))
+            )
+        )
     finally:
         random.setstate(before)
         if numpy is not None:
             numpy.set_state(numpy_before)
 
 
-def _place(numpy: Any) -> tuple[int, int]:
+def _generator_position(numpy: Any) -> tuple[int, int]:
     """The position of numpy's generator, and a word that differs between seeds."""
     state = numpy.get_state()
     return int(state[2]), int(state[1][0])

@@ -145,17 +145,19 @@ def _refill(value: Any, contents: Any) -> None:
         value.__dict__.update(contents)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(left: Any, right: Any) -> bool:
     plain = (int, float, bool, str, bytes, complex)
-    return one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
+    return left is right or (
+        type(left) is type(right) and isinstance(left, plain) and left == right
+    )
 
 
-def _same_all(one: Any, other: Any) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return one is other
-    if isinstance(one, dict):
-        return all(key in other and _same(one[key], other[key]) for key in one)
-    return all(_same(a, b) for a, b in zip(one, other, strict=True))
+def _same_all(left: Any, right: Any) -> bool:
+    if left is None or right is None or len(left) != len(right):
+        return left is right
+    if isinstance(left, dict):
+        return all(key in right and _same(left[key], right[key]) for key in left)
+    return all(_same(a, b) for a, b in zip(left, right, strict=True))
 
 
 @contextmanager
@@ -199,16 +201,17 @@ def traced_attributes(
             attributes -= changed.holders
         for name in sorted({name for name, _ in attributes}):
             module = modules[name]
-            own = {
+            own_attributes = {
                 key: called.get((name, key), (name, key)) for at, key in attributes if at == name
             }
             classes.append((module, type(module)))
             try:
-                module.__class__ = _watching_class(type(module), own, touched)
+                module.__class__ = _watching_class(type(module), own_attributes, touched)
             except TypeError as error:
                 raise ConfigError(
-                    f"strategy.cut: the forward pass changes {sorted(own)} of {name!r}, whose "
-                    f"reads cannot be recorded ({error}). Use a strategy without a cut."
+                    f"strategy.cut: the forward pass changes {sorted(own_attributes)} of "
+                    f"{name!r}, whose reads cannot be recorded ({error}). Use a strategy without "
+                    "a cut."
                 ) from error
         yield
     finally:
@@ -244,9 +247,9 @@ def _watching_class(
             touched(names[key], True)  # noqa: FBT003
         base.__delattr__(self, key)
 
-    own: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    own |= {"__getattribute__": get, "__setattr__": put, "__delattr__": remove}
-    made: type = type(base)(base.__name__, (base,), own)
+    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    members |= {"__getattribute__": get, "__setattr__": put, "__delattr__": remove}
+    made: type = type(base)(base.__name__, (base,), members)
     return made
 
 
@@ -258,11 +261,11 @@ def refuse_host_randomness() -> Iterator[None]:
         ConfigError: some were drawn.
     """
     numpy = sys.modules.get("numpy")
-    state, other = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
+    state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
     try:
         yield
         drawn = ["random"] if random.getstate() != state else []
-        if numpy and not _equal_states(numpy.random.get_state(legacy=False), other):
+        if numpy and not _equal_states(numpy.random.get_state(legacy=False), numpy_state):
             drawn.append("numpy.random")
         if drawn:
             raise ConfigError(
@@ -272,13 +275,13 @@ def refuse_host_randomness() -> Iterator[None]:
     finally:
         random.setstate(state)
         if numpy:
-            numpy.random.set_state(other)
+            numpy.random.set_state(numpy_state)
 
 
-def _equal_states(one: Any, other: Any) -> bool:
+def _equal_states(left: Any, right: Any) -> bool:
     return bool(
-        (one["state"]["key"] == other["state"]["key"]).all()
-        and one["state"]["pos"] == other["state"]["pos"]
+        (left["state"]["key"] == right["state"]["key"]).all()
+        and left["state"]["pos"] == right["state"]["pos"]
     )
 
 

@@ -151,9 +151,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held = {_storage_of(p): name for name, p in model.named_parameters()}
+        self._parameter_names = {_storage_of(p): name for name, p in model.named_parameters()}
         self._keep: list[Tensor] = list(model.parameters())
-        self._pure = set(self._held)
+        self._pure = set(self._parameter_names)
         """Storages whose contents depend on parameters alone."""
         self._inside: list[str] = []
         self.called: set[str] = set()
@@ -179,11 +179,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operands = tree_tensors((args, kwargs))
-        names = {self._held[_storage_of(t)] for t in operands if _storage_of(t) in self._held}
+        names = {
+            self._parameter_names[_storage_of(t)]
+            for t in operands
+            if _storage_of(t) in self._parameter_names
+        }
         self.used |= names
         pure = all(_storage_of(tensor) in self._pure for tensor in operands)
         for tensor in _written(func, args, kwargs):
-            name = self._held.get(_storage_of(tensor))
+            name = self._parameter_names.get(_storage_of(tensor))
             if name is not None and tensor.numel():
                 self.writes.append(Write(name, pure, tuple(self._inside)))
         if pure and operands:  # results are kept alive, so that no other storage gets their address
@@ -201,8 +205,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if argument.name in kwargs
             }
             weight, is_sparse = values[positions[0]], values.get(positions[1], False)
-            if _storage_of(weight) in self._held:
-                name = self._held[_storage_of(weight)]
+            if _storage_of(weight) in self._parameter_names:
+                name = self._parameter_names[_storage_of(weight)]
                 self.sparse.append(name) if is_sparse else self.dense.add(name)
         return result
 

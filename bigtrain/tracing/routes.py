@@ -166,10 +166,10 @@ def _reached(twin: nn.Module, output: object) -> frozenset[str]:
     """The trained parameters in the graph of an output; none if the graph hides some."""
     leaves: set[int] = set()
     for tensor in tree_tensors(output):
-        own, is_whole = graph_leaves(tensor)
+        leaves_of_tensor, is_whole = graph_leaves(tensor)
         if not is_whole:
             return frozenset()
-        leaves |= own
+        leaves |= leaves_of_tensor
     return frozenset(n for n, p in twin.named_parameters() if id(p) in leaves)
 
 
@@ -181,13 +181,16 @@ def _behind(twin: nn.Module, asked: _Pass, owners: list[str]) -> Iterator[str]:
     kind = type(twin.get_submodule(asked.asked_in))
     same_class = [n for n, m in twin.named_modules() if type(m) is kind]
     for name in owners:
-        is_below = any(name.startswith(f"{other}.") or not other for other in same_class)
+        is_below = any(
+            name.startswith(f"{name_of_class}.") or not name_of_class
+            for name_of_class in same_class
+        )
         if is_below and name not in asked.called_before:
             yield name
 
 
 def _inside(name: str, others: set[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in others)
+    return any(name.startswith(f"{enclosing}.") for enclosing in others)
 
 
 def _is_trained(module: nn.Module) -> bool:

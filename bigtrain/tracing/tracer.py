@@ -102,8 +102,8 @@ def _record(
         raise
     except Exception as error:
         raise ConfigError(
-            f"strategy.cut: {untraceable_message(error, recorder)}. Take what depends on values "
-            "out of the forward pass, or use a strategy without a cut."
+            f"strategy.cut: {untraceable_message(error, recorder)}. Move code that depends on "
+            "values out of the forward pass, or use a strategy without a cut."
         ) from error
 
 
@@ -139,7 +139,7 @@ def _watch_state(
     first, second = (repeat.signatures() for repeat in recorders)
     for index, call in enumerate(recorder.calls):
         if first.get((call.name, call.number)) != second.get((call.name, call.number)):
-            recorder.sealed[index] = f"{_named(call)} does other things from call to call"
+            recorder.sealed[index] = f"{_named(call)} behaves differently from call to call"
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
         label = f"{name}.{key}" if name else key
@@ -185,7 +185,7 @@ class _Recorder(ForwardObserver):
         self._stack: list[int] = []
         self._reach: list[set[int]] = [set()]
         """For each frame of the stack the values that its code has received."""
-        self._own: set[int] = set()
+        self._own_storages: set[int] = set()
         self._storages: dict[int, int] = {}
         self._modules = dict(model.named_modules())
         for tensor in tree_tensors(inputs):
@@ -207,7 +207,7 @@ class _Recorder(ForwardObserver):
             self.values.append(TracedValue(tensor, root, name, self.clock, self.frame, known=known))
             if root:
                 storage = tensor.untyped_storage()._cdata
-                self._own.add(storage)
+                self._own_storages.add(storage)
                 self._storages[index] = storage
         return index
 
@@ -350,7 +350,7 @@ class _Recorder(ForwardObserver):
     def save(self, tensor: Tensor) -> None:
         """Autograd saves a tensor for the backward pass."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._own:
+        if storage._cdata not in self._own_storages:
             nbytes, ticks = self.saved.setdefault(storage._cdata, (storage.nbytes(), []))
             ticks.append(self.clock)
 

@@ -88,9 +88,9 @@ def _unreached(
     twin, batch = fake_model(model, device, double=False), example.fake(device)
     log = CallLog()
     pairs = {  # a loss may refer to the parameters of the model itself
-        name: (own, copy)
-        for (name, own), copy in zip(model.named_parameters(), twin.parameters(), strict=True)
-        if own.requires_grad
+        name: (parameter, copy)
+        for (name, parameter), copy in zip(model.named_parameters(), twin.parameters(), strict=True)
+        if parameter.requires_grad
     }
     trained = len(pairs)
     for mode in chain([True, False], repeat(True, MORE_PASSES)):

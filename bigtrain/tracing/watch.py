@@ -123,7 +123,7 @@ def untraceable_reason(error: Exception) -> str:
     """Why a model does not run on tensors without values, in one line."""
     lines = str(error).strip().splitlines()
     if isinstance(error, NEEDS_VALUES):
-        return f"the value of a tensor decides what it does ({lines[0] if lines else ''})"
+        return f"its computation depends on the value of a tensor ({lines[0] if lines else ''})"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -173,8 +173,8 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
         if row.moved is not None:
             grown = ", ".join(f"{step.gradient or 0.0:.1e}" for step in row.moved.steps)
             yield (
-                f"{row.strategy}: the gradients of one process differ from its own by {grown} in "
-                "its steps if its weights begin one unit in the last place away; the tolerance is "
+                f"{row.strategy}: a process whose initial weights differ by one unit in the last "
+                f"place has gradients that differ by {grown} in these steps; the tolerance is "
                 f"{GROWTH} times that"
             )
         if row.verdict == "differs" and row.differences is not None:

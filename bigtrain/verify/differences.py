@@ -187,10 +187,10 @@ def _record(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / "record.json")
 
 
-def _each(one: list[float], two: list[float]) -> list[float]:
-    if len(one) != len(two):
+def _each(first: list[float], second: list[float]) -> list[float]:
+    if len(first) != len(second):
         return [math.inf]
-    return [relative_difference(a, b) for a, b in zip(one, two, strict=True)]
+    return [relative_difference(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def relative_difference(expected: float, actual: float) -> float:
@@ -206,14 +206,14 @@ _Before = Callable[[str], tuple[Tensor, Tensor]]
 class _Pair:
     """The same file of two recordings."""
 
-    def __init__(self, one: Path, two: Path) -> None:
-        self._one, self._two = tensors_of_file(one), tensors_of_file(two)
-        names = set(self._one), set(self._two)
+    def __init__(self, first: Path, second: Path) -> None:
+        self._reference, self._compared = tensors_of_file(first), tensors_of_file(second)
+        names = set(self._reference), set(self._compared)
         self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return both tensors of a name."""
-        return read_whole(self._one[name]), read_whole(self._two[name])
+        return read_whole(self._reference[name]), read_whole(self._compared[name])
 
     def differences(self, before: _Pair | None = None) -> Iterator[tuple[str, float]]:
         """Yield each name with its largest difference, relative to the tensor's largest value.
@@ -224,7 +224,7 @@ class _Pair:
         changes = before.tensors if before is not None else None
         largest = 0.0
         for name in self.common:
-            expected = read_whole(self._one[name])
+            expected = read_whole(self._reference[name])
             largest = max(largest, _highest(_since(expected, changes, name, 0)))
         for name in self.common:
             expected, actual = self.tensors(name)

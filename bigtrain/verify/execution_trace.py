@@ -131,46 +131,46 @@ class ExecutionTrace(TorchFunctionMode):
     def _note_all(self, operation: str, result: Any) -> None:
         with torch._C.DisableTorchFunction():  # a stage of a pipeline intercepts all functions
             for leaf in leaves_of(result):
-                value, whole = leaf, _identity
+                value, gather = leaf, _identity
                 if is_sliced(leaf):  # all ranks of its group take part in the gather
                     value = local_of(leaf)
-                    whole = partial(all_gather, slices=leaf.slices, group=leaf.group)
+                    gather = partial(all_gather, slices=leaf.slices, group=leaf.group)
                 known = type(value) is Tensor and value.device.type != "meta"
                 if known and id(value) not in self._states:
-                    self._note(operation, value, whole)
+                    self._note(operation, value, gather)
 
-    def _note(self, operation: str, value: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
+    def _note(self, operation: str, value: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         name = self._current if self._current in self._open else ""
         number = self._results[name, operation]
         self._results[name, operation] += 1
         where = (name, self._open.get(name, 0), operation, number)
-        self.entries.append(Entry(self.step, False, *where, self._digest(value, 1.0, whole)))
+        self.entries.append(Entry(self.step, False, *where, self._digest(value, 1.0, gather)))
         if value.requires_grad:
-            hook = partial(self._note_gradient, where, whole)
+            hook = partial(self._note_gradient, where, gather)
             value.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _note_gradient(
         self,
         where: tuple[str, int, str, int],
-        whole: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor], Tensor],
         gradient: Tensor,
     ) -> None:
         with torch._C.DisableTorchFunction():
-            digest = self._digest(gradient, self._scale, whole)
+            digest = self._digest(gradient, self._scale, gather)
         self.entries.append(Entry(self.step, True, *where, digest))
 
     def _digest(
-        self, value: Tensor, scale: float, whole: Callable[[Tensor], Tensor]
+        self, value: Tensor, scale: float, gather: Callable[[Tensor], Tensor]
     ) -> tuple[float, ...]:
         # A block that saves its products would save these, too, and not find them in its second
         # pass.
         with torch.no_grad(), _disable_current_modes():
-            return self._digest_of(whole(value.detach()), scale)
+            return self._digest_of(gather(value.detach()), scale)
 
     def _digest_of(self, value: Tensor, scale: float) -> tuple[float, ...]:
         flat = value.reshape(-1).to(torch.float64) / scale
-        whole = flat.numel() // _SIGNS * _SIGNS
-        rows, rest = flat[:whole].view(-1, _SIGNS), flat[whole:]
+        even = flat.numel() // _SIGNS * _SIGNS
+        rows, rest = flat[:even].view(-1, _SIGNS), flat[even:]
         signs = self._signs_of(_SIGNS, flat)
         products = ((rows @ signs.T) * self._signs_of(len(rows), flat).T).sum(0)
         products += signs[:, : len(rest)] @ rest

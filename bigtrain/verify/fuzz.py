@@ -72,8 +72,8 @@ class FuzzedPlan:
     @property
     def strategy(self) -> str:
         """The argument of `--strategy`."""
-        whole = self.cut is None and self.slices is None
-        replicate = self.replicate if self.dp > 1 or whole else None
+        is_whole = self.cut is None and self.slices is None
+        replicate = self.replicate if self.dp > 1 or is_whole else None
         parts = (self.cut, replicate, self.slices, self.recompute, self.offload)
         return "+".join(part for part in parts if part is not None)
 

@@ -102,24 +102,32 @@ def first_difference(
     return "none in a second run: the difference did not occur again"
 
 
-def _first_parameter(one: RankTrace, wrong: dict[str, float]) -> str:
+def _first_parameter(reference: RankTrace, wrong: dict[str, float]) -> str:
     """The first of these parameters in the order of the backward pass."""
     last_use: dict[str, int] = {}
-    for position, entry in enumerate(one.entries):
+    for position, entry in enumerate(reference.entries):
         if not entry.is_gradient:
             last_use[entry.module] = position
     name = max(wrong, key=lambda name: (last_use.get(name.rpartition(".")[0], -1), wrong[name]))
     return (
-        f"the gradient of the parameter {name}{_in_block(one, name)}, which is {wrong[name]:.1e} "
-        "off after averaging, while all values and their gradients agree"
+        f"the gradient of the parameter {name}{_in_block(reference, name)}, which is "
+        f"{wrong[name]:.1e} off after averaging, while all values and their gradients agree"
     )
 
 
 def _first_entry(
-    one: RankTrace, ranks: Sequence[RankTrace], step: int, tolerance: float, *, is_gradient: bool
+    reference: RankTrace,
+    ranks: Sequence[RankTrace],
+    step: int,
+    tolerance: float,
+    *,
+    is_gradient: bool,
 ) -> str | None:
     """The first value or gradient of a value that differs, in the order of one process."""
-    calls = {module: count // one.num_micro_batches for module, count in _calls(one, step).items()}
+    calls = {
+        module: count // reference.num_micro_batches
+        for module, count in _calls(reference, step).items()
+    }
     traced: dict[tuple[_Key, int], dict[int, tuple[RankTrace, Entry]]] = {}
     for rank in ranks:
         for entry in _of_step(rank, step, is_gradient=is_gradient):
@@ -129,35 +137,35 @@ def _first_entry(
                 call = number * per_micro_batch + entry.call % per_micro_batch
                 by_tp_rank = traced.setdefault((_key(entry), call), {})
                 by_tp_rank.setdefault(rank.tp_rank, (rank, entry))
-    expected = list(_of_step(one, step, is_gradient=is_gradient))
+    expected = list(_of_step(reference, step, is_gradient=is_gradient))
     largest = max((entry.digest[0] for entry in expected if entry.digest[0] < math.inf), default=0)
     for entry in expected:
         # Every rank of a tp group has the whole tensor.
-        for rank, other in traced.get((_key(entry), entry.call), {}).values():
-            difference = _difference(entry.digest, other.digest, largest)
+        for rank, entry_of_rank in traced.get((_key(entry), entry.call), {}).values():
+            difference = _difference(entry.digest, entry_of_rank.digest, largest)
             if difference > tolerance:
                 prefix = "the gradient of " if is_gradient else ""
                 name = f"{prefix}{entry.operation} in {entry.module or 'the model'}"
                 return (
-                    f"{name}{_in_block(one, entry.module)}, which is {difference:.1e} off on rank "
-                    f"{rank.rank} (micro-batch {entry.call // calls[entry.module] + 1} of "
-                    f"{one.num_micro_batches})"
+                    f"{name}{_in_block(reference, entry.module)}, which is {difference:.1e} off "
+                    f"on rank {rank.rank} (micro-batch {entry.call // calls[entry.module] + 1} of "
+                    f"{reference.num_micro_batches})"
                 )
     return None
 
 
-def _difference(expected: Sequence[float], other: Sequence[float], largest: float) -> float:
+def _difference(expected: Sequence[float], digest: Sequence[float], largest: float) -> float:
     """The difference of two tensors by their digests, relative to the norm of the first."""
-    if not all(map(math.isfinite, (*expected, *other))):
-        return 0.0 if list(map(repr, expected)) == list(map(repr, other)) else math.inf
-    squares = [(a - b) ** 2 for a, b in zip(expected[1:], other[1:], strict=True)]
-    difference = max(math.sqrt(sum(squares) / len(squares)), abs(expected[0] - other[0]))
+    if not all(map(math.isfinite, (*expected, *digest))):
+        return 0.0 if list(map(repr, expected)) == list(map(repr, digest)) else math.inf
+    squares = [(a - b) ** 2 for a, b in zip(expected[1:], digest[1:], strict=True)]
+    difference = max(math.sqrt(sum(squares) / len(squares)), abs(expected[0] - digest[0]))
     return difference / max(expected[0], largest * GRADIENT_FLOOR, 1e-30)
 
 
-def _calls(one: RankTrace, step: int) -> Counter[str]:
+def _calls(trace: RankTrace, step: int) -> Counter[str]:
     calls: Counter[str] = Counter()
-    for entry in _of_step(one, step, is_gradient=False):
+    for entry in _of_step(trace, step, is_gradient=False):
         calls[entry.module] = max(calls[entry.module], entry.call + 1)
     return calls
 
@@ -170,6 +178,6 @@ def _key(entry: Entry) -> _Key:
     return entry.is_gradient, entry.module, entry.operation, entry.number
 
 
-def _in_block(one: RankTrace, name: str) -> str:
-    blocks = [block for block in one.blocks if f"{name}.".startswith(f"{block}.")]
+def _in_block(trace: RankTrace, name: str) -> str:
+    blocks = [block for block in trace.blocks if f"{name}.".startswith(f"{block}.")]
     return f" (block {max(blocks, key=len)})" if blocks else ""

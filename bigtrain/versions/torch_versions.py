@@ -116,9 +116,9 @@ def backward_for_inputs(
     if not SCHEDULES_LET_GO:
         roots = [_EdgeRoot(*root) if isinstance(root, GradientEdge) else root for root in roots]
     split: Any = _backward.stage_backward_input
-    found: tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]
-    found = split(roots, gradients, inputs, parameters)
-    return found
+    gradients_and_state: tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]
+    gradients_and_state = split(roots, gradients, inputs, parameters)
+    return gradients_and_state
 
 
 def backward_for_weights(

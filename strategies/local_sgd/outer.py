@@ -87,8 +87,8 @@ class Outer:
     def differs(self) -> bool:
         """Whether the parameters of replicas may differ."""
         settings = self._settings
-        whole = settings.fragments == 1 and settings.delay == 0
-        return not whole or self.steps % settings.every != 0
+        is_plain = settings.fragments == 1 and settings.delay == 0
+        return not is_plain or self.steps % settings.every != 0
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """The anchors and momenta."""

@@ -73,11 +73,11 @@ class AsyncSettings:
     replay: str | None
 
 
-def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
+def read_pushes(location: str, workers: int, servers: int) -> list[Push]:
     """Read the log of a run.
 
     Args:
-        place: the path of the file, or of the run's folder.
+        location: the path of the file, or of the run's folder.
         workers: their number in the run that repeats it.
         servers: their number in that run.
 
@@ -85,8 +85,8 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
         ConfigError: there is no such log, it is of another number of ranks, or its run lost a
             worker or was resumed.
     """
-    path = Path(place) / LOG if os.path.isdir(place) else Path(place)
-    key = f"strategy.replicate.replay={place}"
+    path = Path(location) / LOG if os.path.isdir(location) else Path(location)
+    key = f"strategy.replicate.replay={location}"
     try:
         lines = [parse_json(line, path) for line in read_text(path, most=MOST_LINES).splitlines()]
         pushes = [
@@ -147,11 +147,11 @@ class AsyncPulledUpdate(PulledUpdate):
         for server, version in enumerate(self._versions):
             heads.send([version, *self.own_loss, self.own_norm], server)
         answers = [heads.receive(ANSWER_NUMBERS, server) for server in range(len(self._versions))]
-        whole = {
+        gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in self.parameters.items()
         }
-        self.begin_push(whole)
+        self.begin_push(gradients)
         self.begin_pull()
         heads.finish()
         self.messages.finish()

@@ -46,12 +46,12 @@ class ServerUpdate:
         for piece in pieces_of(parameters, servers, may_split=not self._whole):
             if piece.owner == context.dp_rank:
                 assembly.materialize([piece.name])
-                whole = parameters[piece.name].detach()
-                values = piece_view(whole, piece).clone()
+                parameter = parameters[piece.name].detach()
+                values = piece_view(parameter, piece).clone()
                 self.pieces[piece] = nn.Parameter(
-                    values.view(whole.shape) if self._whole else values
+                    values.view(parameter.shape) if self._whole else values
                 )
-                parameters[piece.name].data = whole.new_empty(0)
+                parameters[piece.name].data = parameter.new_empty(0)
         assembly.materialize([])  # collective: some models are sent by rank 0 as a whole
         shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
         for piece, shard in self.pieces.items():
@@ -77,8 +77,8 @@ class ServerUpdate:
         ]
         for total in messages:
             arriving = [tensor[: total.numel()] for tensor in buffers]
-            place = self.messages.worker_place
-            works = [self.messages.receive(t, place(n)) for n, t in enumerate((total, *arriving))]
+            rank_of = self.messages.worker_place
+            works = [self.messages.receive(t, rank_of(n)) for n, t in enumerate((total, *arriving))]
             for work in works:
                 if work is not None:
                     work.wait()

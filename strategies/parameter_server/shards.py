@@ -67,18 +67,18 @@ class Messages:
         """Return the dp rank of a worker; servers come first."""
         return self.num_servers + worker
 
-    def send(self, tensor: Tensor, place: int) -> None:
+    def send(self, tensor: Tensor, index: int) -> None:
         """Begin to send to a dp rank; the tensor must not change until `finish`."""
-        self._waiting.append(dist.isend(tensor, self._ranks[place], self._group))
+        self._waiting.append(dist.isend(tensor, self._ranks[index], self._group))
         self._sent.append(tensor)
 
-    def receive(self, tensor: Tensor, place: int) -> dist.Work | None:
+    def receive(self, tensor: Tensor, index: int) -> dist.Work | None:
         """Begin to receive from a dp rank."""
-        return dist.irecv(tensor, self._ranks[place], self._group)
+        return dist.irecv(tensor, self._ranks[index], self._group)
 
-    def receive_later(self, tensor: Tensor, place: int) -> None:
+    def receive_later(self, tensor: Tensor, index: int) -> None:
         """Begin to receive a tensor that is complete after `finish`."""
-        self._waiting.append(self.receive(tensor, place))
+        self._waiting.append(self.receive(tensor, index))
 
     def finish(self) -> None:
         """Wait for all messages that have begun."""

@@ -28,10 +28,10 @@ class PulledUpdate:
     ) -> None:
         self.parameters = parameters
         self.messages = Messages(assembly.context, servers)
-        whole = WholeOptimizer.of(assembly.make_optimizer, parameters)
-        self.pieces = pieces_of(parameters, servers, may_split=whole.kind.elementwise)
+        optimizer = WholeOptimizer.of(assembly.make_optimizer, parameters)
+        self.pieces = pieces_of(parameters, servers, may_split=optimizer.kind.elementwise)
         # It has no parameters; a schedule sets its learning rate as that of any other.
-        self.optimizer = whole.put_on({})
+        self.optimizer = optimizer.put_on({})
 
     def push(self, gradients: Mapping[str, Tensor]) -> None:
         """Send gradients to the servers, and wait until they have arrived."""
@@ -55,8 +55,8 @@ class PulledUpdate:
     def begin_pull(self) -> None:
         """Begin to receive."""
         for piece in self.pieces:
-            whole = self.parameters[piece.name].detach()
-            for part in messages_of(piece_view(whole, piece)):
+            parameter = self.parameters[piece.name].detach()
+            for part in messages_of(piece_view(parameter, piece)):
                 self.messages.receive_later(part, piece.owner)
 
     def resident_tensors(self) -> Iterable[Tensor]:

@@ -90,7 +90,7 @@ class Shared(Blocks):
 
 
 def test_a_block_in_two_places_is_one_block():
-    assert "4 blocks keep: 4 everything;" in resolved_plan_for(Shared, 10**9).notes[0]
+    assert "of 4 blocks, 4 save all activations;" in resolved_plan_for(Shared, 10**9).notes[0]
     plain = run_ranks(run, 1, Shared, rows(), {})[0]
     recomputed = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
     assert plain[0] == recomputed[0]
@@ -111,6 +111,6 @@ class Flat(nn.Module):
 def test_nothing_to_keep_less_of_is_said():
     """A model without blocks, and one whose block is not called, are reported."""
     result = run_ranks(run, 1, Flat, rows(), WAYS["full"])[0]
-    assert any("this model has no blocks" in line for line in result[3])
+    assert any("this model has no repeated blocks" in line for line in result[3])
     result = run_ranks(run, 1, Flat, rows(), {f"{RECOMPUTE}.layers": ["unused"]})[0]
     assert any("unused is not called" in line for line in result[3])

@@ -20,7 +20,10 @@ from bigtrain.errors import ConfigError
 
 
 def test_a_block_that_changes_its_input_is_kept_under_a_budget():
-    assert "3 everything;" in resolved_plan_for(partial(Blocks, ChangesItsInput), 10**9).notes[0]
+    assert (
+        "3 save all activations;"
+        in resolved_plan_for(partial(Blocks, ChangesItsInput), 10**9).notes[0]
+    )
 
 
 def test_a_scripted_block_is_refused():

@@ -27,8 +27,9 @@ def test_rprop_is_refused_on_shards(strategy: str, options: dict[str, Any]) -> N
     with pytest.raises(ConfigError) as refused:
         check(strategy, partial(torch.optim.Rprop, **options))
     assert str(refused.value) == (
-        "optimizer: torch's Rprop writes where signs differ, which torch does not do on the shards "
-        f"(DTensors) of strategy {strategy}. Use --strategy zero1_torch, or another optimizer."
+        "optimizer: torch's Rprop assigns to elements selected by a mask, and torch does not "
+        f"support that on DTensors, the shards of strategy {strategy}. Use --strategy "
+        "zero1_torch, or another optimizer."
     )
 
 

@@ -36,7 +36,7 @@ def resolved_plan(budget: object, model=gpt_without, **keys: Any) -> Any:
 def test_a_budget_with_room_for_all_keeps_all():
     plan = resolved_plan("1GiB")
     assert set(plan.plan.techniques["recompute"].blocks.values()) == {"keep"}
-    assert "4 everything;" in plan.notes[0]
+    assert "4 save all activations;" in plan.notes[0]
 
 
 def test_the_smallest_peak_is_named_and_reached():
@@ -52,9 +52,9 @@ def test_the_smallest_peak_is_named_and_reached():
 
 
 def test_a_share_of_the_device_is_a_budget():
-    assert "4 everything;" in resolved_plan("50%").notes[0]
-    assert "4 everything;" in resolved_plan(0.5).notes[0]
-    assert "4 everything;" in resolved_plan("0.5").notes[0]
+    assert "4 save all activations;" in resolved_plan("50%").notes[0]
+    assert "4 save all activations;" in resolved_plan(0.5).notes[0]
+    assert "4 save all activations;" in resolved_plan("0.5").notes[0]
 
 
 def test_no_example_no_budget():
@@ -73,12 +73,12 @@ class Unpredictable(nn.Module):
 
 
 def test_a_model_that_cannot_be_forecast_has_no_budget():
-    with pytest.raises(ConfigError, match=r"there is none: .*Use strategy.recompute.mode=full"):
+    with pytest.raises(ConfigError, match=r"cannot be forecast: .*recompute.mode=full"):
         resolved_plan(1000, model=Unpredictable)
 
 
 def test_a_model_without_blocks_has_no_budget():
-    with pytest.raises(ConfigError, match=r"no blocks to choose for.*layers="):
+    with pytest.raises(ConfigError, match=r"this model has none.*layers="):
         resolved_plan(1000, model=nn.Identity)
 
 

@@ -62,7 +62,7 @@ def test_the_command_is_there_and_says_what_it_can_do(tmp_path):
     done = forked_cli(["checkpoint", "verify", str(path / "model.safetensors.index.json")])
     assert done.returncode == 2
     assert done.stderr.startswith("bigtrain: verify: there is no checkpoint of bigtrain at '")
-    assert "becomes one by: bigtrain checkpoint convert " in done.stderr
+    assert "of another library with: bigtrain checkpoint convert " in done.stderr
     done = forked_cli(["checkpoint", "inspect", str(tmp_path / "nowhere")])
     assert done.returncode == 2
     assert done.stderr.startswith(f"bigtrain: inspect: there is nothing at '{tmp_path}/nowhere'. ")
@@ -246,7 +246,7 @@ def test_convert_says_what_it_made_and_what_it_left_out(tmp_path, capsys):
     assert "Left out: epoch." in text
     assert "No optimizer state was converted: a run from here starts with a new one." in text
     assert "data start from the beginning. Use --samples N to set it." in text
-    assert f"Go on from it with: bigtrain train --resume {path}" in text
+    assert f"Continue from it with: bigtrain train --resume {path}" in text
     words = ("convert", tmp_path / "w.pt", tmp_path / "again", "--samples", "9", "--tie", "b=a")
     status, document = run_json(capsys, *words)
     assert (document["model"], document["samples_seen"], document["step"]) == (2, 9, 0)

@@ -132,9 +132,9 @@ def test_one_that_may_not_be_looked_into_counts_as_damaged(
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("a" * 300, "it has a name of 300 bytes, and 255 are the most"),
+        ("a" * 300, "it has a name of 300 bytes, and at most 255 are allowed"),
         ("a" * 5000, "it has a name of 5000 bytes"),
-        ("a/" * 3000, "it has 6000 bytes, and 4095 are the most"),
+        ("a/" * 3000, "it has 6000 bytes, and at most 4095 are allowed"),
         ("a\0b", "it has a NUL character"),
         ("a\ud800", "half of a character"),
         ("/proc/self/mem", "there is no checkpoint at"),

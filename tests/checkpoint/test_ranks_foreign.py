@@ -70,7 +70,7 @@ def test_a_folder_of_torchs_distributed_checkpoint_is_gone_on_from(tmp_path):
     done = forked_cli(["checkpoint", "convert", str(source), str(run), "--samples", "24"])
     assert done.returncode == 0, done.stderr
     assert "8 tensors of the model, 21 of the optimizer" in done.stdout
-    assert f"Go on from it with: bigtrain train --resume {run / 'step-3'}" in done.stdout
+    assert f"Continue from it with: bigtrain train --resume {run / 'step-3'}" in done.stdout
     assert Checkpoint(run / "step-3").meta["samples_seen"] == 24
     assert_continues(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
 

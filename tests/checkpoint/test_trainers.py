@@ -297,7 +297,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
         reordered.state_dict()
     )
     strange = {f"x.{name}": value for name, value in state_by_name(model, optimizer).items()}
-    assert "it has 'x.up.weight', and the model has not" in note(
+    assert "it has 'x.up.weight', which the model does not have" in note(
         {"state": strange, "param_groups": []}
     )
     assert note({"state": {}, "param_groups": []}) == "Left out: optimizer."

@@ -392,7 +392,7 @@ def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
     [
         (["--strategies", "dpd"], r"unknown 'dpd', did you mean 'ddp'"),
         (["--strategies", "ddp,ddp"], "ddp is named twice"),
-        (["--strategies", ","], "names none"),
+        (["--strategies", ","], "names no strategy"),
         (["-n", "0"], "at least 1 rank is needed"),
         (["no_such_job"], "unknown 'no_such_job'"),
         (["--steps", "0"], "at least 1 is needed"),

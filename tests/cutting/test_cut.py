@@ -145,7 +145,7 @@ def test_autocast_gives_the_same_numbers() -> None:
 def test_what_looks_at_values_is_refused_by_name() -> None:
     model = make_model(Case(ValueDependent, rows))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    with pytest.raises(ConfigError, match=r"'gate' fails: the value of a tensor decides"):
+    with pytest.raises(ConfigError, match=r"'gate' fails: its computation depends"):
         traced_model.trace(batch(rows()), training=True)
 
 
@@ -286,8 +286,8 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
         choose_cut(traced_model, batches[0], CutRequest(2))
     assert str(raised.value) == (
         "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. It cannot "
-        "be cut before 'middle' and 1 others: the model's own code does other things from call to "
-        "call. Use a strategy without a cut."
+        "be cut before 'middle' and 1 others: the model's own code behaves differently from call "
+        "to call. Use a strategy without a cut."
     )
     _, traced_model, batches = trace_case(Case(Chain, rows))
     with pytest.raises(
@@ -314,7 +314,7 @@ class Swallows(nn.Module):
 
 def test_a_stage_whose_end_is_caught_says_so() -> None:
     model, micro_batch, cut = cut_of(Case(Swallows, rows), "last")
-    with pytest.raises(ConfigError, match="reached the end of the model without its part"):
+    with pytest.raises(ConfigError, match="reached the end of the model without running its part"):
         stages_of(cut, model)[0].train()(micro_batch=micro_batch, scale=1.0)
 
 

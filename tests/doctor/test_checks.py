@@ -55,7 +55,13 @@ def like_single(**changes: object) -> CheckedRun:
         (checks.explains_out_of_memory, FAILED, "does not say 'out of memory'"),
         (
             checks.explains_out_of_memory,
-            replace(FAILED, last_lines=["rank 0 ran out of memory", "what would fit:"]),
+            replace(
+                FAILED,
+                last_lines=[
+                    "rank 0 ran out of memory",
+                    "with one of these changes the job is predicted to fit:",
+                ],
+            ),
             None,
         ),
     ],

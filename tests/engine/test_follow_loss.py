@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
     ),
     "halves of the rows in pairs": (
         lambda o, _: F.mse_loss(*o.chunk(2)),
-        "of made-up outputs it is .* for 4 rows at once, and .* for two halves",
+        "of random outputs it is .* for 4 rows at once, and .* for two halves",
     ),
     "in another order": (
         lambda o, _: F.mse_loss(o, o.flip(0)),
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
     ),
     "two sums multiplied": (
         lambda o, _: torch.einsum("bti,cti->", o, o),
-        "of made-up outputs",
+        "of random outputs",
     ),
     "a count of rows": (lambda o, _: chosen_by(o).sum(), "it counts rows"),
     "a value for each row": (lambda o, t: loss_per_target(o, t).sum(1), "a value for each row"),

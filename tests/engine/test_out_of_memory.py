@@ -70,11 +70,11 @@ def test_capped_run_explains_itself_and_what_it_names_fits(tmp_path):
     text = done.stderr
     assert "rank 0 ran out of memory in the" in text
     assert "memory.cap=60.0MiB" in text
-    assert "it held" in text
+    assert "peak so far: " in text
     assert "activations" in text
-    assert "dominate" in text
+    assert "The largest part is " in text
     assert "Traceback" not in text
-    remedies = text.split("what would fit, by prediction:\n")[1].splitlines()
+    remedies = text.split("is predicted to fit:\n")[1].splitlines()
     words = [line.split("  (predicted")[0].split() for line in remedies if "(predicted" in line]
     assert 2 <= len(words) <= 3
     for number, change in enumerate(words):
@@ -86,10 +86,10 @@ def test_dry_run_says_beforehand_what_does_not_fit_and_what_would(tmp_path):
     words = ("--strategy", "single", "--dry-run", *GPT)
     done = bigtrain(tmp_path, "train", *words, "--cap", "60MiB")
     assert done.returncode == 0, done.stderr
-    assert "is more than the 60.0 MiB that a rank can take" in done.stdout
-    assert "train.micro_batch_size=" in done.stdout.split("what would fit, by prediction:")[1]
+    assert "is more than the 60.0 MiB that a rank may use" in done.stdout
+    assert "train.micro_batch_size=" in done.stdout.split("is predicted to fit:")[1]
     roomy = bigtrain(tmp_path, "train", *words, "--cap", "4GiB")
-    assert "what would fit" not in roomy.stdout
+    assert "predicted to fit" not in roomy.stdout
 
 
 def test_plain_ddp_does_not_fit_and_sharding_and_recomputing_do(tmp_path):
@@ -134,7 +134,7 @@ def test_all_ranks_stop_where_one_has_no_memory(tmp_path):
     assert done.returncode == 1
     assert time.monotonic() - began < 60
     assert "rank 1 ran out of memory in the forward pass of step 3" in done.stderr
-    assert "4.00 PiB" in done.stderr or "TiB more were asked for" in done.stderr
+    assert "4.00 PiB" in done.stderr or "TiB would exceed" in done.stderr
     assert done.stderr.count("ran out of memory") == 1
 
 
@@ -197,19 +197,21 @@ def test_other_errors_are_left_alone(error):
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
     monkeypatch.setattr(out_of_memory, "REMEDY_TIMEOUT_S", seconds)
-    monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["strategy=fsdp"]])])
+    monkeypatch.setattr(
+        remedies, "_kinds_of_change", lambda *_: [lambda: iter([["strategy=fsdp"]])]
+    )
     small = Peak("forward", Breakdown(parameters=MIB))
     subject = SimpleNamespace(peak=lambda _: small, resolved=ON_CPU)
     needed = Peak("forward", Breakdown(parameters=200 * MIB))
     fullest = FullestRank.among({0: needed})
     said = "\n".join(predict_out_of_memory(subject, fullest, 100 * MIB))
-    assert ("was ended by its time limit: there may be more" in said) == (seconds == 0)
+    assert ("reached its time limit: others may fit, too" in said) == (seconds == 0)
     assert ("strategy=fsdp" in said) == (seconds > 0)
 
 
 def test_on_a_gpu_what_fits_leaves_room_for_workspaces_and_segments(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["a=1"], ["a=2"]])])
+    monkeypatch.setattr(remedies, "_kinds_of_change", lambda *_: [lambda: iter([["a=1"], ["a=2"]])])
     peaks = {"a=1": 700 * MIB, "a=2": 600 * MIB}
 
     def said(needed, on, limit=GIB):
@@ -267,7 +269,7 @@ def test_micro_batches_are_not_halved_where_the_smallest_does_not_fit(monkeypatc
             lambda: remedies._EachLess([["8"], ["4"], ["2"], ["1"]]),
             lambda: iter([["full"]]),
         ]
-        monkeypatch.setattr(remedies, "_ways", lambda *_: ways)
+        monkeypatch.setattr(remedies, "_kinds_of_change", lambda *_: ways)
         found = remedies.RemedySearch()
         found.run(SimpleNamespace(peak=peak, resolved=ON_CPU), 400 * MIB, 60.0)
         assert found.complete

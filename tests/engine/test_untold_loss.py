@@ -196,12 +196,16 @@ def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, cl
 @pytest.mark.parametrize(
     ("model", "targets", "message"),
     [
-        (Net(), torch.zeros(4), r"targets \(4,\) of float32, outputs \(4, 3\) tell none"),
-        (Net(1), torch.zeros(4), r"outputs \(4, 1\) tell none"),
-        (Net(), torch.zeros(4, 3, dtype=torch.long), "tell none"),
+        (Net(), torch.zeros(4), r"targets \(4,\) of float32, outputs \(4, 3\) do not determine"),
+        (Net(1), torch.zeros(4), r"outputs \(4, 1\) do not determine"),
+        (Net(), torch.zeros(4, 3, dtype=torch.long), "do not determine"),
         (Net(), torch.zeros(4, dtype=torch.bool), "of bool"),
-        (Net(), {"a": torch.zeros(4)}, "targets are a dict, the output a Tensor, which tell none"),
-        (Sized(), torch.zeros(4), "the model's output was not to be had on fake tensors"),
+        (
+            Net(),
+            {"a": torch.zeros(4)},
+            "targets are a dict, the output a Tensor, which do not determine",
+        ),
+        (Sized(), torch.zeros(4), "the model does not run on fake tensors, so its output"),
     ],
 )
 def test_what_tells_no_loss_is_refused_with_both_ways_out(model, targets, message):

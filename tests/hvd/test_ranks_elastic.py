@@ -179,7 +179,7 @@ def test_what_a_file_cannot_hold_is_refused(single_session, tmp_path, monkeypatc
     def train(state: Any) -> None:
         state.commit()
 
-    with pytest.raises(ConfigError, match=r"state.odd of type Odd cannot be kept in a file"):
+    with pytest.raises(ConfigError, match=r"state.odd of type Odd cannot be stored in a file"):
         train(state)
     assert not list(tmp_path.iterdir())
     state.odd = {"a": [1, 2.5, None, "x", (True, torch.ones(2))]}
@@ -202,13 +202,13 @@ def test_a_damaged_commit_is_refused_by_name(single_session, tmp_path, monkeypat
     train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
     (path,) = tmp_path.iterdir()
     good = path.read_bytes()
-    with pytest.raises(CheckpointError, match=r"has 'model', and the state has not. Give"):
+    with pytest.raises(CheckpointError, match=r"has 'model', which the state does not have. Give"):
         train(hvd.elastic.TorchState(batch=1))
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 1
     for damaged in (b"", good[:100], b"x" * 200, good[:-100], bytes(flipped)):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"commit-1-\w+.pt cannot be gone on from: it is"):
+        with pytest.raises(CheckpointError, match=r"commit-1-\w+.pt cannot be resumed from: it is"):
             train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
     path.unlink()
     path.mkdir()

@@ -90,7 +90,7 @@ def test_reductions_are_those_of_all_tensors():
             for name in ("average", *plain):
                 got, whole = out[dtype, name], not (dtype.is_floating_point or dtype.is_complex)
                 if name == "average" and whole:
-                    assert "would be cut off. Give op=hvd.Sum" in got
+                    assert "would be truncated. Give op=hvd.Sum" in got
                 elif (dtype.is_complex and name in ("min", "max", "product")) or (
                     dtype is torch.bool and name == "sum"
                 ):
@@ -319,7 +319,7 @@ def test_ranks_without_data_take_part_with_zeros():
     assert results[0]["average"] == 1.0
     assert results[0]["half"] == [[3.0, 3.0]] * 2
     for name in ("gather", "broadcast", "min"):
-        assert "has joined, and takes part in sums and averages alone" in results[0][name]
+        assert "has joined, and takes part only in sums and averages" in results[0][name]
     assert "sparse_as_dense=True" in results[0]["gather"]
     assert "allreduce with op=min" in results[0]["min"]
     assert [(out["last"], out["after"], out["again"]) for out in results] == [(0, 1.0, True)] * 3
@@ -527,7 +527,7 @@ def test_one_process_has_all_of_it(alone):
 def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
     ones = torch.ones(1)
     refused: dict[str, Callable[[], Any]] = {
-        "average=True and op='sum' are given, and both say how. Leave out average=True": (
+        "average=True and op='sum' are given, and both select the reduction": (
             lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)
         ),
         "op='mean' is not known. Use op=hvd.Average": lambda: hvd.allreduce(ones, op="mean"),
@@ -538,14 +538,14 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
             lambda: hvd.allreduce(ones, compression=torch.float16)
         ),
         "without dims has no rows. Give tensor.reshape(1)": lambda: hvd.allgather(torch.tensor(1)),
-        "without dims has no rows to share": lambda: hvd.reducescatter(torch.tensor(1.0)),
+        "without dims has no rows to divide": lambda: hvd.reducescatter(torch.tensor(1.0)),
         "splits=[2], and 1 numbers whose sum is the 1 rows": lambda: hvd.alltoall(ones, [2]),
         "str is no tensor. Give torch.tensor(...), or use hvd.broadcast_object": (
             lambda: hvd.broadcast("x", 0)
         ),
         "int is no handle. Give what": lambda: hvd.synchronize(3),
         "is not a list of ranks, and communicators of MPI": lambda: hvd.ProcessSet(object()),
-        "a rank stands twice": lambda: hvd.ProcessSet([0, 0]),
+        "a rank occurs twice": lambda: hvd.ProcessSet([0, 0]),
         "hvd.mpi_ops is one module with Horovod": lambda: hvd.mpi_ops,
         "hvd.run starts processes. Start the script with torchrun": lambda: hvd.run,
         "has no 'alreduce', did you mean 'allreduce'?": lambda: hvd.alreduce,
@@ -559,7 +559,7 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
 
 
 def test_nodes_are_told_apart_by_their_names():
-    places = hvd.session._places([("a", 0), ("a", 1), ("b", 0), ("a", 2), ("b", 1)])
+    places = hvd.session._node_places([("a", 0), ("a", 1), ("b", 0), ("a", 2), ("b", 1)])
     assert [(context.node, context.local_rank) for context in places] == [
         (0, 0),
         (0, 1),
@@ -567,6 +567,6 @@ def test_nodes_are_told_apart_by_their_names():
         (0, 2),
         (1, 1),
     ]
-    # Two agents of torchrun on one host count as two nodes.
-    places = hvd.session._places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
+    # Two agents of torchrun on one host are two nodes.
+    places = hvd.session._node_places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
     assert [context.node for context in places] == [0, 0, 1, 1]

@@ -218,7 +218,7 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
         ("full_3", "unknown 'full_3', did you mean 'full'?"),
         ("zero2+none.yaml", "--strategy zero2+none.yaml: there is no file 'none.yaml'"),
         ("itself.yaml", "itself.yaml:1: strategy=ddp+itself.yaml: itself.yaml names itself."),
-        ("list.yaml", "list.yaml:1: strategy: ['ddp', 'full'] names none. Write words, as"),
+        ("list.yaml", "list.yaml:1: strategy: ['ddp', 'full'] names no strategy. Write words, as"),
         ("takes.yaml", "takes.yaml:2: a strategy file has no key 'takes'"),
         ("label.yaml", "label.yaml:1: strategy: unknown 'mine'"),
         ("accumulation_0", "--strategy: accumulation_0: train.accumulation_steps: needs "
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_refused_with_both_sides(
         ("\nstrategy: ddp+zero2\n", [], "job.yaml:2: strategy=ddp+zero2: ddp and zero2 both set"),
         ("strategy: ddp+fulll\n", [], "job.yaml:1: strategy=ddp+fulll: unknown 'fulll', did you"),
         ("strategy: {name: zeroo}\n", [], "job.yaml:1: strategy: unknown 'zeroo'"),
-        ("strategy: [ddp]\n", [], "job.yaml:1: strategy: ['ddp'] names none."),
+        ("strategy: [ddp]\n", [], "job.yaml:1: strategy: ['ddp'] names no strategy."),
         ("strategy: autotp\n", [], "job.yaml:1: strategy: autotp was removed. Use --strategy"),
         ("strategy: auto\n", [], "job.yaml:1: strategy: 'auto' names auto, which chooses"),
         ("{}", ["strategy=ddp+zero2"], "strategy=ddp+zero2: ddp and zero2 both set"),

@@ -61,7 +61,10 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "reads values that are ran",
     ),
     "swallowed": (lambda: Swallows(2, 2), "reads values that are random"),
-    "generator": (module_with_buffer(_generator_weights), "draws from a generator of its own"),
+    "generator": (
+        module_with_buffer(_generator_weights),
+        "draws random numbers from its own generator",
+    ),
     "numpy": (module_with_buffer(_numpy_weights), "draws or seeds random numbers on the CPU"),
     "python": (
         module_with_buffer(lambda: torch.tensor(random.random())),
@@ -82,7 +85,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         module_with_buffer(lambda: torch.unique(torch.arange(4))),
         "NotImplementedError: aten::_unique",
     ),
-    "transformers": (lambda: Pretrained(2, 2), "leaves its initialisation out on meta"),
+    "transformers": (lambda: Pretrained(2, 2), "skips initialisation on the meta device"),
     "conjugate": (
         module_with_buffer(lambda: torch.ones(2, dtype=torch.cfloat).conj()),
         "lazily conjugated",

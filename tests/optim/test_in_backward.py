@@ -64,14 +64,14 @@ REFUSED = {
     "zero1_torch": (2, {}, ["strategy zero1_torch", "in buckets", "--strategy fsdp"]),
     "oss": (2, {}, ["strategy oss", "in buckets", "--strategy fsdp"]),
     "zero2": (2, {}, ["strategy zero2", "in buckets", "--strategy fsdp"]),
-    "zero3": (1, {}, ["strategy zero3", "a step of its own", "--strategy single"]),
+    "zero3": (1, {}, ["strategy zero3", "its own optimizer step", "--strategy single"]),
     "1f1b": (2, {}, ["strategy 1f1b", "stages", "--strategy fsdp"]),
     "layer_split": (2, {}, ["strategy layer_split", "stages", "--strategy fsdp"]),
     "single_offload_disk": (1, {}, ["strategy.offload", "strategy.offload=null"]),
     "single": (
         1,
         {"train.micro_batch_size": 2},
-        ["a step has 4", "train.accumulation_steps=1", "train.micro_batch_size=8"],
+        ["this job has 4", "train.accumulation_steps=1", "train.micro_batch_size=8"],
     ),
 }
 

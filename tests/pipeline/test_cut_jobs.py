@@ -96,7 +96,7 @@ def language_example() -> MicroBatch:
             {},
             [
                 "mesh: pp 4 x dp 1 is one pipeline of all ranks, and strategy.replicate=zero has "
-                "no replicas. Use mesh.pp=2 for 2 of them."
+                "no replicas. Use mesh.pp=2 for 2 replicas."
             ],
         ),
         ("1f1b+fsdp", {"mesh.pp": 2}, []),
@@ -125,7 +125,7 @@ class LooksAtValues(TinyLM):
 
 def test_a_module_that_looks_at_values_is_refused_with_its_name() -> None:
     plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
-    with pytest.raises(ConfigError, match="value of a tensor decides what it does"):
+    with pytest.raises(ConfigError, match="computation depends on the value of a tensor"):
         resolve_plan(plan, Workload(LooksAtValues(), language_example(), CrossEntropy(), sgd))
 
 

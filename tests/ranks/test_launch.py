@@ -278,7 +278,7 @@ def test_a_place_that_is_lost_twice_is_done_without(
     batch += ["train.accumulation_steps=null"]
     _, _, words = launched.lives()[-1]
     assert words[3:] == (batch if rows else [])
-    line = f"rank 1 was lost twice in a row and is taken as gone: restart 2 of 2 on {fewer} ranks"
+    line = f"rank 1 was lost twice in a row and is left out: restart 2 of 2 on {fewer} ranks"
     assert line in capfd.readouterr().err
 
 
@@ -288,7 +288,7 @@ def test_a_place_that_fails_twice_is_done_without_and_a_program_is_not_saved_so(
     program = "note(); time.sleep(0.2)\nif ranks == 2 and rank == 1: sys.exit(1)"
     assert launched(program, restarts=5, min_ranks=1) == 0
     assert [number for _, number, _ in launched.lives()] == [2, 2, 1]
-    assert "rank 1 was lost twice in a row and is taken as gone: " in capfd.readouterr().err
+    assert "rank 1 was lost twice in a row and is left out: " in capfd.readouterr().err
     program = "note(); time.sleep(0.2)\nif rank == 0: sys.exit(1)"
     assert launched(program, restarts=5, min_ranks=1) == 1
     assert sorted(number for _, number, _ in launched.lives()) == [1, 1, 2, 2, 2, 2]

@@ -95,7 +95,9 @@ def test_a_limit_slices_what_it_must_and_the_cheapest_of_it():
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_what_it_takes():
-    message = r"the limit of a rank is 1.0 MiB, and with everything sliced .* it needs \d+.\d MiB"
+    message = (
+        r"the limit of a rank is 1.0 MiB, and even with everything sliced .* it needs \d+.\d MiB"
+    )
     with pytest.raises(ConfigError, match=rf"mesh.tp=2: {message}.*Use more ranks"):
         plan_slices(GPT_WORK, 2, limit=2**20)
 

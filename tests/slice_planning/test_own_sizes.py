@@ -20,7 +20,7 @@ from bigtrain.slice_planning.axis_trace import trace_axes
 from bigtrain.slice_planning.choose import plan_slices
 from bigtrain.strategies.tensor import TensorSlices
 
-LISTED = r"'the model' takes it from a list of all, as parameters\(\) gives it"
+LISTED = r"'the model' reads it from a list of parameters, such as parameters\(\)"
 
 
 def work(use: str, heads: int = 4) -> Any:
@@ -42,13 +42,13 @@ def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(use: str) -> No
 @pytest.mark.parametrize("use", ALL_LISTED)
 def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(use: str) -> None:
     message = rf"mesh.tp=2: nothing.*'qkv.weight' \(96, 32\) can be sliced not at all: {LISTED}"
-    with pytest.raises(ConfigError, match=rf"{message}.*Take each by its name there"):
+    with pytest.raises(ConfigError, match=rf"{message}.*Read each by its name in the model's code"):
         plan_slices(work(use), 2)
 
 
 def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
     lines, plan = {"up.weight": "0", "up.bias": "0", "down.weight": "1"}, SimpleNamespace(tp=2)
-    message = rf"slices: up.weight is sliced, and {LISTED}.*a line up.weight: whole"
+    message = rf"slices slices up.weight, and {LISTED}.*a line up.weight: whole"
     with pytest.raises(ConfigError, match=message):
         TensorSlices(slices=lines).lay_slices(work("numbers"), plan)
     slices_read = TensorSlices(slices=lines).lay_slices(work("sizes"), plan)
@@ -59,7 +59,7 @@ def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     plan = plan_slices(work("sizes", heads=2), 4)
     assert plan.sliced_share(OwnSizes("sizes")) > 0.9
     assert plan.slices["qkv.weight"].dim == 1, "it is sliced along its input"
-    why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
+    why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would work"
     assert plan.whole_reasons["qkv.bias"] == why
     lines = {"qkv.weight": "0/3x:16"}
     message = r"mesh.tp=4: qkv.weight has 2 units of 16 along dim 0.*Use mesh.tp=2 or less"

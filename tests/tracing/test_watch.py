@@ -87,8 +87,8 @@ def test_an_error_names_the_module_and_ends_the_watch():
     ):
         twin(x)
     assert untraceable_message(raised.value, seen) == (
-        "the model does not run on tensors without values; '1' fails: the value of a tensor "
-        "decides what it does (aten._local_scalar_dense.default)"
+        "the model does not run on tensors without values; '1' fails: its computation depends on "
+        "the value of a tensor (aten._local_scalar_dense.default)"
     )
     assert all(module._compiled_call_impl is None for module in twin.modules())
     assert not is_watched()

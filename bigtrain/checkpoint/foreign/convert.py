@@ -63,11 +63,11 @@ def _open_source(path: Path, key: str | None, strip: str | None) -> ForeignState
         raise ConfigError(f"convert: {path} does not exist. Give {SOURCE_KINDS}.")
     if path.is_dir():
         try:
-            own: Path | None = find_checkpoint(str(path))
+            own_checkpoint: Path | None = find_checkpoint(str(path))
         except ConfigError:
-            own = None
-        if own is not None:
-            return _open_own(_without_key(own, key))
+            own_checkpoint = None
+        if own_checkpoint is not None:
+            return _open_own(_without_key(own_checkpoint, key))
         folder = find_zero_folder(path)
         if folder is not None:
             return open_zero_folder(_without_key(folder, key))
@@ -147,14 +147,16 @@ def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
     """
     model = dict(source.model)
     for tie in ties:
-        name, _, other = tie.partition("=")
-        if not name or other not in model or name in model:
-            wrong = f"there is no {other!r}" if other not in model else f"{name!r} exists already"
-            raise ConfigError(
-                f"convert: --tie {tie}: {wrong}{did_you_mean(other, model)} Write --tie NAME=OTHER "
-                "for a tensor NAME that has the values of OTHER."
+        name, _, tied_to = tie.partition("=")
+        if not name or tied_to not in model or name in model:
+            wrong = (
+                f"there is no {tied_to!r}" if tied_to not in model else f"{name!r} exists already"
             )
-        model[name] = model[other]
+            raise ConfigError(
+                f"convert: --tie {tie}: {wrong}{did_you_mean(tied_to, model)} Write --tie "
+                "NAME=OTHER for a tensor NAME that has the values of OTHER."
+            )
+        model[name] = model[tied_to]
     return replace(source, model=model)
 
 
@@ -186,9 +188,9 @@ def convert(
     samples = samples_seen if samples_seen is not None else source.samples_seen or 0
     final = folder / f"step-{step}"
     if final.exists():
-        what = "a checkpoint" if is_complete(final) else "something"
+        existing = "a checkpoint" if is_complete(final) else "something"
         raise ConfigError(
-            f"convert: there is {what} at {final} already. Give another folder, or --step N."
+            f"convert: there is {existing} at {final} already. Give another folder, or --step N."
         )
     state = {f"model.{name}": tensor for name, tensor in source.model.items()}
     state |= {f"optimizer.{name}": tensor for name, tensor in source.optimizer.items()}

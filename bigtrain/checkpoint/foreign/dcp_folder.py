@@ -185,7 +185,10 @@ def _piece_reader(
 ) -> Callable[[], Tensor]:
     file = _file(folder, location)
     if location.get("transform_descriptors"):
-        raise CheckpointError(f"{file} is compressed, which is not read. Save it without.")
+        raise CheckpointError(
+            f"{file} is compressed, and compressed files are not supported. "
+            "Save it without compression."
+        )
 
     def read() -> Tensor:
         tensor = read_torch_file(file, location["offset"], location["length"])

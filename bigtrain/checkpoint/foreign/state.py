@@ -89,10 +89,10 @@ def joined_tensor(
     Raises:
         CheckpointError: the slices have too few or too many elements.
     """
-    there = sum(stop - start for _, start, stop in parts)
-    if there != math.prod(shape):
+    present = sum(stop - start for _, start, stop in parts)
+    if present != math.prod(shape):
         raise CheckpointError(
-            f"a tensor of shape {tuple(shape)} needs {math.prod(shape)} elements, and has {there}"
+            f"a tensor of shape {tuple(shape)} needs {math.prod(shape)} elements, and has {present}"
         )
     dtype = parts[0][0].dtype if parts else torch.float32
 

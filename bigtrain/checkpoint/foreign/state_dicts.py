@@ -132,9 +132,9 @@ def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTe
         tensor: the name of a tensor in the file.
         dtype: type to save floating-point numbers in; None keeps the tensor's type.
     """
-    kept = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
+    saved_dtype = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 
     def values() -> Tensor:
-        return read_whole(tensor).reshape(-1).to(kept)
+        return read_whole(tensor).reshape(-1).to(saved_dtype)
 
-    return StateTensor(kept, tensor.shape, whole_extents(tensor.shape), values)
+    return StateTensor(saved_dtype, tensor.shape, whole_extents(tensor.shape), values)

@@ -125,8 +125,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
             if refused:
                 raise _code(path, ", ".join(sorted(refused)))
             window.seek(0)
-            held: list[Any] = [(Inert, name) for name in strangers]
-            with safe_globals(held) if held else nullcontext():
+            stand_ins: list[Any] = [(Inert, name) for name in strangers]
+            with safe_globals(stand_ins) if stand_ins else nullcontext():
                 value = torch.load(window, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         told = str(error)
@@ -140,22 +140,22 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
     return _described(value, path, begin)
 
 
-def _code(path: Path, what: str) -> CheckpointError:
+def _code(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} may hold more than tensors, numbers and text: {what}. Reading it could run code, "
-        "so it was not read. Save only the state dict where the file comes from: "
+        f"{path} may hold more than tensors, numbers and text: {reason}. Reading it could run "
+        "code, so it was not read. Save only the state dict where the file comes from: "
         "torch.save(model.state_dict(), 'NEW.pt')"
     )
 
 
-def _described(found: Any, path: Path, begin: int) -> Any:
-    if isinstance(found, Tensor):
-        return _tensor(found, path, begin)
-    if isinstance(found, Mapping):
-        return {key: _described(value, path, begin) for key, value in found.items()}
-    if isinstance(found, list | tuple) and not isinstance(found, torch.Size):
-        return [_described(value, path, begin) for value in found]
-    return found
+def _described(stored: Any, path: Path, begin: int) -> Any:
+    if isinstance(stored, Tensor):
+        return _tensor(stored, path, begin)
+    if isinstance(stored, Mapping):
+        return {key: _described(value, path, begin) for key, value in stored.items()}
+    if isinstance(stored, list | tuple) and not isinstance(stored, torch.Size):
+        return [_described(value, path, begin) for value in stored]
+    return stored
 
 
 def _tensor(tensor: Tensor, path: Path, begin: int) -> TorchTensor:

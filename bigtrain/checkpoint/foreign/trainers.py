@@ -57,7 +57,7 @@ def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> 
         raise CheckpointError(
             f"{path} has a {type(saved).__name__} instead of named tensors. Save model.state_dict()"
         )
-    tensors, left_out = _chosen(saved, path, key) if key else _found(saved, path)
+    tensors, left_out = _chosen(saved, path, key) if key else _model_below(saved, path)
     raw = {str(name): value.as_state() for name, value in tensors.items() if is_tensor(value)}
     if not raw:
         raise CheckpointError(f"{path} has no named tensors of a model{_keys_in_words(saved, key)}")
@@ -87,7 +87,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, TorchTensor)
 
 
-def _found(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
+def _model_below(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
     """Return the model's dict below a key, and the names of its sibling entries."""
     left_out: list[str] = []
     while True:
@@ -119,16 +119,18 @@ def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
         head = next((head for head in heads if head in by_text), None)
         value = None if head is None else tree[by_text[head]]
         if head is None or not isinstance(value, Mapping):
-            inner = [name for name, one in by_text.items() if isinstance(tree[one], Mapping)]
-            what = f"{head!r} is not a dict" if head else f"there is no {parts[0]!r}"
+            inner = [
+                name for name, inner_key in by_text.items() if isinstance(tree[inner_key], Mapping)
+            ]
+            fault = f"{head!r} is not a dict" if head else f"there is no {parts[0]!r}"
             listed = ", ".join(map(repr, inner[:_MOST_KEYS])) or "none"
             raise ConfigError(
-                f"convert: --key {key}: {what} in {path}{did_you_mean(parts[0], inner)} Dicts "
+                f"convert: --key {key}: {fault} in {path}{did_you_mean(parts[0], inner)} Dicts "
                 f"there: {listed}."
             )
         left_out += [name for name in by_text if name != head]
         tree, rest = value, rest[len(head) + 1 :]
-    model, more = _found(tree, path, f"{key}.")
+    model, more = _model_below(tree, path, f"{key}.")
     return model, [*left_out, *more]
 
 
@@ -141,12 +143,12 @@ def _holds_model(value: Any) -> bool:
     """Whether a value contains tensors and is not the state of an optimizer."""
     if not isinstance(value, Mapping) or _is_optimizer(value):
         return False
-    return any(is_tensor(one) or _holds_model(one) for one in value.values())
+    return any(is_tensor(item) or _holds_model(item) for item in value.values())
 
 
 def _count(value: Any) -> int:
     if isinstance(value, Mapping):
-        return sum(_count(one) for one in value.values())
+        return sum(_count(item) for item in value.values())
     return int(is_tensor(value))
 
 
@@ -159,7 +161,7 @@ def _is_optimizer(value: Any) -> bool:
 
 def _keys_in_words(tree: _Tree, key: str | None) -> str:
     listed = ", ".join(
-        f"{name!r} ({_what(value)})" for name, value in list(tree.items())[:_MOST_KEYS]
+        f"{name!r} ({_description(value)})" for name, value in list(tree.items())[:_MOST_KEYS]
     )
     rest = f" and {len(tree) - _MOST_KEYS} more" if len(tree) > _MOST_KEYS else ""
     under = f" below --key {key}" if key else ""
@@ -167,7 +169,7 @@ def _keys_in_words(tree: _Tree, key: str | None) -> str:
     return f"{under}. It has {listed or 'nothing'}{rest}. {choose}"
 
 
-def _what(value: Any) -> str:
+def _description(value: Any) -> str:
     count = _count(value)
     return f"{count} tensors" if count else type(value).__name__
 
@@ -245,7 +247,7 @@ def _names_of_slots(
         plain = unwrapped_names(slots)
         by_number = {number: names.get(number, plain[number]) for number in slots}
         strange = next((name for name in by_number.values() if name not in state.model), None)
-        return f"it has {strange!r}, and the model has not" if strange else by_number
+        return f"it has {strange!r}, which the model does not have" if strange else by_number
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
     named = [name for group in groups for name in group.get("param_names") or ()]

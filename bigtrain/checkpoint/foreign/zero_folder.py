@@ -61,8 +61,8 @@ def open_zero_folder(folder: Path) -> ForeignState:
     wanted = max(counts) if isinstance(counts, list) else int(counts)
     if wanted != len(ranks):
         raise CheckpointError(
-            f"{folder} has the optimizer states of {len(ranks)} ranks, and {wanted} wrote it. "
-            "Copy the files of all ranks into one folder."
+            f"{folder} has the optimizer states of {len(ranks)} ranks, and {wanted} ranks wrote "
+            "it. Copy the files of all ranks into one folder."
         )
     make = _stage_3 if stage == 3 else _stage_2
     groups = make(described, states)
@@ -70,11 +70,11 @@ def open_zero_folder(folder: Path) -> ForeignState:
     module: Mapping[str, TorchTensor] = described[0]["module"]
     names = unwrapped_names(module)
     masters = {name: t for group in groups for name, t in group.parameters.items()}
-    whole = _frozen(described, stage)
+    frozen = _frozen(described, stage)
     model: dict[str, StateTensor] = {}
     for name in module:
-        first = _tied_to(name, module, described[0], {*shapes, *whole})
-        values = masters.get(first) or whole.get(first)
+        first = _tied_to(name, module, described[0], {*shapes, *frozen})
+        values = masters.get(first) or frozen.get(first)
         if values is None and stage == 3 and name not in described[0].get("buffer_names", ()):
             raise CheckpointError(f"{folder} has no values of the parameter {name}.")
         model[names[name]] = values or module[name].as_state()
@@ -139,7 +139,11 @@ def _tied_to(
     if told.get(name) in known:
         return str(told[name])
     # Stage 3 does not record ties, but tied tensors share one storage, even though it is empty.
-    same = (other for other in known if other in module and module[other] == module[name])
+    same = (
+        candidate
+        for candidate in known
+        if candidate in module and module[candidate] == module[name]
+    )
     return next(same, name)
 
 
@@ -212,7 +216,7 @@ def _stage_2(
         moments = [_moments(state, number, "base_optimizer_state") for state in states]
         flats = {"": _Flat(partitions)}
         for key in _flat_keys(moments[0], partitions[0].numel):
-            flats[key] = _Flat([one[key] for one in moments])
+            flats[key] = _Flat([moment[key] for moment in moments])
         step, offset = _steps_of(moments[0]), 0
         parameters, slots = {}, {}
         for index, (name, shape) in enumerate(shapes.items()):
@@ -243,7 +247,7 @@ def _stage_3(
     for rank_flat_groups, rank_moments in zip(flat_groups, moments, strict=True):
         flats = {"": _Flat(rank_flat_groups)}
         for key in _flat_keys(rank_moments[0], rank_flat_groups[0].numel):
-            flats[key] = _Flat([one[key] for one in rank_moments])
+            flats[key] = _Flat([moment[key] for moment in rank_moments])
         by_rank.append(flats)
     needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes.values())
     if by_rank[0][""].numel < needed:

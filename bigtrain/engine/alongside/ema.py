@@ -75,13 +75,13 @@ class Ema:
 
     def _tensors(self) -> dict[str, StateTensor]:
         """The trained weights that this rank holds, each under its first name."""
-        state, found = self._engine.runner.state(), {}
+        state, tensors = self._engine.runner.state(), {}
         for root in self._engine.runner.roots:
             for name, parameter in root.named_parameters():
-                own = state.get(f"model.{name}")
-                if parameter.requires_grad and own is not None:
-                    found[name] = own
-        return found
+                tensor = state.get(f"model.{name}")
+                if parameter.requires_grad and tensor is not None:
+                    tensors[name] = tensor
+        return tensors
 
     @torch.no_grad()
     def update(self) -> None:
@@ -121,7 +121,7 @@ class Ema:
         """
         self.check_step()
         tensors = self._tensors()
-        weights = {name: one.values().detach().clone() for name, one in tensors.items()}
+        weights = {name: tensor.values().detach().clone() for name, tensor in tensors.items()}
         self._put({name: self._values[name] for name in tensors if name in self._values})
         self._swapped = True
         try:
@@ -133,7 +133,7 @@ class Ema:
     def _put(self, values: Mapping[str, Tensor]) -> None:
         """Write these values into the parts of the model that this rank holds. Collective."""
         runner, context = self._engine.runner, self._engine.context
-        own = {n: t for n, t in runner.state().items() if n.startswith("model.")}
+        model_state = {n: t for n, t in runner.state().items() if n.startswith("model.")}
         first = {
             f"model.{name}": values[names[id(parameter)]]
             for root in runner.roots
@@ -141,25 +141,25 @@ class Ema:
             for name, parameter in root.named_parameters(remove_duplicate=False)
             if names[id(parameter)] in values
         }
-        held: dict[str, SavedTensor] = {
-            name: _Held(name, tensor, first.get(name)) for name, tensor in own.items()
+        saved: dict[str, SavedTensor] = {
+            name: _Held(name, tensor, first.get(name)) for name, tensor in model_state.items()
         }
         elsewhere = {
-            name for names in context.all_gather_objects(list(own)) for name in names or ()
+            name for names in context.all_gather_objects(list(model_state)) for name in names or ()
         }
-        for name in elsewhere - held.keys():  # tensors of other stages are named, and never read
-            held[name] = _Held(name, _NOTHING, None)
-        runner.load_state(held)
+        for name in elsewhere - saved.keys():  # tensors of other stages are named, and never read
+            saved[name] = _Held(name, _NOTHING, None)
+        runner.load_state(saved)
 
     def state(self) -> dict[str, StateTensor]:
         """The averages that this rank holds, under their names in a checkpoint."""
-        found = {}
+        saved = {}
         for name, tensor in self._tensors().items():
             average = self._values.get(name)
             if average is not None:
                 key = f"optimizer.{name}.{SLOT}"
-                found[key] = replace(tensor, values=partial(_same, average))
-        return found
+                saved[key] = replace(tensor, values=partial(_same, average))
+        return saved
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, SavedTensor]) -> None:
@@ -170,8 +170,8 @@ class Ema:
         """
         for name, tensor in self._tensors().items():
             key, values = f"optimizer.{name}.{SLOT}", tensor.values()
-            found = saved[key].read(tensor.extents) if key in saved else values
-            self._values[name] = found.to(values.device, values.dtype, copy=True)
+            average = saved[key].read(tensor.extents) if key in saved else values
+            self._values[name] = average.to(values.device, values.dtype, copy=True)
 
 
 def _same(values: Tensor) -> Tensor:
@@ -210,21 +210,21 @@ class _Held:
         if tuple(extents) == self.tensor.extents:
             return values.detach().clone()
         parts = [part for extent in extents for part in self._parts(extent, values)]
-        found = torch.cat(parts) if parts else values.new_empty(0)
+        joined = torch.cat(parts) if parts else values.new_empty(0)
         wanted = sum(extent.size for extent in extents)
-        if found.numel() != wanted:
+        if joined.numel() != wanted:
             raise BigtrainError(
-                f"ema: this rank holds {found.numel()} of the {wanted} elements of {self.name} "
+                f"ema: this rank holds {joined.numel()} of the {wanted} elements of {self.name} "
                 "that it would put into the model. Use --strategy fsdp or ddp for an average."
             )
-        return found.clone()
+        return joined.clone()
 
     def _parts(self, wanted: Extent, values: Tensor) -> Iterator[Tensor]:
         """The elements of one extent, run by run."""
         for number in range(wanted.count):
             begin = wanted.start + number * wanted.pitch
-            place = 0
-            for own in self.tensor.extents:
-                for inside, part in own.within(begin, begin + wanted.length):
-                    yield values[place + inside : place + inside + part.size]
-                place += own.size
+            position = 0
+            for extent in self.tensor.extents:
+                for inside, part in extent.within(begin, begin + wanted.length):
+                    yield values[position + inside : position + inside + part.size]
+                position += extent.size

@@ -85,12 +85,12 @@ def agree_on_loss(
     elif not isinstance(loss, GlobalMeanLoss):  # followed before the ranks were connected
         return loss
     layout = followed.layout if isinstance(followed, GlobalMeanLoss) else ""
-    found = context.gather_objects((layout, refusal))
-    everyone = context.broadcast_object(found) or []
-    for there in everyone:
-        if there is not None and there[1] is not None:
-            raise ConfigError(there[1])
-    layouts = sorted({there[0] for there in everyone if there is not None})
+    gathered = context.gather_objects((layout, refusal))
+    everyone = context.broadcast_object(gathered) or []
+    for answer in everyone:
+        if answer is not None and answer[1] is not None:
+            raise ConfigError(answer[1])
+    layouts = sorted({answer[0] for answer in everyone if answer is not None})
     if len(layouts) > 1:
         raise ConfigError(
             f"model.loss divides by {layouts[0] or 'nothing'} on some ranks and by "
@@ -104,7 +104,7 @@ def with_own_totals(loss: Loss, example: MicroBatch) -> MicroBatch:
     """An example with the counts of this loss, as if it were the global batch."""
     example = replace(example, count=loss.count(example.targets))
     if isinstance(loss, GlobalMeanLoss):
-        (example,) = loss.with_totals([example], lambda own: own)
+        (example,) = loss.with_totals([example], lambda totals: totals)
     return example
 
 
@@ -142,15 +142,15 @@ class _Finder:
         Raises:
             NoFormulaError: there is none, or the loss cannot be recorded.
         """
-        one = micro_batch.to("cpu")
-        batches = one, twice(one)
+        on_cpu = micro_batch.to("cpu")
+        batches = on_cpu, twice(on_cpu)
         with kept_random_state(), torch.no_grad(), pretend_compiling():
             try:
                 outputs = self._outputs(batches)
                 if outputs is not None:
                     with suppress(_LossInModelError):
                         return self._of_outputs(batches, outputs)
-                return find_formula(*(self._whole(b, n) for n, b in enumerate(batches)))
+                return find_formula(*(self._record_batch(b, n) for n, b in enumerate(batches)))
             except NoFormulaError:
                 raise
             except Exception as error:  # noqa: BLE001 - user code of any kind runs here
@@ -206,19 +206,21 @@ class _Finder:
 
     def _loss_of(self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True) -> Trace:
         def run(recorder: CallRecorder) -> Any:
-            outputs = recorder.give(map_tensors(own, at_least_float32), known=False)
+            outputs = recorder.give(map_tensors(given_output, at_least_float32), known=False)
             return self._loss.fn(outputs, recorder.give(batch.targets, known=True))
 
         if not fakes:
-            own = output
+            given_output = output
             with kept_modules(self._loss.fn):
                 return record_loss(run, fakes=False, step=step)
         with kept_modules(self._loss.fn), FakeMode():
             cpu = torch.device("cpu")
-            own = map_tensors(output, lambda t: torch.empty(t.shape, dtype=t.dtype, device=cpu))
+            given_output = map_tensors(
+                output, lambda t: torch.empty(t.shape, dtype=t.dtype, device=cpu)
+            )
             return record_loss(run, fakes=True, step=step)
 
-    def _whole(self, batch: MicroBatch, step: int) -> Trace:
+    def _record_batch(self, batch: MicroBatch, step: int) -> Trace:
         """Record the model's forward pass and the loss."""
 
         def run(recorder: CallRecorder) -> Any:
@@ -247,21 +249,21 @@ def kept_modules(fn: Any) -> Iterator[None]:
     """
     modules = {id(m): m for module in _modules_of(fn) for m in module.modules()}
     places = [d for m in modules.values() for d in (m.__dict__, m._buffers, m._parameters)]
-    before = [dict(place) for place in places]
+    before = [dict(namespace) for namespace in places]
     try:
         yield
     finally:
-        for place, values in zip(places, before, strict=True):
-            place.clear()
-            place.update(values)
+        for namespace, values in zip(places, before, strict=True):
+            namespace.clear()
+            namespace.update(values)
 
 
 def _modules_of(fn: Any) -> Iterator[nn.Module]:
     """The modules that a function refers to, through its closure, its globals and its object."""
-    found, seen = [fn], set[int]()
+    referred, seen = [fn], set[int]()
     for _ in range(_MOST_STEPS):
         following: list[Any] = []
-        for value in found:
+        for value in referred:
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -269,7 +271,7 @@ def _modules_of(fn: Any) -> Iterator[nn.Module]:
                 yield value
             else:
                 following += _referred(value)
-        found = following
+        referred = following
 
 
 _MOST_STEPS = 4
@@ -292,10 +294,10 @@ def _referred(value: Any) -> list[Any]:
         return named
     if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
         return []
-    held = list(vars(value).values())
+    values = list(vars(value).values())
     if callable(value):
-        return [type(value).__call__, *held]
-    return [one for one in held if isinstance(one, nn.Module)]
+        return [type(value).__call__, *values]
+    return [referred for referred in values if isinstance(referred, nn.Module)]
 
 
 def _twice(tensor: Tensor, rows: int) -> Tensor:

@@ -41,7 +41,7 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{begin}, and the model's output was not to be had on fake tensors "
+            f"{begin}, and the model does not run on fake tensors, so its output is not known "
             f"({type(error).__name__}: {first}). {way_out}"
         ) from None
     if own_loss(output) is not None:
@@ -53,7 +53,7 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
         logits = None
     if not isinstance(targets, Tensor) or logits is None:
         kinds = f"targets are a {type(targets).__name__}, the output a {type(output).__name__}"
-        raise ConfigError(f"{begin}; {kinds}, which tell none. {way_out}")
+        raise ConfigError(f"{begin}; {kinds}, which do not determine a loss. {way_out}")
     shapes = (
         f"targets {tuple(targets.shape)} of {_short(targets.dtype)}, outputs {tuple(logits.shape)}"
     )
@@ -62,13 +62,13 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
         return CrossEntropy(class_dim=dim), f"loss: cross entropy, as {begin}: {shapes}"
     if targets.is_floating_point() and targets.shape == logits.shape:
         return as_loss(F.mse_loss), f"loss: mean squared error, as {begin}: {shapes}"
-    raise ConfigError(f"{begin}; {shapes} tell none. {way_out}")
+    raise ConfigError(f"{begin}; {shapes} do not determine a loss. {way_out}")
 
 
 def own_loss(output: Any, _targets: Any = None) -> Any:
     """The loss in a model's output, a tensor without dims; None if there is none."""
-    found = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def _output(model: nn.Module, example: MicroBatch, device: torch.device) -> Any:

@@ -65,24 +65,27 @@ def try_formula(
         return
     made_up = _made_up(output, dims)
     fn = copy.deepcopy(loss.fn) if isinstance(loss.fn, nn.Module) else loss.fn
-    found: tuple[float, float] | None = None
+    difference: tuple[float, float] | None = None
     with suppress(Exception), torch.no_grad(), _KeepsItsTensors():
-        whole = [_value(fn, made_up, batch, seed) for seed in (1, 2)]
-        if whole[0] == whole[1]:
-            found = whole[0], _added_up(replace(loss, fn=fn), find, batch, made_up, dims)
-    if found is None:
+        whole_losses = [_value(fn, made_up, batch, seed) for seed in (1, 2)]
+        if whole_losses[0] == whole_losses[1]:
+            difference = (
+                whole_losses[0],
+                _added_up(replace(loss, fn=fn), find, batch, made_up, dims),
+            )
+    if difference is None:
         return
-    far = abs(found[0] - found[1])
-    if far > _SAME * max(abs(found[0]), abs(found[1]), 1e-6):
+    far = abs(difference[0] - difference[1])
+    if far > _SAME * max(abs(difference[0]), abs(difference[1]), 1e-6):
         raise NoFormulaError(
-            f"of made-up outputs it is {found[0]:.6g} for {_ROWS} rows at once, and "
-            f"{found[1]:.6g} for two halves of them"
+            f"of random outputs it is {difference[0]:.6g} for {_ROWS} rows at once, and "
+            f"{difference[1]:.6g} for two halves of them"
         )
 
 
 def _value(fn: Callable[[Any, Any], Tensor], output: Any, batch: MicroBatch, seed: int) -> float:
     torch.manual_seed(seed)
-    return float(fn(_own(output), _own(batch.targets)))
+    return float(fn(_copied(output), _copied(batch.targets)))
 
 
 def _added_up(
@@ -103,7 +106,7 @@ def _added_up(
     total = 0.0
     for part, out in zip(tried.with_totals(counted, list), outputs, strict=True):
         with loss_scope(tried, part):
-            total += float(tried(_own(out), _own(part.targets), part.count))
+            total += float(tried(_copied(out), _copied(part.targets), part.count))
     return total / _ROWS
 
 
@@ -112,11 +115,17 @@ def _row_dims(
 ) -> list[int | None] | None:
     """The batch dim of each output, or None for it; None instead if a dim is unclear."""
     dims: list[int | None] = []
-    for one, two in zip(*(tree_tensors(output) for output in outputs), strict=True):
-        grown = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
+    for first_tensor, second_tensor in zip(
+        *(tree_tensors(output) for output in outputs), strict=True
+    ):
+        grown = [
+            d
+            for d, (a, b) in enumerate(zip(first_tensor.shape, second_tensor.shape, strict=False))
+            if a != b
+        ]
         if not grown:
             dims.append(None)
-        elif len(grown) == 1 and one.shape[grown[0]] == batches[0].rows:
+        elif len(grown) == 1 and first_tensor.shape[grown[0]] == batches[0].rows:
             dims.append(grown[0])
         else:
             return None
@@ -166,7 +175,7 @@ def _both(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat([tensor, tensor], dim)
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """A copy, because a loss may change its arguments."""
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
@@ -190,7 +199,7 @@ class _KeepsItsTensors(TorchDispatchMode):
         for name in writes:
             for tensor in tree_tensors(named.get(name)):
                 if tensor.untyped_storage()._cdata not in self._made:
-                    raise RuntimeError("it changes a tensor that it keeps")
+                    raise RuntimeError("it changes a tensor that it stores between calls")
         result = func(*args, **kwargs)
         if not writes:
             inputs = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}

@@ -112,9 +112,9 @@ class CommitFile:
             torch.load(box, weights_only=True)
         except Exception as error:
             raise ConfigError(
-                f"hvd.elastic: state.{name} of type {type(value).__name__} cannot be kept in a "
-                "file, which holds numbers, texts, lists, dicts and tensors only. Keep such in the "
-                "state, or give the object a state_dict and load_state_dict."
+                f"hvd.elastic: state.{name} of type {type(value).__name__} cannot be stored in a "
+                "file, which can hold only numbers, texts, lists, dicts and tensors. Use one of "
+                "these, or give the object a state_dict and load_state_dict."
             ) from error
 
     def number(self) -> int:
@@ -145,7 +145,7 @@ class CommitFile:
             raise CheckpointError(f"hvd.elastic: {error} Remove it to begin anew.") from error
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
-                f"hvd.elastic: {path} cannot be gone on from: {error}. Remove it to begin anew."
+                f"hvd.elastic: {path} cannot be resumed from: {error}. Remove it to begin anew."
             ) from error
         return commit
 

@@ -115,11 +115,15 @@ class ObjectState(State):
 
     def sync(self, root_rank: int = 0) -> None:
         """Overwrite the state with that of a rank. Collective."""
-        own = {name: getattr(self, name) for name in self._saved}
-        if own:
+        attributes = {name: getattr(self, name) for name in self._saved}
+        if attributes:
             # The script's function is called in the way that Horovod calls it.
             is_ours = self._bcast_object is broadcast_object
-            received = self._bcast_object(own, root_rank) if is_ours else self._bcast_object(own)
+            received = (
+                self._bcast_object(attributes, root_rank)
+                if is_ours
+                else self._bcast_object(attributes)
+            )
             self._take({}, received)
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
@@ -202,8 +206,8 @@ class TorchState(ObjectState):
         for name, state in states.items():
             if name not in self._parts:
                 raise CheckpointError(
-                    f"hvd.elastic: the commit has {name!r}, and the state has not. Give TorchState "
-                    "the same names as before, or remove the commit to begin anew."
+                    f"hvd.elastic: the commit has {name!r}, which the state does not have. Give "
+                    "TorchState the same names as before, or remove the commit to begin anew."
                 )
             self._parts[name].value.load_state_dict(state)
         super()._take(states, objects)

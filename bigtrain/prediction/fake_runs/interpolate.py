@@ -42,14 +42,16 @@ def interpolate_sections(
         return None
     sections: list[Section] = []
     is_exact = True
-    for one, other in zip(small.sections, large.sections, strict=True):
-        passes = interpolate_passes(one.passes, other.passes, share)
-        if passes is None and other is not large.sections[-1]:
+    for small_section, large_section in zip(small.sections, large.sections, strict=True):
+        passes = interpolate_passes(small_section.passes, large_section.passes, share)
+        if passes is None and large_section is not large.sections[-1]:
             return None
         is_exact = passes is not None
-        sections.append(_section(one, other, passes or other.passes, share))
+        sections.append(
+            _section(small_section, large_section, passes or large_section.passes, share)
+        )
     spans = _spans(small.step.spans, large.step.spans, share)
-    found = replace(
+    interpolated = replace(
         small,
         sections=tuple(sections),
         step=small.step if spans is None else Timeline(spans, small.step.phases),
@@ -57,7 +59,7 @@ def interpolate_sections(
         batch_bytes=_line(small.batch_bytes, large.batch_bytes, share),
         rows=_line(small.rows, large.rows, share),
     )
-    return found, is_exact
+    return interpolated, is_exact
 
 
 def _section(small: Section, large: Section, passes: PassPair, share: float) -> Section:
@@ -98,32 +100,34 @@ def _exchanges(
     small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
 ) -> tuple[TensorExchange, ...]:
     """Interpolate exchanges; if a loop has more rounds, their number is interpolated too."""
-    kinds = [one.kind for one in large]
-    if [one.kind for one in small] == kinds:
+    kinds = [exchange.kind for exchange in large]
+    if [exchange.kind for exchange in small] == kinds:
         pairs = zip(small, large, strict=True)
         return tuple(TensorExchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
-    found: list[TensorExchange] = []
+    exchanges: list[TensorExchange] = []
     for kind in dict.fromkeys(kinds):
-        less, more = ([one.nbytes for one in run if one.kind == kind] for run in (small, large))
+        less, more = (
+            [exchange.nbytes for exchange in run if exchange.kind == kind] for run in (small, large)
+        )
         count = max(1, _line(len(less), len(more), share))
-        found += [TensorExchange(kind, _line(sum(less), sum(more), share) // count)] * count
-    return tuple(found)
+        exchanges += [TensorExchange(kind, _line(sum(less), sum(more), share) // count)] * count
+    return tuple(exchanges)
 
 
 def interpolate_named(
     runs: Sequence[dict[str, PassPair] | None], share: float
 ) -> dict[str, PassPair] | None:
     """Interpolate the passes of sections; None if the two runs differ in more than sizes."""
-    one, other = runs
-    if one is None or other is None:
+    small_passes, large_passes = runs
+    if small_passes is None or large_passes is None:
         return None
-    found = {}
-    for name, passes in one.items():
-        between = interpolate_passes(passes, other[name], share)
+    interpolated = {}
+    for name, passes in small_passes.items():
+        between = interpolate_passes(passes, large_passes[name], share)
         if between is None:
             return None
-        found[name] = between
-    return found
+        interpolated[name] = between
+    return interpolated
 
 
 def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
@@ -146,7 +150,7 @@ def interpolate(small: SectionPass, large: SectionPass, share: float) -> Section
             return None
         pairs = zip(ticks.shapes, others.shapes, strict=True)
         ticks = replace(ticks, shapes=tuple(_shape(a, b, share) for a, b in pairs))
-    found = []
+    storages = []
     for a, b in zip(small.storages, large.storages, strict=True):
         if (a.kind, a.window, a.birth) != (b.kind, b.window, b.birth):
             return None
@@ -154,18 +158,18 @@ def interpolate(small: SectionPass, large: SectionPass, share: float) -> Section
         if later is None:
             return None
         nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        found.append(later._replace(nbytes=nbytes))
-    return replace(small, storages=tuple(found), ticks=ticks)
+        storages.append(later._replace(nbytes=nbytes))
+    return replace(small, storages=tuple(storages), ticks=ticks)
 
 
 def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
     """Return the later-released of two storages with similar release times; None otherwise."""
     if max(a.until, b.until) > Anchor.WEIGHTS:
         return a if a.until == b.until else None
-    one, other = (sum(lengths[: s.until]) + s.death for s in (a, b))
-    if abs(one - other) > TICK_TOLERANCE:
+    tick_a, tick_b = (sum(lengths[: s.until]) + s.death for s in (a, b))
+    if abs(tick_a - tick_b) > TICK_TOLERANCE:
         return None
-    return a if one >= other else b
+    return a if tick_a >= tick_b else b
 
 
 def _spans(small: Sequence[Span], large: Sequence[Span], share: float) -> tuple[Span, ...] | None:

@@ -191,10 +191,10 @@ class FakeRuns:
         others, loss = coarser(plan), self.loss(kind, rows)
         if not kind.sliced or others is None or self._fixed_slices is not None:
             return []
-        by_plan = [self._slices(other, loss, cut=kind.cut) for other in (*others, plan)]
+        by_plan = [self._slices(smaller, loss, cut=kind.cut) for smaller in (*others, plan)]
         if not are_even(by_plan, self._example):
             return []
-        return [(other, kind._replace(sliced=slicing_key(other))) for other in others]
+        return [(smaller, kind._replace(sliced=slicing_key(smaller))) for smaller in others]
 
     def _run(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
@@ -317,8 +317,8 @@ class FakeRuns:
                 self._slices_of[key] = of_shortened(self._fixed_slices, stands_for)
         slices = self._slices_of[key]
         if slices is None:  # equal blocks are sliced differently, so run the whole model
-            whole = self._untied(cut=cut)
-            self._short[cut] = whole, {name: name for name in self.named}
+            untied = self._untied(cut=cut)
+            self._short[cut] = untied, {name: name for name in self.named}
             slices = self._fixed_slices
         return slices
 
@@ -339,7 +339,7 @@ class FakeRuns:
                 short, order = result
                 remaining = [name for name, _ in independent_blocks(short)]
                 pairs = zip(self.named, order, strict=True)
-                self._short[cut] = short, {name: remaining[place] for name, place in pairs}
+                self._short[cut] = short, {name: remaining[index] for name, index in pairs}
         return self._short[cut]
 
 
@@ -377,5 +377,11 @@ def _where(error: BaseException | None) -> str:
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__ if error else None)
-    own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
-    return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
+    user_frames = [
+        f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename
+    ]
+    return (
+        f" (in {user_frames[-1].name}, {user_frames[-1].filename}:{user_frames[-1].lineno})"
+        if user_frames
+        else ""
+    )

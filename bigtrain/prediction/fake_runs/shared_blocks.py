@@ -10,10 +10,14 @@ from bigtrain.prediction.sections import Anchor, Section
 
 def holds_beyond(section: Section) -> bool:
     """Whether a storage of a section lives until a moment of the first section or of the last."""
-    return any(one.until >= Anchor.FIRST for found in section.passes for one in found.storages)
+    return any(
+        storage.until >= Anchor.FIRST
+        for section_pass in section.passes
+        for storage in section_pass.storages
+    )
 
 
-def with_ends_of(run: RecordedSections, other: RecordedSections) -> RecordedSections:
+def with_ends_of(run: RecordedSections, ends: RecordedSections) -> RecordedSections:
     """A run whose sections before and after the blocks are those of another one."""
-    sections = (other.sections[0], *run.sections[1:-1], other.sections[-1])
+    sections = (ends.sections[0], *run.sections[1:-1], ends.sections[-1])
     return replace(run, sections=sections)

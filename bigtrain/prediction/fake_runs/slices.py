@@ -33,9 +33,12 @@ def are_even(by_plan: Sequence[ModelSlices | None], example: MicroBatch) -> bool
         example: a micro-batch whose sequence can be sliced, too.
     """
     last = by_plan[-1]
-    if last is None or any(one is None or one.by_name != last.by_name for one in by_plan):
+    if last is None or any(
+        slices_of_plan is None or slices_of_plan.by_name != last.by_name
+        for slices_of_plan in by_plan
+    ):
         return False
-    sections = [one for slices in last.by_name.values() for one in slices.sections]
+    sections = [section for slices in last.by_name.values() for section in slices.sections]
     if any(section.length // section.unit % last.size for section in sections):
         return False
     dim = last.sequence_dim
@@ -64,19 +67,19 @@ def without_slices(plan: Plan) -> Plan:
     return replace(plan, techniques=techniques, tp=1)
 
 
-def slices_within(whole: ModelSlices, model: nn.Module) -> ModelSlices:
+def slices_within(model_slices: ModelSlices, model: nn.Module) -> ModelSlices:
     """Return the slices of the tensors that a shortened model has, by the same names."""
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    by_name = {name: slices for name, slices in whole.by_name.items() if name in own}
-    return replace(whole, by_name=by_name, gathered=whole.gathered & own)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    by_name = {name: slices for name, slices in model_slices.by_name.items() if name in names}
+    return replace(model_slices, by_name=by_name, gathered=model_slices.gathered & names)
 
 
-def of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:
+def of_shortened(model_slices: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:
     """Return a model's slices under the names of a shortened model.
 
     Args:
-        whole: the slices of the whole model.
+        model_slices: the slices of the whole model.
         stands_for: for each block of the whole model, the block that runs for it.
 
     Returns:
@@ -84,17 +87,23 @@ def of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlic
     """
     outside: dict[str, tuple[Slices, bool]] = {}
     inside: dict[str, dict[str, tuple[Slices, bool]]] = {block: {} for block in stands_for}
-    for name, slices in whole.by_name.items():
-        block = next((own for own in stands_for if name.startswith(f"{own}.")), "")
-        own = inside[block] if block else outside
-        own[name.removeprefix(block)] = slices, name in whole.gathered
-    found: dict[str, dict[str, tuple[Slices, bool]]] = {}
+    for name, slices in model_slices.by_name.items():
+        block = next(
+            (known_block for known_block in stands_for if name.startswith(f"{known_block}.")), ""
+        )
+        block_slices = inside[block] if block else outside
+        block_slices[name.removeprefix(block)] = slices, name in model_slices.gathered
+    by_short_name: dict[str, dict[str, tuple[Slices, bool]]] = {}
     for block, short in stands_for.items():
-        if found.setdefault(short, inside[block]) != inside[block]:
+        if by_short_name.setdefault(short, inside[block]) != inside[block]:
             return None
-    named = [(f"{short}{name}", one) for short, own in found.items() for name, one in own.items()]
+    named = [
+        (f"{short}{name}", entry)
+        for short, block_slices in by_short_name.items()
+        for name, entry in block_slices.items()
+    ]
     every = {**outside, **dict(named)}
     gathered = frozenset(name for name, (_, is_gathered) in every.items() if is_gathered)
     return replace(
-        whole, by_name={n: slices for n, (slices, _) in every.items()}, gathered=gathered
+        model_slices, by_name={n: slices for n, (slices, _) in every.items()}, gathered=gathered
     )

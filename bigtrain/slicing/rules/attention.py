@@ -62,11 +62,11 @@ def _attention(
         slices = scaled(slices, 1, times) or slices
     if group.draws.whole and dropout_p > 0:
         q, k, v, mask = whole_of((query, key, value, attn_mask))
-        whole = F.scaled_dot_product_attention(
+        result = F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        result_slices = slices.at(whole.dim() + dim)
-        return SlicedTensor.of(scattered(whole, result_slices, group), result_slices, group)
+        result_slices = slices.at(result.dim() + dim)
+        return SlicedTensor.of(scattered(result, result_slices, group), result_slices, group)
     q, mask = (_local_part(t, slices, dim, group) for t in (query, attn_mask))
     shared = scaled(slices, times, 1)
     again = None if shared is None else scaled(shared, 1, times)
@@ -120,22 +120,22 @@ def _local_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
         return matching_part(value, slices, dim, group)
     if value.negative_dim == dim and value.slices.same(slices, group.size):
         return local_of(value)
-    whole = gathered_with_partial_grad(local_of(value), value.slices, group)
-    if whole.dim() < -dim or whole.shape[dim] == 1:
-        return whole
-    return slices.at(whole.dim() + dim).local(whole, group.rank, group.size)
+    gathered = gathered_with_partial_grad(local_of(value), value.slices, group)
+    if gathered.dim() < -dim or gathered.shape[dim] == 1:
+        return gathered
+    return slices.at(gathered.dim() + dim).local(gathered, group.rank, group.size)
 
 
 def _shared_heads(value: Any, slices: Slices, times: int, group: SliceGroup) -> Tensor:
     """Return a key or value head for each of a rank's query heads; `times` queries share one."""
-    whole = (
+    gathered = (
         gathered_with_partial_grad(local_of(value), value.slices, group)
         if is_sliced(value)
         else copied_to_ranks(value, group)
     )
     parts = slices.parts(group.rank, group.size)
     heads = [head // times for begin, n in parts for head in range(begin, begin + n)]
-    return whole.index_select(-3, torch.tensor(heads, device=whole.device))
+    return gathered.index_select(-3, torch.tensor(heads, device=gathered.device))
 
 
 @rule(F.multi_head_attention_forward)

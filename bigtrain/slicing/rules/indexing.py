@@ -26,11 +26,11 @@ def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
     """Return an index as one entry per dim and per added dim; None for an unsupported index."""
     entries = list(index) if isinstance(index, tuple) else [index]
     named = 0
-    for place, entry in enumerate(entries):
+    for position, entry in enumerate(entries):
         if isinstance(entry, bool) or is_sliced(entry):
             return None
         if isinstance(entry, list) and entry and all(type(n) is int for n in entry):
-            entries[place] = entry = torch.tensor(entry, device=tensor.device)
+            entries[position] = entry = torch.tensor(entry, device=tensor.device)
         if isinstance(entry, Tensor):
             is_mask = entry.dtype in (torch.bool, torch.uint8)
             named += entry.dim() if is_mask else 1

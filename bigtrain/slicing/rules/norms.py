@@ -123,11 +123,11 @@ def _layer_norm(
     if not is_sliced(x) or x.negative_dim >= -len(shape):
         return NotImplemented
 
-    def own(value: Any) -> Any:
+    def local(value: Any) -> Any:
         return as_operand(value, None, x.group) if isinstance(value, Tensor) else value
 
-    named = {name: own(value) for name, value in kwargs.items()}
-    return x.like(func(local_of(x), shape, own(weight), *map(own, args), **named))
+    named = {name: local(value) for name, value in kwargs.items()}
+    return x.like(func(local_of(x), shape, local(weight), *map(local, args), **named))
 
 
 class _Statistics:

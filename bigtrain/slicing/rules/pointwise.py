@@ -110,10 +110,10 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     main = args[0] if changes else max(filter(is_sliced, tensors), key=Tensor.numel)
     slices, dim, group = main.slices, main.negative_dim, main.group
     shape = tuple(main.shape) if len(tensors) == 1 else _broadcast(tensors)
-    own: Any = tree_map(
+    local_arguments: Any = tree_map(
         lambda value: matching_part(value, slices, dim, group), (args, kwargs), is_leaf=is_sliced
     )
-    local = func(*own[0], **own[1])
+    local = func(*local_arguments[0], **local_arguments[1])
     if not isinstance(local, Tensor):
         return NotImplemented
     if changes:
@@ -147,10 +147,10 @@ def _prelu(func: Any, x: Any, weight: Any) -> Any:
 @rule_with_function(torch.rand_like, torch.randn_like, torch.randint_like)
 def _random(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Tensor:
     """Draw numbers of the whole shape, as one process does."""
-    whole: Tensor = func(
+    drawn: Tensor = func(
         local_of(tensor).detach().new_empty(()).expand(tensor.shape), *args, **kwargs
     )
-    return whole
+    return drawn
 
 
 _DRAWN = words("bernoulli_ normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_")
@@ -161,8 +161,8 @@ def _drawn(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Draw numbers of the whole shape, as one process does, and keep this rank's slices."""
     if not is_sliced(tensor) or any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
         return NotImplemented
-    whole = func(local_of(tensor).detach().new_empty(tensor.shape), *args, **kwargs)
-    return tensor.change(local_of(tensor).copy_(as_operand(whole, tensor.slices, tensor.group)))
+    drawn = func(local_of(tensor).detach().new_empty(tensor.shape), *args, **kwargs)
+    return tensor.change(local_of(tensor).copy_(as_operand(drawn, tensor.slices, tensor.group)))
 
 
 @rule_with_function(

@@ -246,7 +246,9 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     sliced = [n[t.slices.dim] for n, t in zip(letters, operands, strict=True) if is_sliced(t)]
     if any(names.count(letter) > 1 for names in letters for letter in sliced):
         return NotImplemented  # a diagonal
-    return product(letters, result, operands, lambda *own: torch.einsum(equation, *own))
+    return product(
+        letters, result, operands, lambda *local_operands: torch.einsum(equation, *local_operands)
+    )
 
 
 def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
@@ -278,8 +280,8 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
-        return func(own, kernels, None, stride, padding, dilation, own_groups)
+    def compute(local_input: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(local_input, kernels, None, stride, padding, dilation, own_groups)
 
     return _convolution(compute, x, weight, bias, groups, is_transposed=False)
 
@@ -296,8 +298,10 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
-        return func(own, kernels, None, stride, padding, output_padding, own_groups, dilation)
+    def compute(local_input: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(
+            local_input, kernels, None, stride, padding, output_padding, own_groups, dilation
+        )
 
     return _convolution(compute, x, weight, bias, groups, is_transposed=True)
 

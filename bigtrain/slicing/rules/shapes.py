@@ -165,9 +165,9 @@ def _expand_as(tensor: Tensor, other: Tensor) -> Any:
 
 @rule(torch.broadcast_tensors, torch.functional.broadcast_tensors)
 def _broadcast_tensors(*tensors: Any) -> Any:
-    found = tensors[0] if isinstance(tensors[0], (tuple, list)) else tensors
-    shape = torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in found)))  # type: ignore[no-untyped-call]
-    return tuple(tensor.expand(shape) for tensor in found)
+    operands = tensors[0] if isinstance(tensors[0], (tuple, list)) else tensors
+    shape = torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in operands)))  # type: ignore[no-untyped-call]
+    return tuple(tensor.expand(shape) for tensor in operands)
 
 
 @rule(_T.repeat, torch.tile, _T.tile)
@@ -301,9 +301,13 @@ def _joined(func: Any, tensors: list[Any], dim: int) -> Any:
         for t in tensors
     ]
     local = torch.cat(
-        [as_operand(t, own, group) for t, own in zip(tensors, each, strict=True)], dim
+        [
+            as_operand(t, slices_of_tensor, group)
+            for t, slices_of_tensor in zip(tensors, each, strict=True)
+        ],
+        dim,
     )
-    sections = tuple(section for own in each for section in own.sections)
+    sections = tuple(section for slices_of_tensor in each for section in slices_of_tensor.sections)
     return SlicedTensor.of(local, Slices(dim, sections), group)
 
 

@@ -56,8 +56,8 @@ def blaming_file(path: str | None) -> Iterator[None]:
         known = isinstance(error, AssertionError | TypeError | ValueError)
         if path is None or not (known or type(error).__name__ == "DeepSpeedConfigError"):
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{path}: DeepSpeed refuses it: {said[:300]}") from error
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{path}: DeepSpeed refuses it: {message[:300]}") from error
 
 
 def check_file(path: str, config: dict[str, Any]) -> None:
@@ -117,9 +117,9 @@ def build_engine(
         warnings.simplefilter("ignore")
         connect_deepspeed(context, built.closing)
         low = assembly.plan.bf16_parameters
-        whole = flat_optimizer(assembly)
+        whole_optimizer = flat_optimizer(assembly)
         trained = {n for n, p in assembly.model.named_parameters() if p.requires_grad}
-        groups = [[name for name in names if name in trained] for names in whole.groups]
+        groups = [[name for name in names if name in trained] for names in whole_optimizer.groups]
         if stage == 3:
             _fill_in_shards(assembly, config, built, to_bf16=low)
         else:
@@ -131,7 +131,7 @@ def build_engine(
                 is_round_robin=_is_round_robin(config),
             )
         assembly.materialize(names_of(assembly.model))
-        optimizer = whole.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
+        optimizer = whole_optimizer.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
         # DeepSpeed makes a flat buffer of each group, and cannot make one of an empty group.
         drop_empty_groups(optimizer)
         optimizer.state.clear()
@@ -144,7 +144,9 @@ def build_engine(
                 align=pad_in_place,
                 in_place=stage < 3 and not _is_round_robin(config) and not _is_padded(config),
             )
-        built.begin_state = whole.begin_state if whole.begins_with_state else None
+        built.begin_state = (
+            whole_optimizer.begin_state if whole_optimizer.begins_with_state else None
+        )
         built.optimizer = optimizer
         failing.pop_all()
     return built
@@ -205,20 +207,20 @@ def flat_optimizer(assembly: Assembly) -> WholeOptimizer:
             f"{type(statistics[0]).__name__} takes no bf16 weights with fp32 statistics. "
             "Use --strategy zero1_torch or fsdp, or train.precision=fp32."
         )
-    whole = WholeOptimizer.of(assembly.make_optimizer, named)
-    if not whole.kind.elementwise:
+    whole_optimizer = WholeOptimizer.of(assembly.make_optimizer, named)
+    if not whole_optimizer.kind.elementwise:
         raise ConfigError(
-            f"DeepSpeed gives the optimizer flat slices of parameters, and {whole.kind_name} "
-            "needs whole ones. Use --strategy zero1_torch."
+            "DeepSpeed gives the optimizer flat slices of parameters, and "
+            f"{whole_optimizer.kind_name} needs whole ones. Use --strategy zero1_torch."
         )
-    left_out = whole.left_out(named)
+    left_out = whole_optimizer.left_out(named)
     if left_out:
         raise ConfigError(
             f"optimizer: it leaves out {first_names(left_out)}, and DeepSpeed updates all "
             "parameters with requires_grad. Call requires_grad_(False) on those that are not "
             "trained, or use --strategy zero1_torch."
         )
-    return whole
+    return whole_optimizer
 
 
 def _is_round_robin(config: dict[str, Any]) -> bool:
@@ -258,12 +260,12 @@ def _fill_flat(
             parameter = assembly.model.get_parameter(name)  # `materialize` may have replaced it
             values = parameter.detach()
             stop = offset + values.numel()
-            own = overlap(offset, stop, own_share)
+            part = overlap(offset, stop, own_share)
             if to_bf16 and is_round_robin:
                 built.fp32_values[id(parameter)] = (0, values.reshape(-1).clone())
-            elif to_bf16 and own:
-                start = own.start - offset
-                exact = values.reshape(-1)[start : own.stop - offset].clone()
+            elif to_bf16 and part:
+                start = part.start - offset
+                exact = values.reshape(-1)[start : part.stop - offset].clone()
                 built.fp32_values[id(parameter)] = (start, exact)
             view = flat[offset:stop].view(values.shape)
             view.copy_(values)

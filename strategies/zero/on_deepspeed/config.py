@@ -175,7 +175,7 @@ def _refuse_contradictions(
     if bf16 != _AUTO and is_true(bf16) != defaults["bf16"]["enabled"]:
         wanted = "bf16" if is_true(bf16) else "fp32"
         raise refusal(path, "bf16.enabled", bf16, "train.precision", plan.precision, wanted)
-    for name, place in (
+    for name, tier in (
         ("offload_optimizer", plan.offload_tiers.optimizer),
         ("offload_param", plan.offload_tiers.parameters),
     ):
@@ -183,10 +183,10 @@ def _refuse_contradictions(
             "device", _AUTO
         )
         known = {"none": "device", "cpu": "cpu", "nvme": "disk"}.get(str(device), device)
-        if place != "device" and known not in (_AUTO, place):
+        if tier != "device" and known not in (_AUTO, tier):
             key = "optimizer" if name == "offload_optimizer" else "parameters"
             theirs, ours = f"zero_optimization.{name}.device", f"strategy.offload.{key}"
-            raise refusal(path, theirs, device, ours, place, known)
+            raise refusal(path, theirs, device, ours, tier, known)
 
 
 def _refuse_batch(path: str, user_file: dict[str, Any], plan: Plan) -> None:
@@ -207,9 +207,9 @@ def _refuse_batch(path: str, user_file: dict[str, Any], plan: Plan) -> None:
                 f"{batch.dp_size} = {micro * accumulation * batch.dp_size}. Start as many ranks "
                 'as the file is for, or write "auto" for one of the three.'
             )
-    for (key, ours, value), said in zip(pairs, written, strict=True):
-        if said != _AUTO and not same_value(said, value):
-            raise refusal(path, key, said, ours, value, said)
+    for (key, ours, value), in_file in zip(pairs, written, strict=True):
+        if in_file != _AUTO and not same_value(in_file, value):
+            raise refusal(path, key, in_file, ours, value, in_file)
 
 
 def unused_line(path: str | None) -> str | None:

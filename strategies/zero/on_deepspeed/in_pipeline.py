@@ -35,9 +35,9 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
     def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineZeroUpdate:
         model = assembly.model
         assembly.materialize(names_of(model))
-        whole = flat_optimizer(assembly)
+        whole_optimizer = flat_optimizer(assembly)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        optimizer = whole.put_on({name: [parameter] for name, parameter in named.items()})
+        optimizer = whole_optimizer.put_on({name: [parameter] for name, parameter in named.items()})
         drop_empty_groups(optimizer)
         optimizer.state.clear()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -50,7 +50,9 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         meter = assembly.meter
         built = BuiltEngine(start(optimizer, more), tracking=lambda: meter.tracking)
         built.dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        built.begin_state = whole.begin_state if whole.begins_with_state else None
+        built.begin_state = (
+            whole_optimizer.begin_state if whole_optimizer.begins_with_state else None
+        )
         built.optimizer = optimizer
         return PipelineZeroUpdate(built, assembly.context, model, 1)
 

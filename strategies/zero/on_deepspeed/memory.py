@@ -106,9 +106,9 @@ def _cut(
     size, ranks, sizes = precision_of(plan), plan.dp, BufferSizes.of(zero)
     share = piece_size(profile.trained_elements, ranks)
     backward = _Backward.of(profile)
-    whole = [span.nbytes for span in backward.gradients]
+    gradient_bytes = [span.nbytes for span in backward.gradients]
     persistence_bytes = size * sizes.persistent_parameter
-    persistent_bytes = sum(nbytes for nbytes in whole if nbytes <= persistence_bytes)
+    persistent_bytes = sum(nbytes for nbytes in gradient_bytes if nbytes <= persistence_bytes)
     frozen = profile.parameter_bytes - size * profile.trained_elements
     accumulator = 4 if accumulates_in_fp32(plan, 3) else size
     states = replace(
@@ -119,12 +119,14 @@ def _cut(
         buffers=forecast.states.buffers + bucket,
     )
     prefetch_bytes = size * sizes.prefetch
-    first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)), size)
+    first = backward.with_gathered(
+        persistence_bytes, min(prefetch_bytes, sum(gradient_bytes)), size
+    )
     first = backward.with_copies(first, bucket, plan)
     step = _flat_step(profile, plan, sub_group_shares(profile.updated, ranks, sizes.sub_group))
     if accumulator < 4:  # a sub-group's gradients are converted for its update
         group = min(share, sizes.sub_group)
-        largest = max(whole, default=0) // size // ranks
+        largest = max(gradient_bytes, default=0) // size // ranks
         step = _throughout(step, "temporary", 4 * max(group, largest))
     building = Breakdown(
         parameters=states.parameters - persistent_bytes,
@@ -132,7 +134,7 @@ def _cut(
         optimizer=round(states.optimizer * profile.early_share),
         buffers=states.buffers,
         # DeepSpeed's fp32 copy, and the whole parameter of the last module that was cut.
-        temporary=4 * share + max(whole, default=0),
+        temporary=4 * share + max(gradient_bytes, default=0),
     )
     return replace(forecast.with_passes(first=first), states=states, step=step, building=building)
 
@@ -222,13 +224,13 @@ class _Backward:
         births, ticks = [span.birth for span in first], [span.birth for span in later]
 
         def moved(tick: int | None) -> int | None:
-            place = 0 if tick is None else bisect_right(births, tick)
-            return ticks[place - 1] + 1 if place else None
+            position = 0 if tick is None else bisect_right(births, tick)
+            return ticks[position - 1] + 1 if position else None
 
         def following(tick: int | None) -> int | None:
             """The next tick at which a span is born: gradients are freed before a gathering."""
-            place = None if tick is None else bisect_right(births, tick)
-            return ticks[place] if place is not None and place < len(ticks) else None
+            position = None if tick is None else bisect_right(births, tick)
+            return ticks[position] if position is not None and position < len(ticks) else None
 
         offsets = gradient_offsets(
             {birth: now.nbytes for birth, now in pairs}, profile.gradient_births
@@ -345,8 +347,8 @@ class _Backward:
         return max(
             sum(
                 span.nbytes
-                for span, own in self._own_bytes(replace(plan, dp_rank=rank)).items()
-                if own
+                for span, own_bytes in self._own_bytes(replace(plan, dp_rank=rank)).items()
+                if own_bytes
             )
             for rank in (range(plan.dp) if plan.dp_rank is None else [plan.dp_rank])
         )
@@ -389,8 +391,8 @@ class _Backward:
         for gradient in gathered:
             # All parameters of a module are gathered with its first and freed with its last.
             places = (n for n, group in enumerate(self.module_births) if gradient.birth in group)
-            place = next(places, None)
-            of_module = () if place is None else self.module_births[place]
+            index = next(places, None)
+            of_module = () if index is None else self.module_births[index]
             together = [g for g in gathered if g.birth in of_module] or [gradient]
             first, end = min(g.birth for g in together), max(g.death for g in together)
             # They are gathered for the gradient of the module's input, which is made just before.
@@ -399,7 +401,7 @@ class _Backward:
             recomputed = [a for a, b in self.recomputed if a <= gradient.birth <= b]
             # Otherwise the backward pass of the module may have started earlier.
             starts = self.backward_starts
-            start = starts[place] if place is not None and starts else None
+            start = starts[index] if index is not None and starts else None
             begin = min([begin, *(recomputed or ([] if start is None else [start]))])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, end))
             if gradient.birth in self.viewed and not recomputed:  # a saved view keeps the whole

@@ -102,8 +102,8 @@ class OptimizerShards:
             for key, flat_slice in self.slices.items():
                 if key in exact:
                     start, values = exact[key]
-                    own = values[flat_slice.start - start :][: flat_slice.length]
-                    self.slice_of(self.pieces, flat_slice).copy_(own)
+                    slice_values = values[flat_slice.start - start :][: flat_slice.length]
+                    self.slice_of(self.pieces, flat_slice).copy_(slice_values)
         exact.clear()
 
     def _begin_state(self, groups: Sequence[int]) -> None:
@@ -119,8 +119,8 @@ class OptimizerShards:
         optimizer = self.zero.optimizer = self._built.optimizer
         for group in optimizer.param_groups:
             group["params"] = []
-        for piece, place in zip(self.pieces, groups, strict=True):
-            optimizer.param_groups[place]["params"].append(piece)
+        for piece, group_index in zip(self.pieces, groups, strict=True):
+            optimizer.param_groups[group_index]["params"].append(piece)
         self._built.begin_state()
 
     def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
@@ -166,13 +166,13 @@ class FlatShards(OptimizerShards):
             offsets = zero.round_robin_bit16_offsets[number]
             for parameter, offset in zip(group, offsets, strict=True):
                 self.piece_of[id(parameter)] = number
-                own = overlap(offset, offset + parameter.numel(), share)
-                if own:
+                part = overlap(offset, offset + parameter.numel(), share)
+                if part:
                     self.slices[id(parameter)] = ShardSlice(
                         piece=number,
-                        offset=own.start - share.start,
-                        start=own.start - offset,
-                        length=len(own),
+                        offset=part.start - share.start,
+                        start=part.start - offset,
+                        length=len(part),
                     )
         if not zero.cpu_offload:
             if zero.dtype == torch.float32:
@@ -274,8 +274,8 @@ class FlatShards(OptimizerShards):
     def gradient(self, piece: int) -> Tensor | None:
         """See `OptimizerShards.gradient`."""
         if self.zero.cpu_offload:
-            found: Tensor | None = self.zero.single_partition_of_fp32_groups[piece].grad
-            return found
+            grad: Tensor | None = self.zero.single_partition_of_fp32_groups[piece].grad
+            return grad
         return getattr(self.zero.averaged_gradients.get(piece), "flat_partition", None)
 
     def update_parameters(self) -> None:
@@ -375,8 +375,8 @@ class PartitionedShards(OptimizerShards):
     def gradient(self, piece: int) -> Tensor | None:
         """See `OptimizerShards.gradient`."""
         if self._away:
-            found: Tensor | None = self.zero.fp32_partitioned_groups_flat[piece].grad
-            return found
+            grad: Tensor | None = self.zero.fp32_partitioned_groups_flat[piece].grad
+            return grad
         start, stop = self._offsets[piece], self._offsets[piece + 1]
         flat: Tensor = self.zero.grad_partitions_flat_buffer
         return flat[start:stop]

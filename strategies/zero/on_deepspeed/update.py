@@ -88,16 +88,16 @@ class DeepSpeedUpdate:
         """
         parameter = self.parameters[name]
         gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
-        flat_slice, own = self.shards.slices.get(id(parameter)), torch.empty(0)
-        whole = torch.zeros(shape_of(parameter), device=self.shards.pieces[0].device)
+        flat_slice, shard = self.shards.slices.get(id(parameter)), torch.empty(0)
+        whole_gradient = torch.zeros(shape_of(parameter), device=self.shards.pieces[0].device)
         if flat_slice is not None and gradient is not None:
-            own = flat_slice.of(gradient)
-            flat_slice.of_parameter(whole).copy_(own)
+            shard = flat_slice.of(gradient)
+            flat_slice.of_parameter(whole_gradient).copy_(shard)
         if self._context.dp_size > 1:
-            dist.all_reduce(whole, group=self._context.dp_group)
-        changed = change(whole)
-        if flat_slice is not None and own.numel():
-            own.copy_(flat_slice.of_parameter(changed))
+            dist.all_reduce(whole_gradient, group=self._context.dp_group)
+        changed = change(whole_gradient)
+        if flat_slice is not None and shard.numel():
+            shard.copy_(flat_slice.of_parameter(changed))
 
     def _piece_of(self, parameter: nn.Parameter) -> Tensor:
         return self.shards.pieces[self.shards.piece_of[id(parameter)]].detach()
@@ -164,8 +164,8 @@ class DeepSpeedUpdate:
         parameter = self.parameters[name]
         flat_slice = self.shards.slices.get(id(parameter))
         if flat_slice is not None:
-            own = saved.read([_extent_of(flat_slice)])
-            self.shards.slice_of(self.shards.pieces, flat_slice).copy_(own)
+            shard = saved.read([_extent_of(flat_slice)])
+            self.shards.slice_of(self.shards.pieces, flat_slice).copy_(shard)
         elif not parameter.requires_grad and self._stage < 3:
             parameter.data.copy_(read_whole(saved))
         elif not parameter.requires_grad:

@@ -131,8 +131,8 @@ class FairscaleEngine(Zero):
         """Return one line if nothing is sharded, or sharding saves nothing."""
         if plan.dp == 1:
             return (
-                "one rank has nobody to shard its states with: strategy.replicate=zero runs as "
-                "single. Start more ranks, or use --strategy single."
+                "on one rank there is nothing to shard: strategy.replicate=zero runs as single. "
+                "Start more ranks, or use --strategy single."
             )
         # DDP would need whole gradients that are never freed.
         before = with_averaged_gradients(forecast, profile).peak().bytes
@@ -326,11 +326,11 @@ def _in_groups(
 ) -> Callable[..., torch.optim.Optimizer]:
     """Return a factory of the job's optimizer, which OSS calls with the groups of its share."""
     name_of = {id(p): n for n, p in parameters.items()}
-    whole = WholeOptimizer.of(make_optimizer, parameters)
+    whole_optimizer = WholeOptimizer.of(make_optimizer, parameters)
 
     def make(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         share = [parameter for group in groups for parameter in group["params"]]
-        return whole.put_on({name_of[id(parameter)]: [parameter] for parameter in share})
+        return whole_optimizer.put_on({name_of[id(parameter)]: [parameter] for parameter in share})
 
     return make
 

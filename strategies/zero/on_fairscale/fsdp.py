@@ -141,8 +141,8 @@ class FlatShardUpdate(OwnedUpdate):
         self._group = assembly.context.group()
         self._rank, self._ranks = assembly.context.rank, assembly.context.world_size
         self.parameters = {n: p for n, p in plain_names(assembly.model) if p.requires_grad}
-        whole = WholeOptimizer.of(assembly.make_optimizer, self.parameters)
-        self.optimizer = whole.put_on({n: [p] for n, p in self.parameters.items()})
+        whole_optimizer = WholeOptimizer.of(assembly.make_optimizer, self.parameters)
+        self.optimizer = whole_optimizer.put_on({n: [p] for n, p in self.parameters.items()})
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -256,9 +256,9 @@ def _label_gathered(assembly: Assembly) -> Callable[..., None]:
 
 
 def _refuse_whole_optimizers(assembly: Assembly) -> None:
-    whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
-    if not whole.kind.elementwise:
+    whole_optimizer = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
+    if not whole_optimizer.kind.elementwise:
         raise ConfigError(
             f"fairscale's FullyShardedDataParallel gives the optimizer slices of parameters, "
-            f"and {whole.kind_name} needs whole ones. Use --strategy zero1_torch."
+            f"and {whole_optimizer.kind_name} needs whole ones. Use --strategy zero1_torch."
         )

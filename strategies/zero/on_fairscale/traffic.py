@@ -61,12 +61,28 @@ def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...
     """Stage 3: parameters are gathered one by one, gradients reduced in buckets, all in fp32."""
     stride = plan.pp * plan.tp
     every, trained = parameter_shapes(profile, trained=False), parameter_shapes(profile)
-    whole = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
+    parameter_bytes = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
     back = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in trained]
     calls = message_count(reversed(back), options.bucket_size or BUCKET_SIZE)
     return (
-        Traffic("all_gather", sum(whole), len(every), "micro_batch", "forward", plan.dp, stride),
-        Traffic("all_gather", sum(whole), len(every), "micro_batch", "backward", plan.dp, stride),
+        Traffic(
+            "all_gather",
+            sum(parameter_bytes),
+            len(every),
+            "micro_batch",
+            "forward",
+            plan.dp,
+            stride,
+        ),
+        Traffic(
+            "all_gather",
+            sum(parameter_bytes),
+            len(every),
+            "micro_batch",
+            "backward",
+            plan.dp,
+            stride,
+        ),
         Traffic("reduce_scatter", sum(back), calls, "micro_batch", "backward", plan.dp, stride),
     )
 

@@ -129,14 +129,18 @@ class FullySharded(Zero):
             on_gpu = is_accelerator(plan.device_type)
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         assembly.units, assembly.use = GatheredUnits(), GradientUse()
-        whole = MixedPrecisionPolicy()
-        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
+        fp32_policy = MixedPrecisionPolicy()
+        low = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if plan.bf16_parameters
+            else fp32_policy
+        )
 
         def shard_norms(unit: nn.Module) -> None:
             """BatchNorm's kernels take no mixture of bf16 weights and fp32 statistics."""
             norms = _norms(unit) if plan.bf16_parameters else []
             if norms:
-                fully_shard(norms, mp_policy=whole, **settings)
+                fully_shard(norms, mp_policy=fp32_policy, **settings)
 
         whole_params = _left_whole(assembly)
         settings["ignored_params"] = whole_params
@@ -152,7 +156,7 @@ class FullySharded(Zero):
                     continue
                 _make_contiguous(unit)
                 shard_norms(unit)
-                policy = whole if isinstance(unit, _NormBase) else low
+                policy = fp32_policy if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
                 _finish(unit, name, assembly)
             assembly.materialize(names_of(root))
@@ -294,13 +298,13 @@ def _check_on_shards(assembly: Assembly, mesh: DeviceMesh) -> None:
 
     An optimizer that multiplies matrices or uses norms may be right on DTensors: it is tried.
     """
-    whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
-    cut_anywhere = whole.kind.elementwise and whole.kind.separable
-    if not cut_anywhere and mesh.size() > 1 and not whole.same_on_shards(mesh):
+    whole_optimizer = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
+    cut_anywhere = whole_optimizer.kind.elementwise and whole_optimizer.kind.separable
+    if not cut_anywhere and mesh.size() > 1 and not whole_optimizer.same_on_shards(mesh):
         raise ConfigError(
-            f"optimizer: {whole.kind_name} does not update the shards of a parameter (DTensors) "
-            "as it updates a whole one; a trial on a small parameter shows it. "
-            "Use --strategy zero1_torch."
+            f"optimizer: {whole_optimizer.kind_name} does not update the shards of a parameter "
+            "(DTensors) as it updates a whole one; a trial on a small parameter shows it. Use "
+            "--strategy zero1_torch."
         )
 
 

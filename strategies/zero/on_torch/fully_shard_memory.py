@@ -209,8 +209,8 @@ class _Pass:
         if resumed:
             spans += self._regathered_rest(rest, backward_start, end)
         else:
-            whole = self.sizes.whole(rest)
-            spans.append(_span(whole, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
+            whole_bytes = self.sizes.whole(rest)
+            spans.append(_span(whole_bytes, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
             spans += self._gathered_forward([rest, *self.units], begin, forward_end)
         if self.stage == 2 and not resumed:
             spans += [
@@ -251,10 +251,10 @@ class _Pass:
         begins = [unit.backward[0] for unit in units]
         for nbytes, kind, birth, death in plain.spans:
             if kind == "gradients":
-                place = bisect_right(begins, birth) - 1
+                index = bisect_right(begins, birth) - 1
                 done = end - 1
-                if place >= 0 and birth <= units[place].backward[1]:
-                    done = units[place].backward[1]
+                if index >= 0 and birth <= units[index].backward[1]:
+                    done = units[index].backward[1]
                 last = max(birth, done) * _FINE + _COPIED
                 spans.append(Span(nbytes, "temporary", birth * _FINE, last))
             else:
@@ -288,10 +288,13 @@ class _Pass:
 
     def _regathered_rest(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
         """Return the spans of layers outside of blocks, gathered when the backward pass starts."""
-        whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest) + self.sizes.copied(rest)
+        whole_bytes, buffer = (
+            self.sizes.whole(rest),
+            self.sizes.padded(rest) + self.sizes.copied(rest),
+        )
         return [
             _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
-            _span(whole, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
+            _span(whole_bytes, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
         ]
 
     def _in_backward(self, back: int) -> list[Span]:
@@ -309,11 +312,11 @@ class _Pass:
         for unit in sorted(back_through, key=lambda unit: unit.backward[0]):
             at, done = unit.backward
             ahead = (at, _NEXT_GATHERS) if unit in alone else min(ahead, (at, _NEXT_GATHERS))
-            buffer, whole = self.sizes.padded(unit), self.sizes.whole(unit)
+            buffer, whole_bytes = self.sizes.padded(unit), self.sizes.whole(unit)
             spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
             copied = self.sizes.copied(unit)
             spans.append(_span(copied, "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE))
-            spans.append(_span(whole, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
+            spans.append(_span(whole_bytes, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
             ahead = (at, _PREFETCH)
         return spans
 
@@ -342,11 +345,11 @@ class _Pass:
         closed = max(end, order[-1][0] + 1)
         next_ones = [*((tick, _AFTER_LAST) for tick, _ in order[1:]), (closed, 0)]
         for (reduced_at, unit), next_reduced in zip(order, next_ones, strict=True):
-            whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
-            spans.append(_span(whole, "temporary", reduced_at, _REDUCING, *next_reduced))
+            whole_bytes, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
+            spans.append(_span(whole_bytes, "temporary", reduced_at, _REDUCING, *next_reduced))
             if not self.sizes.alone:
                 spans.append(
-                    _span(whole, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED)
+                    _span(whole_bytes, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED)
                 )
             kind: MemoryKind = "gradients" if fresh else "temporary"
             freed_at = (closed + 1, 0) if fresh else (reduced_at, _EXCHANGED)
@@ -378,6 +381,8 @@ def _has_backward(unit: BlockTicks) -> bool:
     return any(unit.trained) or unit.backward[0] < unit.backward[1]
 
 
-def _span(nbytes: int, kind: MemoryKind, tick: int, place: int, end: int, end_place: int) -> Span:
-    birth = tick * _FINE + place
+def _span(
+    nbytes: int, kind: MemoryKind, tick: int, sub_tick: int, end: int, end_place: int
+) -> Span:
+    birth = tick * _FINE + sub_tick
     return Span(nbytes, kind, birth, max(birth + 1, end * _FINE + end_place))

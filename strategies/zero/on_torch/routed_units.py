@@ -44,9 +44,11 @@ def _is_independent(root: nn.Module, module: nn.Module) -> bool:
     """Whether no module outside of it has any of its parameters."""
     inside = {id(inner) for inner in module.modules()}
     parameters = {id(p) for p in module.parameters()}
-    outside = (other for other in root.modules() if id(other) not in inside)
+    outside = (outer_module for outer_module in root.modules() if id(outer_module) not in inside)
     return all(
-        id(p) not in parameters for other in outside for p in other.parameters(recurse=False)
+        id(p) not in parameters
+        for outer_module in outside
+        for p in outer_module.parameters(recurse=False)
     )
 
 
@@ -68,17 +70,17 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
         nonlocal passes
         fills, passes = passes > 0, max(0, passes - 1)
         for fsdp_param in group.fsdp_params:
-            whole = getattr(fsdp_param, "_unsharded_param", None)
-            if whole is None:
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if unsharded is None:
                 continue
             if id(fsdp_param.sharded_param) not in planned:
-                if whole.grad is not None:  # not reduced: no other rank may have one
-                    use.surprise, whole.grad = fsdp_param.sharded_param, None
+                if unsharded.grad is not None:  # not reduced: no other rank may have one
+                    use.surprise, unsharded.grad = fsdp_param.sharded_param, None
                 continue
-            if whole.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
+            if unsharded.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
                 use.note(fsdp_param.sharded_param)
             elif fills:  # no rank does if no pass went through the unit
-                whole.grad = torch.zeros_like(whole)
+                unsharded.grad = torch.zeros_like(unsharded)
                 use.stand_ins = True
 
     for group in _groups(unit):

@@ -318,5 +318,7 @@ def mixed() -> nn.Module:
 
 
 def test_parameters_of_several_types_are_refused():
-    with pytest.raises(AssertionError, match=r"is float64, and .* float32.*oss cannot hold.*fsdp"):
+    with pytest.raises(
+        AssertionError, match=r"is float64, and .* float32.*oss does not support.*fsdp"
+    ):
         run_ranks(train, 2, mixed, small_images(), "oss", {})
