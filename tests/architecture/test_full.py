@@ -20,15 +20,15 @@ FULL = {
     "_for_in_seconds": 1,
     "checkpoint/test_damage.py::test_a_thousand_random_damages_are_refused": 1,
     "checkpoint/test_drawn_damages.py::test_a_thousand_damages_are_refused_and_gone_back_from": 1,
-    "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 3,
+    "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 4,
     "checkpoint/test_ranks_slices.py::test_what_optimizers_keep_in_slices_is_saved_and_opened": 2,
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
-    "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 18,
-    "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 6,
-    "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 74,
+    "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 25,
+    "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 7,
+    "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 76,
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
-    "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 7,
-    "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
+    "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 10,
+    "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 10,
     "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised"
     "_as_usual": 61,
@@ -55,11 +55,11 @@ FULL = {
     "published/test_three_dimensions.py::test_slices_of_a_node_and_pipelines_between_nodes_are"
     "_fastest": 2,
     "ranks/test_ranks_agreement.py::test_the_command_is_refused_in_one_line_and_leaves_nothing": 2,
-    "ranks/test_ranks_launchers.py::test_a_connection_that_is_held_open_to_the_end": 1,
-    "ranks/test_ranks_launchers.py::test_a_killed_rank_ends_all": 6,
+    "ranks/test_ranks_launchers.py::test_a_connection_that_is_held_open_to_the_end": 2,
+    "ranks/test_ranks_launchers.py::test_a_killed_rank_ends_all": 9,
     "ranks/test_ranks_launchers.py::test_a_stop_ends_all_quietly": 2,
     "ranks/test_ranks_launchers.py::test_one_failure_ends_all": 12,
-    "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 4,
+    "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 5,
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
     "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 3,
     "strategies/test_ranks_inner_gradients.py::test_it_is_as_in_a_plain_loop_or_refused_in_a"
@@ -69,7 +69,7 @@ FULL = {
     "strategies/test_ranks_odd_parameters.py::test_what_users_write_is_right_or_refused_by"
     "_name": 20,
     "slice_planning/test_planned_exchanges.py::test_exchanges_of_a_plan_are_those_of_its"
-    "_slices": 14,
+    "_slices": 27,
     "slice_planning/test_sound_classes.py::test_classes_of_torchvision": 4,
     "slicing/test_ranks_attention.py::test_heads_in_slices_have_the_gradients_of_one_process": 1,
     "slicing/test_ranks_calls.py::test_calls_on_slices_of_more_ranks": 4,
@@ -110,7 +110,7 @@ FULL = {
     "_other_way_round": 2,
     "compare/test_command.py::test_largest_is_where_it_stops_fitting": 1,
     "core/test_ranks_participation.py::test_what_not_every_step_or_rank_uses": 6,
-    "costs/test_ranks_traffic.py::test_real_ranks_exchange_what_is_stated": 19,
+    "costs/test_ranks_traffic.py::test_real_ranks_exchange_what_is_stated": 22,
     "planner/test_search.py::test_a_plan_is_forecast_as_the_run_of_its_file": 2,
     "prediction/test_ranks_peaks.py::test_each_rank_of_slices_has_the_peak_that_was_predicted": 4,
     "strategies/test_ranks_checkpointing.py::test_under_other_strategies_the_numbers_are_those"
@@ -131,7 +131,7 @@ FULL = {
     "_another": 3,
     "test_ranks_train_launchers.py::test_two_ranks_train_under": 3,
     "planner/test_search.py::test_what_the_table_calls_a_plan_is_typed_back": 1,
-    "planner/test_tensor_axis.py::test_a_plan_with_slices_is_forecast_as_its_run": 9,
+    "planner/test_tensor_axis.py::test_a_plan_with_slices_is_forecast_as_its_run": 11,
     "prediction/test_ranks_optimizer_peaks.py::test_a_step_is_forecast_as_the_optimizer_takes"
     "_it": 4,
     "prediction/test_ranks_peaks.py::test_on_one_rank_fully_shard_copies_without_buffers_of_an"
@@ -148,6 +148,21 @@ FULL = {
     "_fp32": 2,
     "checkpoint/test_ranks_tied_in_stages.py::test_it_is_saved_once_and_goes_on_under_any"
     "_strategy": 3,
+    "costs/test_ranks_traffic.py::test_deepspeeds_stage_3_gathers_what_is_stated_and_tied"
+    "_parameters_again": 2,
+    "cutting/test_stage.py::test_a_cut_at_every_place_changes_nothing": 16,
+    "cutting/test_stage.py::test_four_stages_change_nothing": 31,
+    "engine/test_ranks_device_reads.py::test_replicas_wait_for_the_loss_and_for_the_norm": 2,
+    "engine/test_ranks_device_reads.py::test_of_a_pipeline_the_rank_with_the_loss_waits_once"
+    "_more": 2,
+    "engine/test_ranks_training_accuracy.py::test_ranks_micro_batches_and_stages_count_the"
+    "_global_batch": 3,
+    "pipeline/test_ranks_frozen_stages.py::test_stages_without_trained_parameters": 6,
+    "pipeline/test_ranks_frozen_stages.py::test_their_checkpoints_go_on_under_other_strategies": 1,
+    "pipeline/test_ranks_frozen_stages.py::test_losses_that_ask_for_values_and_outputs_that"
+    "_change": 1,
+    "planner/test_bounds.py::test_the_search_finds_the_fastest_plan": 1,
+    "ranks/test_ranks_launchers.py::test_the_users_fault_is_said_once": 3,
 }
 
 

@@ -157,7 +157,7 @@ def totals(seen, stated_traffic, micro_batches):
     return sent, calls, expected, messages
 
 
-@pytest.mark.parametrize("case", fewer(CASES, 10))
+@pytest.mark.parametrize("case", fewer(CASES, 7))
 def test_real_ranks_exchange_what_is_stated(case):
     world_size, make, data, strategy, keys = CASES[case]
     mesh = {"pp": 2, "dp": 2} if keys is MESH else {}
@@ -188,7 +188,8 @@ def test_real_ranks_exchange_what_is_stated(case):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "width"), [("zero3", 32), ("zero3", 256), ("zero3_checkpointing", 32)]
+    ("strategy", "width"),
+    fewer([("zero3_checkpointing", 32), ("zero3", 32), ("zero3", 256)], 1),
 )
 def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(strategy, width):
     """With a width of 256 biases and norms are not sharded, and are gathered once a step."""
@@ -239,7 +240,7 @@ A_BOUNDARY = 4 * 8 * 16 * 32
         ("1f1b+tensor_sequence", 2, 1),
         pytest.param("interleaved_1f1b+tensor", 2, 3, marks=pytest.mark.full),
         pytest.param("interleaved_1f1b+tensor_sequence", 2, 3, marks=pytest.mark.full),
-        ("zbv+tensor", 2, 2),
+        pytest.param("zbv+tensor", 2, 2, marks=pytest.mark.full),
         pytest.param("zbv+tensor_sequence", 2, 2, marks=pytest.mark.full),
     ],
 )

@@ -12,12 +12,13 @@ from support.cut_runs import (
     trace_case,
 )
 from support.cutting_nets import CASES
+from support.full import fewer
 
 from bigtrain.cutting.cut import cut_at
 
 
 @RECOMPUTED
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", fewer(CASES, len(CASES) * 2 // 3))
 def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
     model, traced_model, batches = trace_case(CASES[name])
     points, refused = common_points(traced_model, batches[0])
@@ -28,7 +29,7 @@ def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
 
 
 @RECOMPUTED
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", fewer(CASES, len(CASES) // 3))
 def test_four_stages_change_nothing(name: str) -> None:
     model, traced_model, batches = trace_case(CASES[name])
     points, _ = common_points(traced_model, batches[0])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.cluster import find, free_port, slurm
+from support.full import fewer
 from support.programs import HELLO, ROOT, Finished, environment, finish, run, start
 from support.zygote import interpreter
 
@@ -245,9 +246,7 @@ def test_wrapper_scripts_do_not_part_the_ranks() -> None:
     assert len(finished.ranks) == 2
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("ok", marks=pytest.mark.full), "uneven", "fail", "guarded"]
-)
+@pytest.mark.parametrize("how", fewer(["uneven", "ok", "fail", "guarded"], 2))
 def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
     script = str(ROOT / "tests/support/scripts/held_open.py")
     began = time.monotonic()

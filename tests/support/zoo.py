@@ -45,8 +45,6 @@ FAMILIES = {
 QUICK = (
     "alexnet",
     "convnext_tiny",
-    "densenet121",
-    "efficientnet_b0",
     "googlenet",
     "lraspp_mobilenet_v3_large",
     "mobilenet_v3_small",
