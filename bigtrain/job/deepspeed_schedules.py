@@ -258,15 +258,15 @@ def read_schedule(
             f"{path}: scheduler.type={named}{did_you_mean(str(named), names)} A job supports "
             f"{', '.join(names)}, or optim.schedule with a file without a scheduler."
         )
-    params = section.get("params") or {}
-    known = {key: fill.get(key) if value == "auto" else value for key, value in params.items()}
+    written = section.get("params") or {}
+    known = {key: fill.get(key) if value == "auto" else value for key, value in written.items()}
     params = {key: value for key, value in known.items() if value is not None}
-    if kind.decays_over and "total_num_steps" not in params:
+    if kind.decays_over and "total_num_steps" not in written:
         raise ConfigError(
             f'{path}: scheduler.type={named} needs params.total_num_steps. Write "auto" for the '
             "job's own length, or a number."
         )
-    if params.get("warmup_num_steps") == "auto" and not fill.get("warmup_num_steps"):
+    if written.get("warmup_num_steps") == "auto" and not fill.get("warmup_num_steps"):
         params |= {"warmup_num_steps": 1, "no_warmup": True}
     try:
         made = kind.model_validate(params)
