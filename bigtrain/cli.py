@@ -24,6 +24,7 @@ COMMANDS = {
     "init": "write a first model, data source, job and test to edit",
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
+    "check": "exit with 1 if a job's predicted peak is above a limit, for continuous integration",
     "compare": "run strategies side by side: memory by part, time, losses",
     "speedup": "whether more ranks pay: compute and communication, measured and predicted",
     "verify": "check that strategies compute the same numbers as one process",
@@ -79,6 +80,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         READERS[command](arguments)
     if command == "plan":
         from bigtrain.planner.command import main as run
+    elif command == "check":
+        from bigtrain.report.check import main as run
     elif command == "compare":
         from bigtrain.compare.command import main as run
     elif command == "speedup":

@@ -336,6 +336,62 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     return options
 
 
+class CheckOptions(argparse.Namespace):
+    """Options of `bigtrain check`."""
+
+    job: str | None
+    strategy: str | None
+    num_ranks: int
+    peak: str | None
+    against: str | None
+    save: str | None
+    as_json: bool
+    overrides: list[str]
+
+
+def peak_check_arguments(arguments: list[str]) -> CheckOptions:
+    """Read the arguments of `bigtrain check`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = CommandParser(
+        prog="bigtrain check",
+        usage="%(prog)s [JOB] --peak SIZE [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Exit with 1 if a job's predicted peak is above a limit. Nothing is run.",
+        epilog=JOB_HELP,
+    )
+    parser.add_argument("--config", metavar="JOB", help="same as JOB")
+    parser.add_argument(
+        "--strategy", metavar="WORDS", help="presets or YAML files joined by +, such as 1f1b+fsdp"
+    )
+    parser.add_argument(
+        "-n", "--num-ranks", type=int, default=1, metavar="N", help="ranks of the job (default 1)"
+    )
+    parser.add_argument(
+        "--peak", metavar="SIZE", help="the most that a rank's tensors may take, such as 22GiB"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        help="say what grew since the forecast in FILE; without --peak its peak is the limit",
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the forecast to FILE")
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print one JSON document on standard output",
+    )
+    options, rest = parser.parse_known_args(arguments, namespace=CheckOptions())
+    if options.peak is None and options.against is None and options.save is None:
+        parser.error("there is no limit to check. Add --peak SIZE, such as --peak 22GiB")
+    if options.num_ranks < 1:
+        parser.error(f"-n {options.num_ranks}: at least 1 is needed. Use -n 1")
+    options.job, options.overrides = _job_and_words(parser, options.config, rest)
+    return options
+
+
 def checkpoint_parser() -> CommandParser:
     """The parser of `bigtrain checkpoint` and its actions."""
     parser = CommandParser(
@@ -502,6 +558,8 @@ def _joined(parser: CommandParser, words: list[str]) -> list[str]:
             fix = f"Write --strategy {word[9:]}"
             if parser.prog.endswith(" plan"):
                 fix = "Leave it out: bigtrain plan chooses the strategy"
+            if parser.prog.endswith(" check"):
+                parser.error(f"{word} is an option. {fix}")
             parser.error(f"{word} would be the strategy of every row. {fix}")
         overrides.append(word)
     return overrides
@@ -513,6 +571,7 @@ def _is_file(word: str) -> bool:
 
 READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "plan": plan_arguments,
+    "check": peak_check_arguments,
     "compare": compare_arguments,
     "verify": verify_arguments,
     "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),

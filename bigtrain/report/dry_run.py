@@ -45,8 +45,8 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     if parts.resolved.slices is not None:
         lines = dict(parts.resolved.slices.lines)
         yield yaml.safe_dump({"strategy": {"slice": {"slices": lines}}}, sort_keys=False)
-    ranks = [_Rank.predicted(parts, pp_rank) for pp_rank in range(plan.pp)]
-    fullest = _fullest(parts, ranks)
+    ranks = predict_ranks(parts)
+    fullest = fullest_rank(parts, ranks)
     note = next((rank.prediction.note for rank in ranks if rank.prediction.note), None)
     limit = MemoryLimit(job.memory.cap, "memory.cap,")  # the run's device may be elsewhere
     yield peak_line(fullest, note, limit)
@@ -60,14 +60,14 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
         yield from predict_out_of_memory(subject, fullest, job.memory.cap)
 
 
-class _Rank:
+class PredictedRank:
     """The prediction for the first rank of a stage, with its save and its resume."""
 
     def __init__(self, pp_rank: int, prediction: Prediction, state: StatePeaks) -> None:
         self.pp_rank, self.prediction, self.state = pp_rank, prediction, state
 
     @classmethod
-    def predicted(cls, parts: RunSetup, pp_rank: int) -> _Rank:
+    def predicted(cls, parts: RunSetup, pp_rank: int) -> PredictedRank:
         """Predict a rank, its save and its resume."""
         prediction = predict(parts.resolved, parts.workload, pp_rank, 0)
         state = forecast_state_peaks(
@@ -76,8 +76,17 @@ class _Rank:
         return cls(pp_rank, prediction, state)
 
 
-def _fullest(parts: RunSetup, ranks: list[_Rank]) -> FullestRank | None:
-    """The fullest rank of the run.
+def predict_ranks(parts: RunSetup) -> list[PredictedRank]:
+    """Return the predictions of the first rank of each stage."""
+    return [PredictedRank.predicted(parts, pp_rank) for pp_rank in range(parts.plan.pp)]
+
+
+def fullest_rank(parts: RunSetup, ranks: list[PredictedRank]) -> FullestRank | None:
+    """Return the fullest rank of the run; None if a rank has no prediction.
+
+    Args:
+        parts: the open job.
+        ranks: the result of `predict_ranks`.
 
     Memory that differs among replicas or slices decreases from the first to the last of them, and
     servers come before workers: the first and the last of each are enough to find the fullest.
@@ -97,7 +106,7 @@ def _fullest(parts: RunSetup, ranks: list[_Rank]) -> FullestRank | None:
     return None if fullest is None else replace(fullest, num_ranks=plan.world_size)
 
 
-def _parts_of(ranks: list[_Rank]) -> Iterator[str]:
+def _parts_of(ranks: list[PredictedRank]) -> Iterator[str]:
     """The parts of each stage's peak, and the peaks of a save and a resume."""
     for rank in ranks:
         peak, state = rank.prediction.peak, rank.state
