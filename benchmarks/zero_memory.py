@@ -22,7 +22,7 @@ of which N divides, by strategy,
     stage 2         the gradient and the optimizer state
     stage 3         everything; for `hybrid`, N is the ranks of one sharding group
 
-Activations: the highest moment of (activations + temporary + the batch) over the forward and the
+Activations: the peak of (activations + temporary + the batch) over the forward and the
 backward pass of one micro-batch in one process, as `make_profile` records them on fake tensors;
 parameter gradients are not counted there, as they are states. In bf16 that process has bf16
 parameters, so that no copies of them, as autocast makes, are counted as activations. The floor is

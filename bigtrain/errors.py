@@ -29,12 +29,13 @@ class UnreadableError(ConfigError):
     """A file, folder or environment variable cannot be used.
 
     Args:
-        source: its path or name; with the line if it is known.
+        source: the path of the file or folder, or the name of the variable; with the line of the
+            file if it is known.
         reason: why it cannot be used, without a full stop.
         fix: the remedy, as a sentence.
-        missing: whether it does not exist.
+        missing: whether the source does not exist.
         system: whether the operating system refused to read it; otherwise its content is wrong.
-        said: the whole message, if it is not made of the first three.
+        said: the whole message; if None, it is made of `source`, `reason` and `fix`.
     """
 
     def __init__(

@@ -133,8 +133,8 @@ class Checkpointing(RecomputeStrategy):
             raise ConfigError(
                 "strategy.recompute.mode=selective keeps activations of all blocks on the "
                 "device, and strategy.offload.activations would move them. Use "
-                "strategy.recompute.mode=full, or a budget, which combines both, or leave one of "
-                "the two out."
+                "strategy.recompute.mode=full, or strategy.recompute=80% (a budget, which combines "
+                "both), or leave strategy.offload.activations out."
             )
 
     def _check_split(self, plan: Plan) -> None:

@@ -82,7 +82,7 @@ class DataParallel(Strategy):
             )
         visible = device_count()
         if visible < self.count or visible < 2:
-            fix = ", or devices: 2." if visible > 1 else "."
+            fix = ", or strategy.replicate.devices=2." if visible > 1 else "."
             raise ConfigError(
                 f"strategy data_parallel needs {self.devices or 2} GPUs in this process, and torch "
                 f"sees {visible}. Use --strategy single{fix}"

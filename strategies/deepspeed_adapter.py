@@ -188,8 +188,8 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
     here, served = context.device.type, deepspeed.get_accelerator().device_name()
     if served != here:
         raise ConfigError(
-            f"DeepSpeed uses one kind of device in a process, here {served}, and this run is on "
-            f"{here}. Start a new process."
+            f"DeepSpeed uses one kind of device in a process: this process began with {served}, "
+            f"and the run is on {here}. Start a new process for it."
         )
     if not dist.is_initialized():
         raise ConfigError(
@@ -313,7 +313,7 @@ def link_parameters(zero: Any) -> None:
 
 
 def add_up_in_one_buffer(zero: Any) -> None:
-    """Let stages 1 and 2 add gradients to the fp32 shard that the step reads."""
+    """Let ZeRO stages 1 and 2 add gradients to the fp32 shard that the step reads."""
     zero.gradient_accumulation_dtype = torch.float32
     zero._use_compact_grad_partition_buffer = lambda _group: True
 
@@ -344,7 +344,7 @@ def replace_end_of_backward(zero: Any, finish: Callable[[], None]) -> Replaced:
 
 
 def skip_finite_checks(zero: Any) -> None:
-    """Let stages 1 and 2 with the state on the host not check each gradient for finite values.
+    """Let ZeRO stages 1 and 2, with state on the host, skip the finite check of each gradient.
 
     Each check waits for the device, and the norm before the step covers all gradients.
     """
@@ -352,11 +352,11 @@ def skip_finite_checks(zero: Any) -> None:
 
 
 def take_flat_from_host(zero: Any, skipped: set[int]) -> None:
-    """Take gradients that stages 1 and 2 have added up on the host.
+    """Let the step of ZeRO stages 1 and 2 use the gradients that they have summed on the host.
 
     Args:
-        zero: the optimizer.
-        skipped: the ids of parameters whose gradients DeepSpeed itself takes.
+        zero: DeepSpeed's ZeRO optimizer.
+        skipped: DeepSpeed's ids of parameters whose gradients it passes to the step itself.
     """
     accumulated = zero._offload_accumulated_param_ids
     zero._offload_accumulated_param_ids = accumulated - skipped
@@ -365,17 +365,17 @@ def take_flat_from_host(zero: Any, skipped: set[int]) -> None:
 
 
 def take_cut_from_host(zero: Any) -> None:
-    """Take all gradients that stage 3 has added up on the host."""
+    """Let the step of ZeRO stage 3 use the gradients that it has summed on the host."""
     zero._finalize_offload_gradient_accumulation()
 
 
 def set_flat_norm(zero: Any, norm: Tensor) -> None:
-    """Let stages 1 and 2 clip by a norm."""
+    """Let ZeRO stages 1 and 2 clip by a norm."""
     zero.scaled_global_norm = lambda norm_type=2: norm  # noqa: ARG005
 
 
 def set_cut_norm(zero: Any, norm: Tensor) -> None:
-    """Let stage 3 clip by a norm."""
+    """Let ZeRO stage 3 clip by a norm."""
     zero._get_norm_groups = lambda: [norm]
 
 

@@ -1,8 +1,8 @@
 """Choose a policy for each block so that a pass fits a budget in the least extra time, exactly.
 
 The peak of a chain of blocks has a simple form. While block i runs, forward or backward, the
-tensors saved by the blocks before it are alive, and its own at its highest moment. So the peak from
-block i on, counted from its start, is
+tensors saved by the blocks before it are alive, and its own tensors, at most highest(i) bytes. So
+the peak from block i on, in addition to the bytes at its start, is
 
     peak(i) = max(highest(i), saved(i) + peak(i + 1)),    peak(n) = tail
 
@@ -29,7 +29,7 @@ class PolicyCost:
     saved: int
     """Bytes saved from the forward to the backward pass."""
     peak: int
-    """Bytes at the highest moment, forward or backward, in addition to those at its start."""
+    """Bytes at the peak of the block, forward or backward, in addition to those at its start."""
     seconds: float
     """Seconds in addition to those of a block that keeps everything."""
 
@@ -65,8 +65,7 @@ def fastest_within(
     Args:
         policy_costs: by block, in the order of the forward pass, the costs of its policies.
         limit: bytes in addition to those at the start of the first block.
-        tail_bytes: bytes at the highest moment after the last block, in addition to those at its
-            end.
+        tail_bytes: bytes at the peak after the last block, in addition to those at its end.
         num_waiting: the number of other micro-batches that have run all blocks forward and wait
             for their backward pass.
 

@@ -23,7 +23,7 @@ PendingRelease = tuple[Any, int, Tensor | None, WaitFn | None]
 
 
 class VersionedBase:
-    """A tensor that is not a view: its version counter, and a weak reference."""
+    """The version counter of a tensor that is not a view, and a weak reference to the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -33,7 +33,7 @@ class VersionedBase:
 
 
 class SavedStorage:
-    """A storage with saved tensors: on the device, away, or both."""
+    """A storage with saved tensors: on the device, offloaded, or both."""
 
     def __init__(self, tensor: Tensor, visit: BlockPass, leftovers: deque[PendingRelease]) -> None:
         self.data: Tensor | None = _whole_storage(tensor)

@@ -217,7 +217,7 @@ def _check_extra_state(model: nn.Module) -> None:
         state = module.get_extra_state()
         if as_json(state) is NOT_JSON:
             raise ConfigError(
-                f"{name}: get_extra_state gives a {type(state).__name__} that JSON cannot store "
+                f"{name}: get_extra_state returned a {type(state).__name__} that JSON cannot store "
                 "unchanged, so a checkpoint would lose it. Let it return None, bools, numbers, "
                 "strings, lists and dicts with strings as keys, and keep tensors in buffers."
             )

@@ -28,7 +28,7 @@ def to_plain(value: Any, path: str) -> Any:
         path: the value's name, for the message.
 
     Raises:
-        ConfigError: the value is, or holds, something else.
+        ConfigError: the value has, or contains a value of, another type.
     """
     if value is None or isinstance(value, (bool, str)):
         return value

@@ -71,7 +71,7 @@ class QuietRun:
 
     @property
     def line(self) -> list[str]:
-        """The command's words, without those that name the folder."""
+        """The words of the command line, except those for `folder`, which `run` adds."""
         line = [self.command, "-n", str(self.num_ranks), "--strategy", self.strategy]
         if self.job is not None:
             line += ["--config", self.job]

@@ -1,4 +1,4 @@
-"""The plain loop over the micro-batches of a step, used when no technique owns the step.
+"""The plain loop over the micro-batches of a step, used when no technique replaces it.
 
 `StepRunner` is the part that it shares with a pipeline: moving a batch to the device, clipping, the
 optimizer's step.

@@ -392,7 +392,7 @@ class Strategy(BaseModel):
         return None
 
     def replaced_functions(self) -> AbstractContextManager[object]:
-        """A context for runs on fake tensors, with functions of torch replaced as in a run."""
+        """A context for runs on fake tensors; it replaces torch's functions as a run does."""
         return nullcontext()
 
     def warning(self) -> str | None:

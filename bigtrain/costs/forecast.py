@@ -178,8 +178,8 @@ class Forecast:
     """Bytes of gradients in the optimizer's step, if they differ from those after a backward
     pass."""
     building: Breakdown = Breakdown()
-    """The highest moment while an engine is built, for a model whose tensors get their values one
-    by one. Zero if it is below the peak of a step."""
+    """Bytes by kind at the peak while an engine is built, for a model whose tensors get their
+    values one by one. Zero if it is below the peak of a step."""
     added_to_whole: int = 0
     """The most bytes added to a model that each rank builds whole, before that is freed."""
     early_share: float = 0.0
@@ -211,7 +211,7 @@ class Forecast:
         return replace(self, passes={**self.passes, **passes})
 
     def peak(self) -> Peak:
-        """The highest moment of a step."""
+        """Return the peak of a step: its phase, and the bytes of each kind at that moment."""
         states = self.states
         if states.gradients == 0:
             states = replace(states, gradients=self.gradients)

@@ -130,7 +130,7 @@ class _Held:
 
 
 class _Highest(NamedTuple):
-    """The highest moment found so far."""
+    """The peak of the actions examined so far."""
 
     nbytes: int = -1
     act: _Act | None = None
@@ -203,7 +203,7 @@ class _Recordings:
         return waiting_parts
 
     def higher(self, known: _Highest, act: _Act, waiting: _Held, extra: int) -> _Highest:
-        """Return the higher of the highest moment so far and an action."""
+        """Return the higher of the peak so far and the peak of an action."""
         _, length, own_bytes = self._of(act)
         nbytes = waiting.nbytes + extra + own_bytes
         if not length or nbytes <= known.nbytes:

@@ -1,8 +1,9 @@
 """Where a traced model may be cut, and which tensors cross each cut.
 
-A cut is before a call of a module, at any depth. It is legal if every tensor that is computed
-before it and used after it has a name on both sides: the result of a call, or of a function of
-torch that was called by the code of a module which the cut goes through.
+A cut is before a call of a module, at any depth. It is legal if the stages before and after it can
+identify every tensor that is computed before it and used after it. Such a tensor is the result of a
+module's call, or of a function of torch that is called by the code of a module which contains the
+cut.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ class CutPoint:
     """One legal cut."""
 
     call: int
-    """The call of the trace before which it is."""
+    """The index of the call before which the cut is, in the trace."""
     name: str
     number: int
     tick: int
     depth: int
-    """The number of calls that it goes through: 1 for a child of the model."""
+    """The number of calls of modules that contain the cut: 1 before a child of the model."""
     crossing: tuple[int, ...]
-    """The values of the trace that cross it."""
+    """The indices of the values that are computed before the cut and used after it."""
     nbytes: int
 
 

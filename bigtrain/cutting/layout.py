@@ -86,7 +86,7 @@ class Layout:
             A line with the result, or with the reason why they were not compared.
 
         Raises:
-            ConfigError: the stages compute something else.
+            ConfigError: the loss or a gradient of the stages differs from the whole model's.
         """
         size = sum(self.chosen.parameter_bytes)
         if size > MAX_CHECKED_BYTES:

@@ -36,7 +36,8 @@ def compare_cut(
         The largest difference of the loss and of any gradient, relative to the largest gradient.
 
     Raises:
-        ConfigError: the stages compute something else; the message names the parameter.
+        ConfigError: the loss or a gradient of the stages differs from the whole model's; the
+            message names the parameter.
     """
     cpu = torch.device("cpu")
     plain_cut = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))

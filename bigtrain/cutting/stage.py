@@ -95,11 +95,11 @@ class Stage(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device on which it computes."""
+        """The device on which the stage computes."""
         return self._device
 
     def to_device(self, device: torch.device) -> None:
-        """Compute on another device; the caller has moved the parameters."""
+        """Set the device on which the stage computes; the caller moves the parameters there."""
         self._device = device
 
     @property

@@ -11,7 +11,7 @@ from bigtrain.errors import ConfigError
 
 
 class Compressor(Protocol):
-    """Compresses and decompresses; a script may define its own."""
+    """Compresses tensors before an exchange and restores them after it; a script may define one."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor to exchange, and the context for `decompress`."""
@@ -25,12 +25,12 @@ class NoneCompressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor."""
+        """Return the tensor unchanged."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ARG004
-        """The tensor."""
+        """Return the tensor unchanged."""
         return tensor
 
 

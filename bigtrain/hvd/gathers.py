@@ -381,7 +381,7 @@ class _Swapped(torch.autograd.Function):
 
 class _Barrier(ChannelWork):
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Nothing: all ranks have said that they are here."""
+        """Send nothing: all ranks have exchanged their requests already."""
 
 
 def barrier(process_set: ProcessSet = _ALL) -> None:

@@ -448,8 +448,8 @@ def sparse_allreduce_async(
     if not tensor.is_sparse or chosen not in (Average, Sum):
         got = f"op={chosen}" if tensor.is_sparse else f"a tensor of layout {tensor.layout}"
         raise ConfigError(
-            f"hvd.sparse_allreduce_async: {got}, and averages or sums of torch.sparse_coo are "
-            "taken. Use hvd.allreduce_async for others."
+            f"hvd.sparse_allreduce_async: got {got}; a tensor of layout torch.sparse_coo and "
+            "op=hvd.Average or op=hvd.Sum are needed. Use hvd.allreduce_async for others."
         )
     process_set = set_of(process_set)
     local = tensor.detach()

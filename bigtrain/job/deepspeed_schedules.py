@@ -256,7 +256,8 @@ def read_schedule(
         names = [each.__name__ for each in DEEPSPEED_SCHEDULES.values()]
         raise ConfigError(
             f"{path}: scheduler.type={named}{did_you_mean(str(named), names)} A job supports "
-            f"{', '.join(names)}, or optim.schedule with a file without a scheduler."
+            f"{', '.join(names)}. For another schedule remove scheduler from the file and set "
+            "optim.schedule."
         )
     written = section.get("params") or {}
     known = {key: fill.get(key) if value == "auto" else value for key, value in written.items()}

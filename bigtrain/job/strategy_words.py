@@ -80,8 +80,8 @@ def split_words(text: str, asked: str) -> list[str]:
             raise ConfigError(f"{asked}: {word!r}: join words by +, as in ddp+full.")
     if "auto" in words:
         raise ConfigError(
-            f"{asked}: {text!r} names auto, which chooses the whole strategy, and only on the "
-            "command line of a run. Use bigtrain train --strategy auto, alone, or leave auto out."
+            f"{asked}: {text!r}: auto chooses the whole strategy, so it must be the only word, on "
+            "the command line of a run. Use bigtrain train --strategy auto, or leave auto out."
         )
     return words
 
@@ -174,7 +174,8 @@ def _read_preset_word(word: str, asked: str) -> ConfigTree:
     if ":" in word:
         raise ConfigError(
             f"{asked}: {word!r} is a class, and words are names of presets and files. "
-            f"Use strategy.replicate={word} (or its role), or name a YAML file with it."
+            f"Use strategy.replicate={word} (or its role), or write it into a YAML file and "
+            "use the path of that file as the word."
         )
     if word in REMOVED:
         raise ConfigError(f"{asked}: {word} was removed. {REMOVED[word]}")

@@ -231,11 +231,13 @@ def check_head(name: str, root: nn.Module) -> nn.Linear:
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     linear = [n for n, module in modules.items() if isinstance(module, nn.Linear)]
-    examples = ", ".join([*linear[-3:]]) or "there is none: set model.chunked_loss=false"
+    fix = f"Use the name of a linear layer, such as {', '.join(linear[-3:])}."
+    if not linear:
+        fix = "The model has no linear layer: set model.chunked_loss=false."
     if name not in modules:
         raise ConfigError(
             f"model.head={name}: the model has no module {name!r}{did_you_mean(name, modules)} "
-            f"Use the name of a linear layer, such as {examples}."
+            f"{fix}"
         )
     candidate = modules[name]
     own_forward = candidate.__dict__.get("forward")
@@ -245,7 +247,6 @@ def check_head(name: str, root: nn.Module) -> nn.Linear:
     if not isinstance(candidate, nn.Linear) or not is_plain:
         raise ConfigError(
             f"model.head={name} is a {type(candidate).__name__}, and a chunked loss needs an "
-            "nn.Linear "
-            f"with its own forward. Use the name of a linear layer, such as {examples}."
+            f"nn.Linear whose forward is not replaced. {fix}"
         )
     return candidate

@@ -190,7 +190,7 @@ class MemoryMeter:
 
     @contextmanager
     def resuming(self) -> Iterator[None]:
-        """A context for loading a checkpoint: measure its peak."""
+        """A context that measures the peak memory while a checkpoint is loaded."""
         added = AddedBytes()
         with added.counting():
             yield
@@ -199,10 +199,12 @@ class MemoryMeter:
 
     @contextmanager
     def saving(self) -> Iterator[AddedBytes]:
-        """A context for a save: measure its peak. A thread that continues it counts its own bytes.
+        """A context that measures the peak memory of a save.
 
-        Bytes that a thread holds while steps run are added to the peak of a step. The two need not
-        be at one moment, so the sum is an upper bound.
+        A thread that continues the save counts its bytes itself.
+
+        Bytes that a thread holds while steps run are added to the peak of a step. The two may
+        occur at different moments, so the sum is an upper bound.
         """
         self._end_saving()
         self._saving, self._saved_during_steps = AddedBytes(), False
@@ -237,7 +239,7 @@ class MemoryMeter:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """A context for an exchange whose storages end with it: wait until gloo has released them.
+        """A context for an exchange; its end waits until gloo has released the exchange's storages.
 
         gloo's thread releases a tracked storage only once it gets Python's GIL: in one run at once,
         in another one milliseconds later, when other storages exist as well.
@@ -253,7 +255,7 @@ class MemoryMeter:
 
     @contextmanager
     def exchanging(self, *exchanged: Tensor) -> Iterator[None]:
-        """A context for an exchange of views of tensors: wait until gloo has released the views.
+        """A context for an exchange of views; its end waits until gloo has released the views.
 
         See `exchange`: otherwise memory that is freed right after the exchange would stay alive.
         """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _MAKERS = ("_empty_strided_cpu", "_empty_strided_cuda", "_empty_strided_xpu")
-"""The functions that inductor's programs make buffers with; they look them up when loaded."""
+"""Functions with which inductor's programs make buffers; a program looks them up when loaded."""
 _watching: list[Callable[[Tensor], None]] = []
 _watching_kernels: list[Callable[[list[Tensor]], None]] = []
 
@@ -30,7 +30,7 @@ def announce_buffers() -> None:
 
 @contextmanager
 def buffers_announced(tell: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `tell` with each buffer that a program makes inside, in any thread."""
+    """In a `with` block call `tell` with each buffer that compiled programs of any thread make."""
     _watching.append(tell)
     try:
         yield
@@ -51,7 +51,7 @@ def _announcing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def kernels_announced(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
-    """Call `tell` with the tensors that each fused kernel reads and writes, on fake tensors."""
+    """In a `with` block call `tell` with the fake tensors that each fused kernel accesses."""
     _watching_kernels.append(tell)
     try:
         yield

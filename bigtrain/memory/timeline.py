@@ -43,7 +43,7 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(f.name for f in fields(Breakdown)) 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a run, or of its prediction, at which one rank holds the most."""
+    """The moment of a run, or of its prediction, at which one rank has the most bytes allocated."""
 
     phase: Phase
     breakdown: Breakdown
@@ -131,7 +131,7 @@ class Timeline:
         return ticks, list(accumulate(changes[tick] for tick in ticks))
 
     def curve(self, start: int, times: Sequence[float], points: int = 120) -> MemoryCurve:
-        """The bytes alive from a tick on, thinned to the highest moment of each interval.
+        """The bytes alive from a tick on, thinned to the peak of each interval.
 
         Args:
             start: the tick at which the step begins.

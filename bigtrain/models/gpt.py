@@ -62,7 +62,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            _check_type(field, getattr(self, field.name))
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise ConfigError(
@@ -108,7 +108,8 @@ class GPTConfig:
         return cls(**{**PRESETS[name], **args})
 
 
-def _check_type(name: str, value: object, kind: str) -> None:
+def _check_type(field: dataclasses.Field[Any], value: object) -> None:
+    kind = str(field.type)
     if kind == "bool":
         fits, needed = isinstance(value, bool), "true or false"
     elif kind == "float":
@@ -120,7 +121,10 @@ def _check_type(name: str, value: object, kind: str) -> None:
             "a whole number, at least 1",
         )
     if not fits:
-        raise ConfigError(f"model.args.{name}={value!r} needs {needed}.")
+        raise ConfigError(
+            f"model.args.{field.name}={value!r} needs {needed}. "
+            f"Use model.args.{field.name}={str(field.default).lower()}."
+        )
 
 
 def _shape(

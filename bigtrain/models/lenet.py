@@ -25,7 +25,10 @@ class LeNet(nn.Module):
         super().__init__()
         for name, value in (("num_classes", num_classes), ("in_channels", in_channels)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"model.args.{name}={value!r} needs a whole number, at least 1.")
+                raise ConfigError(
+                    f"model.args.{name}={value!r} needs a whole number, at least 1. "
+                    f"Use model.args.{name}={10 if name == 'num_classes' else 1}."
+                )
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5),
             nn.Tanh(),

@@ -154,7 +154,10 @@ def _refuse(name: str, args: Mapping[str, Any]) -> None:
         )
     classes = args.get("num_classes", 1)
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
-        raise ConfigError(f"model.args.num_classes={classes!r} needs a whole number, at least 1.")
+        raise ConfigError(
+            f"model.args.num_classes={classes!r} needs a whole number, at least 1. "
+            "Use model.args.num_classes=10."
+        )
 
 
 def _explained(

@@ -76,7 +76,7 @@ class EvaluationSums:
         """Add a batch, with its outputs and targets.
 
         Raises:
-            ConfigError: a metric returns something else than a number or (sum, count).
+            ConfigError: a metric returns neither a number nor (sum, count).
         """
         weight = 1.0
         if isinstance(task, CustomTask) and isinstance(loss, GlobalMeanLoss):
@@ -207,13 +207,13 @@ def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
     """Return a batch of a loop as (inputs, targets).
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the batch is no pair.
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     shown = f"a {type(batch).__name__}"
     if isinstance(batch, (tuple, list)):
-        shown += f" of {len(batch)} things"
+        shown += f" of {len(batch)} elements"
     if isinstance(batch, Mapping):
         shown += f" with {', '.join(map(repr, list(batch)[:4]))}"
     raise ConfigError(

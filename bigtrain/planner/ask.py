@@ -126,7 +126,7 @@ def _uncollected() -> Iterator[None]:
 
 
 Opened = tuple[RunSetup, SectionLibrary, PlanEvaluator]
-"""The model of a question, its sections and the evaluator of its plans."""
+"""The setup of a question's job, the recorded sections of its model, and the evaluator of plans."""
 
 
 def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
@@ -146,7 +146,7 @@ def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
 
 
 def open_evaluator(question: Question) -> Opened:
-    """Open the model of a question, with its sections and the evaluator of its plans.
+    """Set the job of a question up, record sections of its model, and make its evaluator.
 
     Raises:
         ConfigError: the model cannot be described, or every rank must build it whole and it is too

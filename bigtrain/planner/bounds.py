@@ -100,7 +100,7 @@ class PlanBounds:
         return seconds * (1 - EVEN_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """The closest lower bound: the model cut for speed, with all blocks keeping everything.
+        """The highest lower bound: the model cut for speed, and all blocks save all activations.
 
         Raises:
             ConfigError: it cannot be cut so.
@@ -139,7 +139,7 @@ class PlanBounds:
 def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: int) -> bool:
     """Whether a model in some slices holds no more on any stage than in other slices.
 
-    That is if no section saves or receives more, and the highest moment of all sections is no
+    That is if no section saves or receives more, and the highest peak of all sections is no
     higher: every stage has a block.
 
     Args:
@@ -163,7 +163,7 @@ def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: in
 
 
 def _section_bytes(section: Section, tp: int) -> tuple[int, ...]:
-    """Bytes at the section's highest moment; saved, by pass; received, forward and backward."""
+    """Bytes at the section's peak; saved, by pass; received, forward and backward."""
     alone = (
         concatenate_sections([section_pass], begins=False, is_sent=False)[0]
         for section_pass in section.passes

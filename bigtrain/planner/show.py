@@ -174,7 +174,10 @@ def figure_caveats(planned: PlannedAnswer) -> list[str]:
 
 
 def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
-    """Why plans do not fit: a line for each strategy with its closest plan, the closest first."""
+    """Yield, for each strategy with plans that do not fit, a line on the one with the lowest peak.
+
+    The lines are sorted by that peak; one more line counts the plans that a lower bound excludes.
+    """
     answer = planned.result
     nearest_miss: dict[str, RejectedPlan] = {}
     for rejected in answer.rejected:

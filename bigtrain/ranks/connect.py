@@ -217,9 +217,10 @@ def pick_backend(wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.d
     }
     if not present[wanted]():
         fallback = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        reason = "mpiexec can start the ranks without it. " if wanted == "mpi" else ""
         raise ConfigError(
             f"mesh.backend={wanted} is not in this build of torch {torch.__version__}. "
-            f"mpiexec can start the ranks without it: use mesh.backend={fallback}"
+            f"{reason}Use mesh.backend={fallback}"
         )
     return wanted
 

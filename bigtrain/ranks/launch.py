@@ -74,7 +74,8 @@ def start_ranks(
         nothing to save; 130 after Ctrl-C, unless a save failed; otherwise 1.
 
     Raises:
-        ConfigError: there is less than one rank, no such script, or numbers contradict each other.
+        ConfigError: fewer than 1 rank, a script that does not exist, or numbers that contradict
+            each other.
     """
     if num_ranks < 1:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
@@ -122,10 +123,10 @@ def check_resources(num_ranks: int) -> None:
 
 @contextlib.contextmanager
 def as_first_of(num_ranks: int) -> Iterator[None]:
-    """Let this process act as rank 0 of several: a dry run does not need the others.
+    """Let this process act as rank 0 of `num_ranks`, for a dry run, which starts no other ranks.
 
     Raises:
-        ConfigError: less than one rank.
+        ConfigError: `num_ranks` is less than 1.
     """
     if num_ranks < 1:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")

@@ -40,7 +40,7 @@ _HUB_GRACE_S = 0.5
 
 @dataclass(frozen=True)
 class Restart:
-    """The changes with which a run restarts."""
+    """The changes of the job with which all ranks restart, and the reason."""
 
     words: tuple[str, ...]
     """KEY=VALUE words of the job."""

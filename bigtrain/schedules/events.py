@@ -114,7 +114,7 @@ def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[Even
 
 
 def forward_events(ranks: Sequence[int]) -> tuple[EventRow, ...]:
-    """The events of each rank for the forward pass of one micro-batch; its sends are left open.
+    """The events of each rank for one forward pass, without the waits for the end of its sends.
 
     Args:
         ranks: the rank of each stage.

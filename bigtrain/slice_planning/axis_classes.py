@@ -1,4 +1,4 @@
-"""Classes of axes, which are sliced together or not at all, with what that costs and saves."""
+"""Classes of axes that are sliced together or not at all, with the cost and saving of slices."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _sections_of_axis(
 
 
 class AxisClasses:
-    """The classes of a trace.
+    """The classes of axes of a trace; see `SliceClass`.
 
     Args:
         trace: the trace of a model.
@@ -136,7 +136,7 @@ class AxisClasses:
 
     @cached_property
     def classes(self) -> dict[int, SliceClass]:
-        """The classes that have parameters and take part in the forward pass, by number."""
+        """The classes with parameters that the forward pass uses, by the id of one of the axes."""
         members = self._members
         classes: dict[int, SliceClass] = {root: SliceClass() for root in members}
         seen: set[int] = set()

@@ -197,7 +197,7 @@ def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
            "log_sigmoid_forward", "floor_divide", "polar", "complex", "real", "imag",
            "fake_quantize_per_tensor_affine")  # fmt: skip
 def elementwise(op: OpCall) -> list[Dims]:
-    """An elementwise operation."""
+    """Rule of elementwise operations."""
     operand_dims = [dims for dims in map(op.dims, op.tensors) if dims is not None]
     return [same_dims(result.shape, operand_dims) for result in op.results]
 

@@ -10,7 +10,7 @@ from bigtrain.slice_planning.operations import OpCall, axis_rule, opaque, same_d
 
 @axis_rule("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear")
 def axis_product(op: OpCall) -> list[Dims]:
-    """A matrix product, batched if there are three dims."""
+    """Rule of matrix products, batched if there are three dims."""
     left, right = _factors(op)
     left_dims, right_dims = op.dims_or_new(left), op.dims_or_new(right)
     if op.name == "linear":
@@ -47,7 +47,7 @@ def _sum_over(op: OpCall, first: Dim, second: Dim, factors: tuple[Tensor, Tensor
 
 @axis_rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
 def convolved(op: OpCall) -> list[Dims]:
-    """A convolution: channels of a group are summed over; pixels depend on one another."""
+    """Rule of convolutions: channels of a group are summed over; pixels depend on one another."""
     tensor, weight, result = op.tensor("input"), op.tensor("weight"), op.results[0]
     groups, transposed = op.arg("groups", 1), bool(op.arg("transposed"))
     dims, kernel = op.dims_or_new(tensor), op.dims_or_new(weight)
@@ -83,7 +83,7 @@ def convolved(op: OpCall) -> list[Dims]:
       "_scaled_dot_product_fused_attention_overrideable",
       "_scaled_dot_product_attention_math")  # fmt: skip
 def attended(op: OpCall) -> list[Dims]:
-    """Attention, (batch, heads, positions, width): heads are independent."""
+    """Rule of attention, (batch, heads, positions, width): heads are independent."""
     query, key, value = (op.tensor(name) for name in ("query", "key", "value"))
     q, k, v = (op.dims_or_new(tensor) for tensor in (query, key, value))
     unify(q[0], k[0])
@@ -118,7 +118,7 @@ def _new(op: OpCall, tensor: Tensor) -> Dims:
 
 @axis_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def layer_normed(op: OpCall) -> list[Dims]:
-    """A norm over the last dims."""
+    """Rule of norms over the last dims."""
     tensor = op.tensor("input")
     dims = op.dims_or_new(tensor)
     over = len(op.arg("normalized_shape"))
@@ -134,7 +134,7 @@ def layer_normed(op: OpCall) -> list[Dims]:
 
 @axis_rule("native_group_norm", "group_norm")
 def group_normed(op: OpCall) -> list[Dims]:
-    """A norm over the channels of a group and the pixels."""
+    """Rule of norms over the channels of a group and the pixels."""
     tensor = op.tensor("input")
     dims = op.dims_or_new(tensor)
     groups = op.arg("group") or op.arg("num_groups")
@@ -154,7 +154,7 @@ def group_normed(op: OpCall) -> list[Dims]:
       "cudnn_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update",
       "batch_norm", "instance_norm")  # fmt: skip
 def batch_normed(op: OpCall) -> list[Dims]:
-    """A norm over samples and pixels; channels are independent."""
+    """Rule of norms over samples and pixels; channels are independent."""
     tensor = op.tensor("input")
     dims = op.dims_or_new(tensor)
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -172,7 +172,7 @@ def batch_normed(op: OpCall) -> list[Dims]:
 
 @axis_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_matmul(op: OpCall) -> list[Dims]:
-    """Rows (rows, width) in groups; each group is multiplied by another matrix, as experts are."""
+    """Rule of grouped products: each group of rows (rows, width) has its matrix, as experts do."""
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
     if left.dim() != 2 or right.dim() != 3:
         return opaque(op)
@@ -184,7 +184,7 @@ def grouped_matmul(op: OpCall) -> list[Dims]:
 
 @axis_rule("im2col")
 def unfolded(op: OpCall) -> list[Dims]:
-    """From (samples, channels, pixels) to (samples, channels x window, windows)."""
+    """Rule of unfolding (samples, channels, pixels) to (samples, channels x window, windows)."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
     why = "windows are taken along it"
@@ -197,7 +197,7 @@ def unfolded(op: OpCall) -> list[Dims]:
 
 @axis_rule("col2im")
 def folded(op: OpCall) -> list[Dims]:
-    """The other way round."""
+    """Rule of folding (samples, channels x window, windows) to (samples, channels, pixels)."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
     why = "windows are taken along it"

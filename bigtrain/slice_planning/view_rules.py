@@ -23,13 +23,13 @@ from bigtrain.slice_planning.operations import OpCall, axis_rule, elementwise, o
 
 @axis_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten")
 def in_another_shape(op: OpCall) -> list[Dims]:
-    """A reshape."""
+    """Rule of reshapes."""
     return [viewed(op.dims_or_new(op.tensor("self")), op.results[0].shape)]
 
 
 @axis_rule("t", "transpose", "permute", "movedim", "numpy_T", "adjoint")
 def permuted(op: OpCall) -> list[Dims]:
-    """Dims in another order."""
+    """Rule of functions that permute dims."""
     dims = list(op.dims_or_new(op.tensor("self")))
     if op.name == "permute":
         return [tuple(dims[n] for n in op.arg("dims"))]
@@ -42,13 +42,13 @@ def permuted(op: OpCall) -> list[Dims]:
 
 @axis_rule("expand", "broadcast_to", "expand_copy")
 def expanded_to(op: OpCall) -> list[Dims]:
-    """Repeated along dims of length 1, and in new ones in front."""
+    """Rule of expanding dims of length 1, and of new first dims."""
     return [same_dims(op.results[0].shape, [op.dims_or_new(op.tensor("self"))])]
 
 
 @axis_rule("repeat")
 def repeated(op: OpCall) -> list[Dims]:
-    """Copies of a tensor, one after another along each dim."""
+    """Rule of repeating a tensor along each dim."""
     dims, times = op.dims_or_new(op.tensor("self")), op.arg("repeats")
     dims = (*([[]] * (len(times) - len(dims))), *dims)
     return [tuple([*new_dim(n), *dim] for n, dim in zip(times, dims, strict=True))]
@@ -56,7 +56,7 @@ def repeated(op: OpCall) -> list[Dims]:
 
 @axis_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
 def split(op: OpCall) -> list[Dims]:
-    """A split along a dim."""
+    """Rule of splits along a dim."""
     tensor = op.tensor("self")
     dim = op.arg("dim", 0) % tensor.dim()
     return _parts(op, tensor, dim, [result.shape[dim] for result in op.results])
@@ -72,7 +72,7 @@ def _parts(op: OpCall, tensor: Tensor, dim: int, lengths: Sequence[int]) -> list
 
 @axis_rule("glu")
 def gated(op: OpCall) -> list[Dims]:
-    """One half times the sigmoid of the other."""
+    """Rule of `glu`: one half of a dim times the sigmoid of the other half."""
     tensor = op.tensor("self")
     dim = op.arg("dim", -1) % tensor.dim()
     half = tensor.shape[dim] // 2
@@ -81,7 +81,7 @@ def gated(op: OpCall) -> list[Dims]:
 
 @axis_rule("slice")
 def sliced(op: OpCall) -> list[Dims]:
-    """A range of a dim, with or without a step."""
+    """Rule of a range of a dim, with or without a step."""
     tensor, result = op.tensor("self"), op.results[0]
     dim = op.arg("dim", 0) % tensor.dim()
     length, count, step = tensor.shape[dim], result.shape[dim], op.arg("step", 1)
@@ -105,7 +105,7 @@ def sliced(op: OpCall) -> list[Dims]:
 
 @axis_rule("select", "unbind")
 def selected(op: OpCall) -> list[Dims]:
-    """Single elements of a dim."""
+    """Rule of functions that return single elements of a dim."""
     tensor = op.tensor("self")
     dim = op.arg("dim", 0) % tensor.dim()
     dims = op.dims_or_new(tensor)
@@ -115,7 +115,7 @@ def selected(op: OpCall) -> list[Dims]:
 
 @axis_rule("cat", "concat", "concatenate")
 def concatenated(op: OpCall) -> list[Dims]:
-    """A concatenation along a dim."""
+    """Rule of concatenations along a dim."""
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
     parts = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
@@ -129,7 +129,7 @@ def concatenated(op: OpCall) -> list[Dims]:
 
 @axis_rule("stack")
 def stacked(op: OpCall) -> list[Dims]:
-    """A stack along a new dim."""
+    """Rule of stacks along a new dim."""
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
     shape = (*result.shape[:dim], *result.shape[dim + 1 :])
@@ -142,7 +142,7 @@ def stacked(op: OpCall) -> list[Dims]:
            "all", "logsumexp", "linalg_vector_norm", "norm", "argmax", "argmin", "max", "min",
            "median", "nansum", "aminmax", "count_nonzero")  # fmt: skip
 def reduced(op: OpCall) -> list[Dims]:
-    """A reduction over some dims, or all."""
+    """Rule of reductions over some dims, or all."""
     tensor = op.tensor("self")
     if isinstance(op.arg("other"), Tensor):
         return list(elementwise(op))
@@ -165,7 +165,7 @@ def reduced(op: OpCall) -> list[Dims]:
 @axis_rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "roll",
       "flip", "sort", "topk", "kthvalue", "renorm")  # fmt: skip
 def along_dims(op: OpCall) -> list[Dims]:
-    """A function along some dims; the other dims are independent."""
+    """Rule of functions along some dims; the other dims are independent."""
     tensor = op.tensor("self")
     dim_argument = op.arg("dims") if op.arg("dims") is not None else op.arg("dim")
     over = (
@@ -193,7 +193,7 @@ def _as_before(op: OpCall, tensor: Tensor, over: Sequence[int]) -> list[Dims]:
 
 @axis_rule("triu", "tril")
 def triangular(op: OpCall) -> list[Dims]:
-    """Zeros on one side of the diagonal of the last two dims."""
+    """Rule of `triu` and `tril`, which fill one side of the diagonal with zeros."""
     tensor = op.tensor("self")
     return _as_before(op, tensor, [tensor.dim() - 2, tensor.dim() - 1])
 
@@ -206,7 +206,7 @@ def triangular(op: OpCall) -> list[Dims]:
       "reflection_pad1d", "reflection_pad2d", "replication_pad2d", "replication_pad1d",
       "constant_pad_nd", "pad")  # fmt: skip
 def over_places(op: OpCall) -> list[Dims]:
-    """A function over pixels; samples and channels are independent."""
+    """Rule of functions over pixels; samples and channels are independent."""
     tensor, result = op.tensor("self"), op.results[0]
     inner = {"1d": 1, "2d": 2, "3d": 3}.get(
         next((s for s in ("1d", "2d", "3d") if s in op.name), ""), 0
@@ -221,7 +221,7 @@ def over_places(op: OpCall) -> list[Dims]:
 
 @axis_rule("embedding")
 def looked_up(op: OpCall) -> list[Dims]:
-    """Look up rows of a table; a rank with some of the rows computes zeros for the others."""
+    """Rule of looking up rows of a table; a rank with some rows computes zeros for the others."""
     table, indices = op.dims_or_new(op.tensor("weight")), op.tensor("indices")
     places = op.dims(indices) or tuple(new_dim(length) for length in indices.shape)
     op.summed.append(table[0])
@@ -230,7 +230,7 @@ def looked_up(op: OpCall) -> list[Dims]:
 
 @axis_rule("index", "_unsafe_index")
 def indexed(op: OpCall) -> list[Dims]:
-    """Index some dims by tensors."""
+    """Rule of indexing some dims by tensors."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
     indices = list(op.arg("indices"))
@@ -262,7 +262,7 @@ def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
 
 @axis_rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def put_at(op: OpCall) -> list[Dims]:
-    """Write values at indices of the first dims; the last dims are independent."""
+    """Rule of writing values at indices of the first dims; the last dims are independent."""
     tensor, values = op.tensor("self"), op.tensor("values")
     dims, indices = op.dims_or_new(tensor), list(op.arg("indices"))
     if any(index is None for index in indices):
@@ -281,7 +281,7 @@ def put_at(op: OpCall) -> list[Dims]:
            "index_fill", "take_along_dim", "select_scatter", "slice_scatter",
            "scatter_reduce")  # fmt: skip
 def along_numbers(op: OpCall) -> list[Dims]:
-    """Index, or write to, one dim by a tensor of indices."""
+    """Rule of indexing, or writing to, one dim by a tensor of indices."""
     tensor, result = op.tensor("self"), op.results[0]
     dim = op.arg("dim", 0) % max(1, tensor.dim())
     why = f"{op.name} goes along it"
@@ -313,7 +313,7 @@ def along_numbers(op: OpCall) -> list[Dims]:
 
 @axis_rule("view_as_complex", "view_as_real")
 def as_complex(op: OpCall) -> list[Dims]:
-    """View pairs of real numbers as complex ones, or the reverse."""
+    """Rule of viewing pairs of real numbers as complex ones, or the reverse."""
     tensor = op.tensor("self")
     dims = op.dims_or_new(tensor)
     if op.name == "view_as_real":
@@ -324,7 +324,7 @@ def as_complex(op: OpCall) -> list[Dims]:
 
 @axis_rule("pixel_shuffle", "pixel_unshuffle")
 def shuffled_pixels(op: OpCall) -> list[Dims]:
-    """Move the inner part of the channels to pixels, or back."""
+    """Rule of moving the inner part of the channels to pixels, or back."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
     why = "pixels are shuffled"

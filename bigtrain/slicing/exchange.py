@@ -113,7 +113,7 @@ class SliceGroup:
             self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
-        """Count a call of a function that has no rule."""
+        """Count a call of a function without a slicing rule, which gets gathered tensors."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
 
@@ -131,8 +131,8 @@ class UseCount:
 def copied_to_ranks(whole: Tensor, group: SliceGroup) -> Tensor:
     """Return a whole tensor for use with this rank's slices: its gradient is summed over the ranks.
 
-    Calls with one tensor return one copy, whose gradient is summed once: queries, keys and values
-    cost one all-reduce.
+    All calls with the same tensor return the same copy, whose gradient is summed once: the
+    projections to queries, keys and values cost one all-reduce.
     """
     return copied_with_uses(whole, group)[0]
 
@@ -275,7 +275,7 @@ class PendingExchange:
 def start_all_reduce(
     tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM
 ) -> PendingExchange:
-    """Start to reduce a tensor over the ranks; in place if it is contiguous."""
+    """Start an all-reduce of a tensor over the ranks, in place if the tensor is contiguous."""
     tensor = tensor.contiguous()
 
     def launch() -> Any:
@@ -286,7 +286,7 @@ def start_all_reduce(
 
 
 def start_all_gather(local: Tensor, slices: Slices, group: SliceGroup) -> PendingExchange:
-    """Start to gather a sliced tensor."""
+    """Start an all-gather of a sliced tensor; the result is the whole tensor."""
     most = slices.length(0, group.size)
     sent = _padded(local, slices.dim, most).contiguous()
     received = sent.new_empty((group.size, *sent.shape))
@@ -300,7 +300,7 @@ def start_all_gather(local: Tensor, slices: Slices, group: SliceGroup) -> Pendin
 
 
 def start_reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> PendingExchange:
-    """Start to sum partial tensors; each rank receives its slices of the sum."""
+    """Start a reduce-scatter of partial tensors; each rank receives its slices of the sum."""
     most = slices.length(0, group.size)
     shape = [most if dim == slices.dim else n for dim, n in enumerate(partial.shape)]
     if _is_rank_major(slices, shape, group):

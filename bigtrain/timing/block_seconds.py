@@ -201,13 +201,14 @@ class BlockTimer:
     """Whether seconds come from timed blocks or from rates; set by `seconds`."""
 
     def seconds(self, *, bf16_parameters: bool) -> list[BlockSeconds]:
-        """Return cached times, or time the blocks now, which takes some seconds.
+        """Return the seconds of the blocks, cached or timed now; timing takes some seconds.
 
         Args:
             bf16_parameters: see `Plan.bf16_parameters`.
 
         Returns:
-            The times by size; none if they could not be timed. `source` then has the reason.
+            An entry for each micro-batch size; an empty list if the blocks could not be timed.
+            `source` then has the reason.
         """
         request = BlockRequest(
             override_job(

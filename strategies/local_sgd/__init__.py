@@ -89,8 +89,9 @@ class LocalSGD(Strategy):
         """Refuse fragments or a delay that do not fit into `every` steps, and cut models."""
         if self.fragments > self.every:
             raise ConfigError(
-                f"strategy.replicate.fragments={self.fragments} are synchronized within "
-                f"strategy.replicate.every={self.every} steps, at most one in a step. "
+                f"strategy.replicate.fragments={self.fragments} are more than "
+                f"strategy.replicate.every={self.every} steps: each fragment is synchronized once "
+                "in these steps, at most one in a step. "
                 f"Set strategy.replicate.fragments={self.every} or fewer."
             )
         if self.delay and self.outer == "average":
@@ -120,8 +121,8 @@ class LocalSGD(Strategy):
         if tiers.optimizer != "device" or tiers.parameters != "device":
             raise ConfigError(
                 "strategy.replicate=local_sgd changes the parameters after the optimizer's step, "
-                f"and strategy.offload.optimizer={tiers.optimizer} keeps copies of them. Set "
-                "strategy.offload=null, or use strategy.replicate=ddp."
+                f"and strategy.offload.optimizer={tiers.optimizer} keeps copies of them, which "
+                "would be out of date. Set strategy.offload=null, or use strategy.replicate=ddp."
             )
 
     @property

@@ -104,18 +104,18 @@ def read_pushes(location: str, workers: int, servers: int) -> list[Push]:
         ) from None
     if known != (workers, servers):
         raise ConfigError(
-            f"{key} is of {known[0]} workers and {known[1]} servers, and this run has {workers} "
-            f"and {servers}. Start {sum(known)} ranks with "
+            f"{key} is the log of {known[0]} workers and {known[1]} servers, and this run has "
+            f"{workers} workers and {servers} servers. Start {sum(known)} ranks with "
             f"strategy.replicate.servers={known[1]}."
         )
     if any("lost" in line for line in lines):
         raise ConfigError(
-            f"{key} is of a run that lost a worker, which its log cannot repeat. Give "
+            f"{key} is the log of a run that lost a worker, which a replay cannot repeat. Give "
             "the log of a run that lost none, or leave it out."
         )
     if len(heads) > servers:  # each server writes one when it starts, with versions from 0
         raise ConfigError(
-            f"{key} is of a run that was resumed, which its log cannot repeat. Give the "
+            f"{key} is the log of a run that was resumed, which a replay cannot repeat. Give the "
             "log of a run that was not, or leave it out."
         )
     return pushes
@@ -257,7 +257,11 @@ class AsyncServer(Server):
         return StepLoss(None, lambda _own: self._mean())
 
     def update(self, loss: StepLoss | None = None) -> float:
-        """See `Runner.update`: every push is applied already; return the mean norm of the last."""
+        """See `Runner.update`. Every push is applied already.
+
+        Returns:
+            The mean gradient norm of the last pushes, one from each worker.
+        """
         del loss
         return self._last(2) / max(1, len(self._heads))
 

@@ -26,7 +26,7 @@ from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong
 
 
 class DeepSpeedPipeline(Pipeline):
-    """Runs the stage of this rank by DeepSpeed's engine, which owns the step."""
+    """Runs the stage of this rank by DeepSpeed's engine, which replaces the micro-batch loop."""
 
     @property
     def traits(self) -> CutTraits:
@@ -102,7 +102,7 @@ class DeepSpeedPipeline(Pipeline):
         return RankActions([action for _, action in sorted(ticks)])
 
     def apply(self, assembly: Assembly) -> None:
-        """Make the stage of this rank, and let DeepSpeed own the step."""
+        """Make the stage of this rank, and let DeepSpeed run and update it."""
         layout = assembly.layout
         if layout is None:
             return

@@ -24,7 +24,7 @@ from bigtrain.strategies.pipeline import (
 
 
 class DevicePipeline(Pipeline):
-    """Stages chained on the devices of each process; the plain loop owns the step."""
+    """Stages chained on the devices of each process; the plain loop runs the micro-batches."""
 
     @property
     def traits(self) -> CutTraits:
@@ -37,15 +37,15 @@ class DevicePipeline(Pipeline):
             value = getattr(self, key)
             if value != neutral:
                 raise ConfigError(
-                    f"strategy.cut.{key}={value} is for stages on ranks, and "
+                    f"strategy.cut.{key}={value} is for pipelines with stages on ranks, and "
                     f"strategy.cut.devices={self.devices} puts them on devices of one process. "
                     "Leave it out, or leave strategy.cut.devices out."
                 )
         if plan.dp > 1 and is_accelerator(plan.device_type):
             raise ConfigError(
-                f"strategy.cut.devices={self.devices} has the parameters of a process on several "
-                f"GPUs, and mesh.dp={plan.dp} replicas are averaged from one. Use mesh.dp=1, or "
-                "leave strategy.cut.devices out: stages are on ranks then."
+                f"strategy.cut.devices={self.devices} puts a model's parameters on several GPUs "
+                f"of a process, and mesh.dp={plan.dp} replicas can be averaged only if each is on "
+                "one GPU. Use mesh.dp=1, or leave strategy.cut.devices out for stages on ranks."
             )
         if self.devices is not None:
             refuse_missing_devices(self.devices, plan)

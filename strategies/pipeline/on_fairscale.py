@@ -30,7 +30,7 @@ from bigtrain.strategies.pipeline import (
 
 
 class FairscalePipe(Pipeline):
-    """Runs the stages by fairscale's Pipe, which owns the step."""
+    """Runs the stages by fairscale's Pipe, which replaces the micro-batch loop."""
 
     @property
     def traits(self) -> CutTraits:
@@ -56,8 +56,9 @@ class FairscalePipe(Pipeline):
             )
         if self.stages_per_rank is not None:
             raise ConfigError(
-                f"strategy.cut.stages_per_rank={self.stages_per_rank} is for stages on ranks, "
-                "and engine=fairscale has one on each device. Leave it out."
+                f"strategy.cut.stages_per_rank={self.stages_per_rank} is for pipelines with "
+                "stages on ranks, and strategy.cut.engine=fairscale puts one stage on each device "
+                "of a process. Leave it out."
             )
         refuse_wrong_places(self, self.devices, f"strategy.cut.devices={self.devices}")
         refuse_missing_devices(self.devices, plan)
@@ -68,9 +69,10 @@ class FairscalePipe(Pipeline):
         replicate = plan.techniques["replicate"].name
         if plan.dp > 1 and is_accelerator(plan.device_type):
             raise ConfigError(
-                "strategy.cut.engine=fairscale has the parameters of a process on several GPUs, "
-                f"and mesh.dp={plan.dp} replicas are averaged from one. Use mesh.dp=1, or "
-                "strategy.cut.engine=torch."
+                "strategy.cut.engine=fairscale puts a model's parameters on several GPUs of a "
+                "process, "
+                f"and mesh.dp={plan.dp} replicas can be averaged only if each is on one GPU. Use "
+                "mesh.dp=1, or strategy.cut.engine=torch."
             )
         if plan.dp > 1 and self.checkpoint != "never":
             raise ConfigError(
@@ -81,9 +83,9 @@ class FairscalePipe(Pipeline):
             )
         if plan.dp > 1 and replicate not in ("single", "ddp"):
             raise ConfigError(
-                f"strategy.replicate={replicate} shards the states of a model on one device, and "
-                "strategy.cut.engine=fairscale has it on several. Set strategy.replicate=ddp, or "
-                "strategy.cut.engine=torch."
+                f"strategy.replicate={replicate} shards the states of a model that is on one "
+                "device, and strategy.cut.engine=fairscale puts it on several. Set "
+                "strategy.replicate=ddp, or strategy.cut.engine=torch."
             )
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
@@ -167,7 +169,7 @@ def _with_sums(passes: Passes) -> Timeline:
 
 
 def _cut_at_highest(timeline: Timeline) -> Timeline:
-    """Split the backward pass at its highest moment, where all is recomputed."""
+    """Split the backward pass at its peak, when all activations are recomputed."""
     return replace(timeline, phases=(*timeline.phases, (_highest(timeline), "backward")))
 
 

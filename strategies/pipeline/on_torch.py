@@ -71,7 +71,7 @@ class TorchPipeline(Pipeline):
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Make the stages of this rank, and let the schedule own the step."""
+        """Make the stages of this rank, and let the schedule run the micro-batches."""
         layout = assembly.layout
         if layout is None:
             return

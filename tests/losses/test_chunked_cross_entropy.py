@@ -365,7 +365,7 @@ def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
     model = TinyLM()
     head = model.head
     head.forward = lambda hidden: 2 * F.linear(hidden, head.weight)
-    with pytest.raises(ConfigError, match="needs an nn.Linear with its own forward"):
+    with pytest.raises(ConfigError, match="needs an nn.Linear whose forward is not replaced"):
         attach_head(CHUNKED, model)
 
 

@@ -116,7 +116,7 @@ def test_nothing_to_measure_is_no_number() -> None:
     ("batches", "metrics", "message"),
     [
         ([X], None, r"evaluate: got a Tensor, and \(inputs, targets\) is needed"),
-        ([(X, Y, Y)], None, "evaluate: got a tuple of 3 things"),
+        ([(X, Y, Y)], None, "evaluate: got a tuple of 3 elements"),
         ([{"x": X, "y": Y}], None, "evaluate: got a dict with 'x', 'y', and"),
         (BATCHES, {"a": lambda outputs, _: outputs}, r"metrics\['a'\] returned \(7, 3\)"),
         (BATCHES, {"a": lambda *_: "good"}, r"metrics\['a'\] returned str, and one number"),

@@ -110,7 +110,7 @@ def test_a_batch_that_is_none_is_said() -> None:
     with bigtrain.prepare(linear, F.cross_entropy, sgd) as engine:
         for batch, message in (
             (x, r"step: got a Tensor, and \(inputs, targets\)"),
-            ((x, y, y), "step: got a tuple of 3 things"),
+            ((x, y, y), "step: got a tuple of 3 elements"),
             ({"x": x}, "step: got a dict with 'x'"),
             ((x[:0], y[:0]), "has no row"),
             (("text", "more"), "the inputs hold no tensor"),

@@ -50,7 +50,12 @@ def test_rows_are_dealt_out_as_torch_does(rows, devices):
             plan_on(),
             r"needs 2 GPUs in this process, .* sees 1. Use --strategy single",
         ),
-        (2, {"devices": 4}, plan_on(), r"needs 4 GPUs .* sees 2. .*, or devices: 2"),
+        (
+            2,
+            {"devices": 4},
+            plan_on(),
+            r"needs 4 GPUs .* sees 2. .*, or strategy.replicate.devices=2",
+        ),
         (4, {}, plan_on(rows=5), r"5 rows .* among 4 GPUs, and 1 of them .*micro_batch_size=8"),
         (
             2,

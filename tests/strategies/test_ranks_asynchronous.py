@@ -136,12 +136,12 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
         assert first_log == second_log
     wrong = {OPTION + "replay": str(tmp_path / "once")}
     with pytest.raises(
-        ConfigError, match="is of 2 workers and 2 servers, and this run has 2 and 1"
+        ConfigError, match="the log of 2 workers and 2 servers, and this run has 2 workers and 1"
     ):
         make_plan(job_from_keys("parameter_server_async", wrong), 3, "cpu")
     path = tmp_path / "once/pushes.jsonl"
     path.write_text(path.read_text() * 2)  # like the log of a resumed run
-    with pytest.raises(ConfigError, match="is of a run that was resumed, which its log cannot"):
+    with pytest.raises(ConfigError, match="the log of a run that was resumed, which a replay"):
         make_plan(job_from_keys("parameter_server_async", {**keys, **wrong}), 4, "cpu")
 
 

@@ -103,7 +103,8 @@ def with_prefix_stripped(source: ForeignState, prefix: str) -> ForeignState:
         first = sorted({f"{name.partition('.')[0]}." for name in source.model})
         raise ConfigError(
             f"convert: --strip {prefix}: no name of a tensor begins with it. Names begin with "
-            f"{', '.join(first[:12])}{' and others' if len(first) > 12 else ''}"
+            f"{', '.join(first[:12])}{' and others' if len(first) > 12 else ''}. "
+            "Use one of these, or leave --strip out."
         )
     model, optimizer = (
         {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The average of weights that an engine updates in each step, and copies that cannot be made."""
+"""The average of an engine's weights; and the refusal to copy a model that a rank has in part."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ backward pass finds no values."""
 
 
 class DeepSpeed(Zero):
-    """DeepSpeed's engine around the model; it owns the step."""
+    """Wraps the model in DeepSpeed's engine, which replaces the micro-batch loop."""
 
     @property
     def traits(self) -> Traits:

@@ -86,7 +86,7 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         return norm
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
-        """See `Update.load_master`: there are no fp32 copies, the parameters are updated."""
+        """See `Update.load_master`. It loads nothing: parameters are in fp32, without copies."""
 
 
 def shared_forecast(options: Zero, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:

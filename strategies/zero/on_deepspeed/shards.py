@@ -331,7 +331,7 @@ class PartitionedShards(OptimizerShards):
         add = replace_bucketing(zero, add_and_send)
 
     def _take_all_from_host(self) -> None:
-        """Take gradients of all micro-batches; DeepSpeed takes those of the last one alone."""
+        """Let the step use gradients of all micro-batches; DeepSpeed uses the last only."""
         zero = self.zero
 
         def finish_all() -> None:

@@ -128,7 +128,7 @@ class FairscaleEngine(Zero):
         return fairscale_traffic(self, profile, plan)
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """Return one line if nothing is sharded, or sharding saves nothing."""
+        """Return one line if nothing is sharded, or sharding saves no memory; otherwise None."""
         if plan.dp == 1:
             return (
                 "on one rank there is nothing to shard: strategy.replicate=zero runs as single. "

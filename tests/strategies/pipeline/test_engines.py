@@ -74,7 +74,7 @@ def test_replicas_of_stages_on_several_gpus_are_refused(monkeypatch) -> None:
     monkeypatch.setattr("bigtrain.strategies.pipeline.device_count", lambda: 4)
     keys = {"strategy.cut.devices": 2, "strategy.replicate": "ddp"}
     job = job_from_keys("layer_split_devices", {"train.global_batch_size": 32, **keys})
-    with pytest.raises(ConfigError, match=r"mesh\.dp=2 replicas are averaged from one.*mesh\.dp=1"):
+    with pytest.raises(ConfigError, match=r"mesh\.dp=2 replicas can be averaged only.*mesh\.dp=1"):
         make_plan(job, 2, "cuda")
     assert make_plan(job, 2, "cpu").dp == 2
 
