@@ -234,7 +234,10 @@ class GradientRing:
         self._buffers = list(assembly.model.buffers())
         parameters = [p for p in assembly.model.parameters() if p.requires_grad]
         if not parameters:
-            raise ConfigError("the model has no parameter to train: there is nothing to average.")
+            raise ConfigError(
+                "the model has no parameter to train, so there is no gradient to average. Set "
+                "requires_grad=True for at least one parameter."
+            )
         self._views: dict[nn.Parameter, Tensor] = {}
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[nn.Parameter, list[_Bucket]] = {p: [] for p in parameters}

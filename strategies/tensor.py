@@ -87,8 +87,10 @@ class TensorSlices(SliceStrategy):
             )
         if plan.cut is not None and not (plan.cut.is_distributed and plan.cut.engine == "torch"):
             raise ConfigError(
-                "strategy tensor works in pipelines of torch's, whose stages are on ranks. "
-                "Use strategy.cut.schedule=1f1b, or leave strategy.cut out."
+                "strategy tensor needs a pipeline with strategy.cut.engine=torch and stages on "
+                f"ranks, and strategy.cut has engine={plan.cut.engine} "
+                f"schedule={plan.cut.schedule}. Use strategy.cut.engine=torch "
+                "strategy.cut.schedule=1f1b, or leave strategy.cut out."
             )
         for key, is_set, wanted, value in (
             ("train.compile", plan.compiles_blocks, "none", "blocks"),

@@ -1,4 +1,4 @@
-"""From a resolved plan to a live runner. `build_runner` defines the order of composition."""
+"""Build a live runner from a resolved plan. `build_runner` defines the order of composition."""
 
 from __future__ import annotations
 

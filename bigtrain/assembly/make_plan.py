@@ -1,4 +1,4 @@
-"""From a job to a plan: mesh, one technique for each role, batch; impossible jobs are refused."""
+"""Make a plan from a job: mesh, one technique for each role, batch; refuse impossible jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a budget to a policy for each block: prices, the exact solution, a forecast as proof."""
+"""Choose a policy for each block by a budget: costs, the exact solution, a forecast as proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plan and a workload to a resolved plan: stages, slices, and policies of blocks."""
+"""Resolve a plan for a workload: choose stages, slices, and policies of blocks."""
 
 from __future__ import annotations
 

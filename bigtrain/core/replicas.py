@@ -67,7 +67,10 @@ def average_gradients(
         return None
     options.setdefault("find_unused_parameters", assembly.routes.vary)
     if not any(p.requires_grad for p in assembly.module.parameters()):
-        raise ConfigError("the model has no parameter to train: there is nothing to average.")
+        raise ConfigError(
+            "the model has no parameter to train, so there is no gradient to average. Set "
+            "requires_grad=True for at least one parameter."
+        )
     settings: dict[str, Any] = {
         "device_ids": [context.device] if is_accelerator(context.device) else None,
         "process_group": context.dp_group,

@@ -1,4 +1,4 @@
-"""From a data set to the micro-batches of one rank, step after step.
+"""Make the micro-batches of one rank from a data set, step after step.
 
 torch's DataLoader reads ahead from a plan that is made one step at a time, so memory holds a few
 micro-batches whatever the length of the epoch. Random augmentation depends on (seed, epoch, sample)

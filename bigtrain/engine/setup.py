@@ -1,4 +1,4 @@
-"""From a job to a run's parts: data, described model, loss, optimizer, plan, number of steps."""
+"""Make the parts of a run from its job: data, described model, loss, optimizer, plan, steps."""
 
 from __future__ import annotations
 

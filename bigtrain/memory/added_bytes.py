@@ -70,7 +70,7 @@ class AddedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the storages that this thread makes inside."""
+        """Count the storages that this thread makes in a `with` block."""
         self.active += 1
         try:
             with _Watch(self._see):

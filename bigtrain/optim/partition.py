@@ -1,4 +1,4 @@
-"""The cuts of all parameters, one after the other, into pieces that ranks update one by one."""
+"""Divide the concatenation of all parameters into pieces, each of which one rank updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def even_bounds(total: int, ranks: int) -> list[int]:
 def partition_evenly(
     sizes: Mapping[str, int], ranks: int, may_split: bool, max_elements: int | None = None
 ) -> list[tuple[str, int, int, int]]:
-    """Give each rank an equal share of all parameters, one after the other.
+    """Give each rank an equal share of the concatenation of all parameters.
 
     Args:
         sizes: elements of each parameter, in their order.

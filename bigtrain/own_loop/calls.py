@@ -50,7 +50,7 @@ class LoopCalls:
     _loop_states: LoopStates
 
     def _explaining(self, where: str | None = None) -> AbstractContextManager[None]:
-        """Explain an out-of-memory error that is raised inside."""
+        """Explain an out-of-memory error that is raised in a `with` block."""
         raise NotImplementedError
 
     def _follow_loss(self, batch: Any) -> None:

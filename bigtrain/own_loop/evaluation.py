@@ -217,6 +217,6 @@ def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         shown += f" with {', '.join(map(repr, list(batch)[:4]))}"
     raise ConfigError(
-        f"{where}: got {shown}, and (inputs, targets) is needed. Take it apart, as "
-        f'engine.{where}(...) of (batch["inputs"], batch["targets"]); inputs may be a dict.'
+        f"{where}: got {shown}, and (inputs, targets) is needed. Give engine.{where} pairs such as "
+        '(batch["inputs"], batch["targets"]); inputs may be a dict.'
     )

@@ -87,7 +87,7 @@ class BlockTickRecorder:
         self._notes[name].append((self._tracker.clock, moment))
 
     def ticks(self, name: str, start: int, stop: int) -> dict[Moment, list[int]]:
-        """Return by moment the ticks of a module from `start` to `stop`, both included."""
+        """Return the ticks in [start, stop] at which passes of a module begin or end, by moment."""
         ticks: dict[Moment, list[int]] = {}
         for tick, moment in self._notes[name]:
             if start <= tick <= stop:

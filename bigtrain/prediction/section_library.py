@@ -204,7 +204,7 @@ class SectionLibrary:
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
     ) -> dict[str, PassPair] | None:
-        """Return the passes of blocks by name, and under "" of the part after, split backward.
+        """Return forward and split backward passes, of blocks by name, of the part after by "".
 
         Args:
             plan: see `model_sections`.
@@ -213,7 +213,7 @@ class SectionLibrary:
             cut: see `model_sections`.
 
         Returns:
-            None if the model cannot run with a split backward pass.
+            None if the backward pass of the model cannot be split (zero bubble).
         """
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
         passes = self._split(plan, kind, rows)

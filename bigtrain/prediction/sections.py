@@ -51,7 +51,7 @@ class Anchor(IntEnum):
 
 
 class Storage(NamedTuple):
-    """One storage of a section, made in one of its windows. A tuple, as there are very many."""
+    """One storage of a section, made in one of its windows; a tuple, because there are many."""
 
     nbytes: int
     kind: MemoryKind

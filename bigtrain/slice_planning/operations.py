@@ -164,7 +164,7 @@ AXIS_RULES: dict[str, AxisRule] = {}
 
 
 def axis_rule(*names: str) -> Callable[[AxisRule], AxisRule]:
-    """Register the rule of operations of these names."""
+    """A decorator that registers a function as the rule of operations of these names."""
 
     def put(function: AxisRule) -> AxisRule:
         AXIS_RULES.update(dict.fromkeys(names, function))

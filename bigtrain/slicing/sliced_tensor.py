@@ -1,4 +1,4 @@
-"""A tensor with the shape of the whole of which each rank of the tp axis holds slices.
+"""A tensor with the shape of the whole tensor; each rank of the tp axis holds slices of it.
 
 `SlicedTensor` has the whole shape, so a model's code runs unchanged. A table of rules (`rule`) says
 what each torch function does with one; rules compute with plain tensors, this rank's slices, so
@@ -37,7 +37,7 @@ _set_requires_grad = _base.requires_grad.__set__
 
 
 def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """Register the rule of these functions."""
+    """A decorator that registers a function as the rule of these torch functions."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:
@@ -48,7 +48,7 @@ def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
 
 
 def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """Register a rule like `rule`, but with the called function as its first argument."""
+    """A decorator like `rule`; the rule gets the called torch function as its first argument."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:

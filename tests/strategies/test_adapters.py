@@ -104,7 +104,9 @@ def test_deepspeed_serves_one_kind_of_device_in_a_process(monkeypatch):
     load_deepspeed("cpu")
     accelerator = import_module("deepspeed.accelerator").get_accelerator()
     monkeypatch.setattr(accelerator, "device_name", lambda *_: "cuda")
-    with pytest.raises(ConfigError, match=r"began with cuda, .* run is on cpu\. Start a new process"):
+    with pytest.raises(
+        ConfigError, match=r"began with cuda, .* run is on cpu\. Start a new process"
+    ):
         deepspeed_adapter.connect_deepspeed(RunContext.alone(), ExitStack())
 
 

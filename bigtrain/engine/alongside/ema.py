@@ -50,7 +50,7 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
     if traits.num_servers or traits.inexact_reason:
         raise ConfigError(
             f"ema: under strategy {name} the ranks do not have the same model after each step, so "
-            "there is nothing to average. Use --strategy ddp, or one that shards."
+            "there is nothing to average. Use --strategy ddp or fsdp."
         )
     average = Ema(engine, decay)
     engine.follow_average(average)

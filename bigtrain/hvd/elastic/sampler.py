@@ -34,7 +34,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
-        """Record that every rank has done a batch.
+        """Record that every rank has processed a batch.
 
         Args:
             batch_idx: not used.
@@ -43,7 +43,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and the number of its samples done on all ranks."""
+        """Return the epoch, and the number of its samples that all ranks have processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -121,7 +121,7 @@ class _Targets:
 
 
 class _Losses(torch.autograd.Function):
-    """From logits (targets, local classes) to the loss of each target, equal on all ranks.
+    """Compute each target's loss, equal on all ranks, from logits (targets, local classes).
 
     With classes' weights w, of C classes, target t, smoothing e and logits z it is
     (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as in torch.

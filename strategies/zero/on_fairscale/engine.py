@@ -339,7 +339,7 @@ class ShardedGradients(LoopRunner):
     """The plain loop in which each rank has only the gradients of its share."""
 
     def norm(self) -> Tensor:
-        """See `LoopRunner.norm`: of the gradients of all ranks."""
+        """See `LoopRunner.norm`. Return the norm of the gradients of all ranks. Collective."""
         own_norm = local_norm([p.grad for p in self._trained if p.grad is not None])
         return self.context.all_reduce_sum(own_norm.to(self.context.device).square()).sqrt()
 
