@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bigtrain.job.schema import Precision
 from bigtrain.models.blueprint import Blueprint
@@ -51,33 +52,25 @@ class Materializer:
         if not pending:
             return
         self._done.update(pending)
-        by_name = self._slices.by_name if self._slices is not None else {}
         if blueprint.deferred:
-            self._fill([name for name in pending if name not in by_name])
-            for name in pending:  # one whole tensor at a time
-                if name in by_name:
-                    self._fill([name])
+            blueprint.materialize(
+                context.device, seed=context.seed, only=pending, finish=self._finish
+            )
         else:
             blueprint.materialize(context.device, seed=context.seed, only=None)
-            self._finish(pending)
+            tensors = named_tensors(blueprint.model)
+            for name in pending:
+                self._finish(name, tensors[name])
 
-    def _fill(self, names: Sequence[str]) -> None:
-        blueprint, context = self._blueprint, self._context
-        blueprint.materialize(context.device, seed=context.seed, only=names)
-        self._finish(names)
-
-    def _finish(self, names: Sequence[str]) -> None:
+    def _finish(self, name: str, tensor: Tensor) -> None:
         """Cast to the run's precision, send from rank 0 if needed, and keep this rank's slices."""
         blueprint, context = self._blueprint, self._context
-        tensors = named_tensors(blueprint.model)
-        for name in names:
-            tensor = tensors[name]
-            if self._double and tensor.is_floating_point():
-                tensor.data = tensor.data.double()
-            if not blueprint.deferred and context.world_size > 1:
-                dist.broadcast(tensor.detach(), src=0)
-            if name in self._low:
-                tensor.data = tensor.data.to(torch.bfloat16)
-            if self._slices is not None and name in self._slices.by_name:
-                slices = self._slices.by_name[name]
-                tensor.data = local_slices(tensor, slices, self._slices.group)
+        if self._double and tensor.is_floating_point():
+            tensor.data = tensor.data.double()
+        if not blueprint.deferred and context.world_size > 1:
+            dist.broadcast(tensor.detach(), src=0)
+        if name in self._low:
+            tensor.data = tensor.data.to(torch.bfloat16)
+        if self._slices is not None and name in self._slices.by_name:
+            slices = self._slices.by_name[name]
+            tensor.data = local_slices(tensor, slices, self._slices.group)
