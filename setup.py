@@ -5,6 +5,8 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+HUB = ["transformers>=5.20", "tokenizers", "huggingface_hub", "safetensors", "peft", "torchao", "timm"]
+"""Models of the Hugging Face Hub and of timm, their tokenizers, and adapters."""
 
 for link in ("strategies", "configs"):
     if not (ROOT / "bigtrain" / link).is_dir():
@@ -43,6 +45,7 @@ setup(
         "bigtrain.engine.alongside",
         "bigtrain.engine.run_loss",
         "bigtrain.files",
+        "bigtrain.hub",
         "bigtrain.hvd",
         "bigtrain.hvd.elastic",
         "bigtrain.job",
@@ -103,6 +106,7 @@ setup(
         "digits": ["scikit-learn"],
         "tensorboard": ["tensorboard"],
         "lowbit": ["torchao"],
+        "hub": HUB,
         "dev": [
             "build",
             "codespell",
@@ -117,6 +121,7 @@ setup(
             "tensorboard",
             "torchao",
             "types-PyYAML",
+            *HUB,
         ],
     },
     entry_points={"console_scripts": ["bigtrain = bigtrain.cli:main"]},

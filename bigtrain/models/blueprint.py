@@ -69,6 +69,11 @@ class Blueprint:
     """Why the model is not deferred, in one line; '' if it is."""
     values: Mapping[str, StateTensor] = field(default_factory=dict)
     """Values that replace initial ones, by the tensors' first names."""
+    saved_dtypes: tuple[str, ...] = ()
+    """The dtypes of `values` in their files, if the model is one of the Hub."""
+    files: Callable[[torch.dtype | None], Mapping[str, str | bytes]] | None = None
+    """Returns contents of files by name that every checkpoint keeps, given the dtype of the saved
+    parameters: the configuration, the tokenizer."""
     _make: Callable[[], nn.Module] | None = None
     _recording: InitRecording | None = None
     _origins: dict[str, _Origin] = field(default_factory=dict)

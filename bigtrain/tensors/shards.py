@@ -282,7 +282,7 @@ def copy_saved(saved: StateTensor, target: Tensor, extents: Sequence[Extent] | N
         if saved.read is None:
             values = saved.values()
             if extents is not None:
-                values = torch.cat([_elements(values, extent) for extent in wanted])
+                values = torch.cat([elements(values, extent) for extent in wanted])
             target.copy_(values.view(target.shape))
             return
         if not target.is_contiguous():
@@ -294,7 +294,7 @@ def copy_saved(saved: StateTensor, target: Tensor, extents: Sequence[Extent] | N
             flat[begin:end].copy_(saved.read(tuple(nested_extents(wanted, begin, end))))
 
 
-def _elements(values: Tensor, extent: Extent) -> Tensor:
+def elements(values: Tensor, extent: Extent) -> Tensor:
     """Return the elements of an extent of a one-dimensional tensor, one-dimensional."""
     size, stride = (extent.count, extent.length), (extent.pitch or extent.length, 1)
     return values.as_strided(size, stride, extent.start).reshape(-1)
