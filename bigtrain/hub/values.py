@@ -17,6 +17,8 @@ from bigtrain.tensors.shards import StateTensor
 _COMPARED = 1 << 22
 """Elements of two tensors that are compared at a time."""
 
+_WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -67,8 +69,12 @@ def read_values(model: nn.Module, path: Path, key: str, excluded: Sequence[str])
     spare = [name for name in spare if not _is_in(name, excluded)]
     _check_shapes(key, model, values, wanted)
     _check_names(key, model, values, spare, excluded)
-    dtypes = {str(saved[name].dtype).removeprefix("torch.") for name in taken}
+    dtypes = {_word(saved[name].dtype) for name in taken if saved[name].dtype.is_floating_point}
     return SavedModel(_by_first_names(key, model, values), tuple(taken), tuple(sorted(dtypes)))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return _WORDS.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _opened(path: Path, key: str) -> Mapping[str, StateTensor]:
