@@ -106,6 +106,7 @@ def build_runner(
             routes=resolved.routes,
             unreached=unreached,
             gradient_hooks=gradient_hooks,
+            saved_parts=materialize.saved_parts,
         )
         # cut: first, so that later techniques see only this rank's layers.
         # slice: done above; later techniques see this rank's slices.

@@ -11,6 +11,7 @@ from torch import Tensor
 from bigtrain.job.schema import Precision
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.parameters import named_tensors, names_of
+from bigtrain.models.saved_parts import SavedParts
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.install import local_slices
 from bigtrain.slicing.state import SlicedState
@@ -43,6 +44,8 @@ class Materializer:
         self._low = frozenset(low)
         self._slices = slices
         self._done: set[str] = set()
+        self.saved_parts = None if slices is not None else SavedParts(blueprint, self._done)
+        """Reads parts of saved values; None if ranks hold slices of tensors."""
 
     def __call__(self, names: Collection[str]) -> None:
         """Give the tensors of these names their values, unless they have them."""

@@ -1,4 +1,4 @@
-"""The class of transformers that a configuration means, and its construction with initial weights."""
+"""The class of transformers that a configuration means, made with initial weights."""
 
 from __future__ import annotations
 
@@ -72,11 +72,13 @@ def read_architecture(folder: HubFolder, args: Mapping[str, Any]) -> Architectur
     name = args.get(ARCHITECTURE) or _named(folder, transformers)
     if name is None:
         return _by_kind(folder, config, transformers)
-    model_class = getattr(transformers, str(name), None)
+    model_class: Any = getattr(transformers, str(name), None)
     base = transformers.PreTrainedModel
     if not inspect.isclass(model_class) or not issubclass(model_class, base):
         classes = [n for n in dir(transformers) if n.endswith(("LM", "Model", "Classification"))]
-        key = f"model.args.{ARCHITECTURE}" if ARCHITECTURE in args else f"{folder.key}: architecture"
+        key = (
+            f"model.args.{ARCHITECTURE}" if ARCHITECTURE in args else f"{folder.key}: architecture"
+        )
         raise ConfigError(
             f"{key}: transformers {transformers.__version__} has no model {name!r}"
             f"{did_you_mean(str(name), classes)} Set model.args.{ARCHITECTURE} to a class of "

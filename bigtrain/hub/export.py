@@ -113,7 +113,7 @@ def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
 def _with_ties(
     model: nn.Module, state: Mapping[str, StateTensor], names: Sequence[str] | None
 ) -> dict[str, StateTensor]:
-    """Return the tensors under the names that a file has: tied ones once, unless the source did not.
+    """Return the tensors under the names that a file has; a tied one under several if asked for.
 
     Raises:
         ConfigError: the checkpoint lacks a tensor of the model.
@@ -186,12 +186,11 @@ def _as_named(
         elif name not in tied and not any(source == name for source in tied.values()):
             made[name] = tensor
             added.append(name)
-    # Of tied tensors that the source has under none of their names, one is kept.
-    for target, source in tied.items():
-        if source in found and not {source, target} & made.keys() and source not in made:
-            if not any(one in made for one, other in tied.items() if other == source):
-                made[source] = found[source]
-                added.append(source)
+    for source in dict.fromkeys(tied.values()):
+        group = {source, *(target for target, other in tied.items() if other == source)}
+        if source in found and not group & made.keys():  # a tied tensor that the source lacked
+            made[source] = found[source]
+            added.append(source)
     notes = []
     missing = sorted(wanted - made.keys())
     if missing:
@@ -215,7 +214,8 @@ def _write_files(folder: Path, state: Mapping[str, StateTensor], file_bytes: int
             filled = 0
         parts[-1][name] = tensor
         filled += tensor.nbytes
-    total, places = 0, {}
+    total = 0
+    places: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file_name = "model.safetensors"
         if len(parts) > 1:

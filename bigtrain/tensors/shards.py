@@ -99,8 +99,8 @@ class StateTensor:
     in_slices: bool = False
     """Whether each rank of the tp axis holds a different part."""
     read: Callable[[Sequence[Extent]], Tensor] | None = None
-    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None: `values`
-    is the only access."""
+    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None if only
+    `values` reads them."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:

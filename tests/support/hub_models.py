@@ -186,5 +186,6 @@ def reopened(folder: Path, family: str) -> Any:
         model, report = getattr(transformers, name).from_pretrained(
             folder, output_loading_info=True
         )
-    assert not report["missing_keys"] and not report["mismatched_keys"], report
+    assert not report["missing_keys"], report
+    assert not report["mismatched_keys"], report
     return model.eval()
