@@ -6,7 +6,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 HUB = [
-    "transformers>=5.20",
+    "transformers>=5.24,<6",
     "tokenizers",
     "huggingface_hub",
     "safetensors",

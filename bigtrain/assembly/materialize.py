@@ -15,6 +15,7 @@ from bigtrain.models.saved_parts import SavedParts
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.install import local_slices
 from bigtrain.slicing.state import SlicedState
+from bigtrain.tensors.shards import StateTensor, copy_saved, whole_extents
 
 
 class Materializer:
@@ -44,6 +45,8 @@ class Materializer:
         self._low = frozenset(low)
         self._slices = slices
         self._done: set[str] = set()
+        self._read: set[str] = set()
+        """Names of tensors of which only this rank's slices were read."""
         self.saved_parts = None if slices is not None else SavedParts(blueprint, self._done)
         """Reads parts of saved values; None if ranks hold slices of tensors."""
 
@@ -57,7 +60,11 @@ class Materializer:
         self._done.update(pending)
         if blueprint.deferred:
             blueprint.materialize(
-                context.device, seed=context.seed, only=pending, finish=self._finish
+                context.device,
+                seed=context.seed,
+                only=pending,
+                finish=self._finish,
+                read=None if self._slices is None else self._read_slices,
             )
         else:
             blueprint.materialize(context.device, seed=context.seed, only=None)
@@ -74,6 +81,25 @@ class Materializer:
             dist.broadcast(tensor.detach(), src=0)
         if name in self._low:
             tensor.data = tensor.data.to(torch.bfloat16)
-        if self._slices is not None and name in self._slices.by_name:
+        if self._slices is not None and name in self._slices.by_name and name not in self._read:
             slices = self._slices.by_name[name]
             tensor.data = local_slices(tensor, slices, self._slices.group)
+
+    def _read_slices(self, name: str, form: Tensor, saved: StateTensor) -> Tensor | None:
+        """Read this rank's slices of a saved value; None if it is not sliced, or read as a whole.
+
+        Args:
+            name: the first name of the tensor.
+            form: the whole tensor on the meta device.
+            saved: its saved value.
+        """
+        state = self._slices
+        if state is None or name not in state.by_name or saved.read is None:
+            return None
+        slices = state.by_name[name]
+        local = local_slices(form, slices, state.group)
+        values = torch.empty(local.shape, dtype=local.dtype, device=self._context.device)
+        _, extents = state.placed(slices, local.shape, whole_extents(local.shape))
+        copy_saved(saved, values, extents)
+        self._read.add(name)
+        return values

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from bigtrain.tensors.memory_format import is_dense
 
-COPIED_BYTES = 16 << 20
+COPIED_BYTES = 4 << 20
 """`copy_saved` reads this many bytes at a time."""
 
 
