@@ -210,18 +210,14 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
     data, loss, example, notes = _followed_loss(job, plan, data, model, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
+    own_notes = [*dtype_notes(plan, model, blueprint), *neutral_notes(job, model)]
     workload = Workload(
         blueprint.model,
         example,
         loss,
         optimizer,
         blueprint.whole_bytes,
-        notes=(
-            *blueprint.notes,
-            *dtype_notes(plan, model, blueprint),
-            *neutral_notes(job, model),
-            *notes,
-        ),
+        notes=(*blueprint.notes, *own_notes, *notes),
     )
     # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that `from_pretrained` opens, with the names of the source's files."""
+"""A checkpoint as a folder that from_pretrained opens, with the names of the source's files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bigtrain.checkpoint.foreign.state_dicts import saved_state
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.write import write_tensors
 from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular, read_bytes
 from bigtrain.hub.architecture import Architecture, read_architecture
 from bigtrain.hub.conversion import (
@@ -53,7 +54,7 @@ def export_folder(
     *,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write a folder that `from_pretrained` of transformers opens.
+    """Write a folder that from_pretrained of transformers opens.
 
     Memory holds one tensor of the model and the pieces that are being written.
 
@@ -105,7 +106,7 @@ def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
             f"export: {checkpoint.path} has no {CONFIG}: its model is none of transformers. Give a "
             "file that ends in .safetensors or .pt."
         )
-    settings = json.loads(read_bytes(path))
+    settings = read_json_object(path)
     folder = HubFolder(f"export {checkpoint.path}", checkpoint.path, settings)
     return read_architecture(folder, {}), Origin.read(checkpoint.path)
 

@@ -150,7 +150,7 @@ def check_each(
 
 
 def check_reads(strategy: str, source: Path, nbytes: list[int]) -> None:
-    """Each rank reads the files once, or where it has parts of tensors or of the model only those."""
+    """Each rank reads no element twice, and where it holds a part of the model only that."""
     size = 0
     for path in source.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
