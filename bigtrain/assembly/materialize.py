@@ -15,7 +15,7 @@ from bigtrain.models.saved_parts import SavedParts
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.install import local_slices
 from bigtrain.slicing.state import SlicedState
-from bigtrain.tensors.shards import StateTensor, copy_saved, whole_extents
+from bigtrain.tensors.shards import StateTensor, copy_saved
 
 
 class Materializer:
@@ -96,10 +96,9 @@ class Materializer:
         state = self._slices
         if state is None or name not in state.by_name or saved.read is None:
             return None
-        slices = state.by_name[name]
-        local = local_slices(form, slices, state.group)
-        values = torch.empty(local.shape, dtype=local.dtype, device=self._context.device)
-        _, extents = state.placed(slices, local.shape, whole_extents(local.shape))
-        copy_saved(saved, values, extents)
+        slices, rank, size = state.by_name[name], state.group.rank, state.group.size
+        shape = slices.local_shape(form.shape, rank, size)
+        values = torch.empty(shape, dtype=form.dtype, device=self._context.device)
+        copy_saved(saved, values, slices.extents(form.shape, rank, size))
         self._read.add(name)
         return values
