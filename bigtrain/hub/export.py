@@ -158,13 +158,16 @@ def reverted(
         rules = [rule for rule in used if rule.was_used()]
     converted = ConvertedTensors(model, state)
     found: dict[str, StateTensor] = {}
+    own_names: dict[str, str] = {}
     reverse = Rules.of([rule.reverse_transform() for rule in rules[::-1]])
     for group in reverse_grouped(state, reverse):
         for name, tensor in converted.of_group(group).items():
             found[_final_name(name, group, reverse)] = tensor
+        if group.converter is None:
+            own_names[group.name] = next(iter(group.sources))
     if names is None:
         return found, ()
-    return _as_named(model, found, names)
+    return _as_named(model, found, own_names, names)
 
 
 def _final_name(name: str, group: Group, reverse: Rules) -> str:
@@ -172,26 +175,42 @@ def _final_name(name: str, group: Group, reverse: Rules) -> str:
 
 
 def _as_named(
-    model: nn.Module, found: Mapping[str, StateTensor], names: Sequence[str]
+    model: nn.Module,
+    found: Mapping[str, StateTensor],
+    own_names: Mapping[str, str],
+    names: Sequence[str],
 ) -> tuple[dict[str, StateTensor], tuple[str, ...]]:
-    """Keep the tensors that the source had, under its names, and those of new modules."""
+    """Keep the tensors that the source had, under its names, and those of new modules.
+
+    Args:
+        model: the model.
+        found: the tensors, by the names that the reversed rules give.
+        own_names: the model's names of those that were only renamed; ties are known by them.
+        names: the names in the source's files.
+
+    Returns:
+        The tensors, and sentences on those that only one of the two has.
+    """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     wanted, tied = set(names), getattr(model, "all_tied_weights_keys", None) or {}
     made: dict[str, StateTensor] = {}
-    added = []
+    added: list[str] = []
+    taken: set[str] = set()
     for name, tensor in found.items():
         forms = (name, name.removeprefix(prefix), f"{prefix}{name}")
         own = next((form for form in forms if form in wanted), None)
         if own is not None:
             made[own] = tensor
-        elif name not in tied and not any(source == name for source in tied.values()):
+            taken.add(own_names.get(name, name))
+        elif own_names.get(name, name) not in {*tied, *tied.values()}:
             made[name] = tensor
             added.append(name)
-    for source in dict.fromkeys(tied.values()):
+    for name, tensor in found.items():  # of a tied tensor that the source lacked, its first name
+        source = own_names.get(name, name)
         group = {source, *(target for target, other in tied.items() if other == source)}
-        if source in found and not group & made.keys():  # a tied tensor that the source lacked
-            made[source] = found[source]
-            added.append(source)
+        if source in tied.values() and not group & taken:
+            made[name] = tensor
+            added.append(name)
     notes = []
     missing = sorted(wanted - made.keys())
     if missing:

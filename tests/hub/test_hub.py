@@ -13,10 +13,12 @@ import torch
 
 from bigtrain.checkpoint.foreign.state_dicts import open_state_dict
 from bigtrain.errors import ConfigError
+from bigtrain.hub.export import reverted
+from bigtrain.hub.saved_files import ORIGIN
 from bigtrain.job.schema import ModelConfig
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.spec import ModelSpec
-from bigtrain.tensors.shards import Extent, box_extents, copy_saved
+from bigtrain.tensors.shards import Extent, StateTensor, box_extents, copy_saved
 
 pytest.importorskip("transformers")
 from support import hub_models  # noqa: E402
@@ -137,6 +139,38 @@ def test_names_without_the_prefix_of_the_base_model(copied):
 def _strip(tensors: dict[str, torch.Tensor], prefix: str) -> None:
     for name in list(tensors):
         tensors[name.removeprefix(prefix)] = tensors.pop(name)
+
+
+def exported_names(folder: Path) -> set[str]:
+    """The names that an export of a model that was loaded from a folder gives its tensors."""
+    blueprint = described(folder)
+    record = json.loads(blueprint.files(torch.float32)[ORIGIN])
+    state = blueprint.model.state_dict(keep_vars=True)
+    values = {name: StateTensor.of(tensor) for name, tensor in state.items()}
+    return set(reverted(blueprint.model, values, record["names"])[0])
+
+
+def test_an_export_has_the_names_of_the_source_with_and_without_prefix(copied):
+    folder = copied("gpt2")
+    assert exported_names(folder) == set(hub_models.keys_of(folder))
+    hub_models.rewrite(folder, lambda tensors: _strip(tensors, "transformer."))
+    names = set(hub_models.keys_of(folder))
+    assert "wte.weight" in names
+    assert exported_names(folder) == names
+
+
+def test_an_export_has_both_names_of_a_tied_tensor_if_the_source_had(copied):
+    folder = copied("llama tied")
+    names = set(hub_models.keys_of(folder))
+    assert "lm_head.weight" not in names
+    assert exported_names(folder) == names
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if "model.embed_tokens.weight" in tensors:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    hub_models.rewrite(folder, change)
+    assert exported_names(folder) == names | {"lm_head.weight"}
 
 
 def test_a_folder_of_torch_files(copied):
