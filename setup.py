@@ -5,6 +5,16 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+HUB = [
+    "transformers>=5.24,<6",
+    "tokenizers",
+    "huggingface_hub",
+    "safetensors",
+    "peft",
+    "torchao",
+    "timm",
+]
+"""Models of the Hugging Face Hub and of timm, their tokenizers, and adapters."""
 
 for link in ("strategies", "configs"):
     if not (ROOT / "bigtrain" / link).is_dir():
@@ -43,6 +53,7 @@ setup(
         "bigtrain.engine.alongside",
         "bigtrain.engine.run_loss",
         "bigtrain.files",
+        "bigtrain.hub",
         "bigtrain.hvd",
         "bigtrain.hvd.elastic",
         "bigtrain.job",
@@ -104,6 +115,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         "lowbit": ["torchao"],
+        "hub": HUB,
         "dev": [
             "build",
             "codespell",
@@ -119,6 +131,7 @@ setup(
             "torchao",
             "types-PyYAML",
             "wandb",
+            *HUB,
         ],
     },
     entry_points={"console_scripts": ["bigtrain = bigtrain.cli:main"]},

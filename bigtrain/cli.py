@@ -10,6 +10,7 @@ import platform
 import re
 import signal
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -89,7 +90,10 @@ def _guarded(command: str, arguments: list[str]) -> int:
     elif command == "verify":
         from bigtrain.verify.command import main as run
     elif command == "checkpoint":
-        from bigtrain.checkpoint.command import main as run
+        from bigtrain.checkpoint.command import main as run_action
+        from bigtrain.hub.export import export_folder
+
+        run = partial(run_action, export_folder=export_folder)
     elif command == "init":
         from bigtrain.job.starter import main as run
     elif command == "doctor":

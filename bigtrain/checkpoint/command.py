@@ -9,8 +9,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -42,6 +43,9 @@ _DTYPES = {
     "bf16": torch.bfloat16,
 }
 _LARGE_BYTES = 1 << 20
+_FILES = (".safetensors", ".pt")
+_OTHER_FILES = (".bin", ".pth", ".ckpt", ".npz", ".gguf", ".onnx", ".h5")
+"""Suffixes of files that are not written; any other name is that of a folder."""
 
 
 class _Console(Console):
@@ -51,8 +55,37 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def main(arguments: list[str]) -> int:
+class FolderExport(Protocol):
+    """Writes a checkpoint as a folder of the Hub; given by the command line (see `hub.export`)."""
+
+    def __call__(
+        self, checkpoint: Checkpoint, output: Path, dtype: torch.dtype | None
+    ) -> ExportedFolder:
+        """Write the folder."""
+
+
+class ExportedFolder(Protocol):
+    """The result of `FolderExport`."""
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about tensors that differ from the source's."""
+
+
+def main(arguments: list[str], export_folder: FolderExport | None = None) -> int:
     """Run one action of the command and return the exit status.
+
+    Args:
+        arguments: the words after `bigtrain checkpoint`.
+        export_folder: writes folders of the Hub; None to refuse them.
 
     Raises:
         ConfigError: there is no checkpoint, or the output file exists already.
@@ -64,7 +97,7 @@ def main(arguments: list[str]) -> int:
         "inspect": _inspect,
         "verify": _verify,
         "convert": _convert,
-        "export": _export,
+        "export": partial(_export, export_folder=export_folder),
         "diff": _diff,
     }
     try:
@@ -265,16 +298,21 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace, export_folder: FolderExport | None) -> int:
     checkpoint = Checkpoint(_find(options.path, "export"))
     output, prefix = Path(options.output), f"{options.part}."
-    if output.suffix not in (".safetensors", ".pt"):
-        raise ConfigError(f"export: {output} has to end in .safetensors or .pt")
+    if output.suffix in _OTHER_FILES or (export_folder is None and output.suffix not in _FILES):
+        raise ConfigError(
+            f"export: {output} has to end in .safetensors or .pt; for a model of transformers it "
+            "may be a new folder"
+        )
     if output.exists():
         raise ConfigError(f"export: {output} is there already. Give another name, or remove it.")
     if not output.parent.is_dir():
         raise ConfigError(f"export: there is no folder {output.parent}. Make it: mkdir -p")
     dtype = _DTYPES[options.dtype] if options.dtype else None
+    if export_folder is not None and output.suffix not in _FILES:
+        return _export_folder(options, checkpoint, output, dtype, export_folder)
     state = {
         name.removeprefix(prefix): saved_state(tensor, dtype)
         for name, tensor in checkpoint.tensors.items()
@@ -295,6 +333,30 @@ def _export(options: argparse.Namespace) -> int:
         else:
             write_tensors(draft, state, RunContext.alone())
     _report_file(options, output, state)
+    return 0
+
+
+def _export_folder(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    output: Path,
+    dtype: torch.dtype | None,
+    export_folder: FolderExport,
+) -> int:
+    if options.part != "model":
+        raise ConfigError(
+            f"export: a folder has the model only, and --part is {options.part}. Give a file that "
+            "ends in .safetensors or .pt."
+        )
+    made = export_folder(checkpoint, output, dtype)
+    if options.as_json:
+        about = {"path": str(output), "tensors": made.tensors, "bytes": made.nbytes}
+        _write_json({**about, "notes": list(made.notes)})
+        return 0
+    sys.stdout.write(f"{output}: {made.tensors} tensors, {format_bytes(made.nbytes)}\n")
+    for note in made.notes:
+        sys.stdout.write(f"  {note}\n")
+    sys.stdout.write(f"Open it with transformers: from_pretrained('{output}')\n")
     return 0
 
 

@@ -39,7 +39,7 @@ def save_checkpoint(
     context: RunContext,
     *,
     keep: int = 1,
-    texts: Mapping[str, str] | None = None,
+    texts: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Write a whole checkpoint. Collective; see `CheckpointWriting`."""
     writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
@@ -75,7 +75,7 @@ class CheckpointWriting:
         *,
         keep: int = 1,
         best: bool = False,
-        texts: Mapping[str, str] | None = None,
+        texts: Mapping[str, str | bytes] | None = None,
     ) -> None:
         self.path = folder / f"step-{step}"
         self._step, self._keep, self._best = step, keep, best
@@ -132,7 +132,7 @@ class CheckpointWriting:
             raise _failure(self._draft.parent, failed[0])
 
         def publish_files() -> Path:
-            small = {**index_texts(self._files), **self._texts}
+            small: dict[str, str | bytes] = {**index_texts(self._files), **self._texts}
             head = {"format": FORMAT, "step": self._step, "torch": torch.__version__}
             small[STATE] = json.dumps({**head, **self._meta}, indent=1)
             every = {
@@ -142,8 +142,9 @@ class CheckpointWriting:
                 for name, record in outcome[2].items()
             }
             for name, text in small.items():
-                write_text(self._draft / name, text)
-                every[name] = file_record(text.encode())
+                content = text.encode() if isinstance(text, str) else text
+                write_text(self._draft / name, content)
+                every[name] = file_record(content)
             write_text(self._draft / MANIFEST, manifest_text(every))
             return publish(self._draft, self._step, self._keep, best=self._best)
 

@@ -75,7 +75,7 @@ class Saver:
         step: int,
         state: Mapping[str, StateTensor],
         meta: Mapping[str, Any],
-        texts: Mapping[str, str],
+        texts: Mapping[str, str | bytes],
         *,
         best: bool = False,
         added: AddedBytes | None = None,

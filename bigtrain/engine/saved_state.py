@@ -27,6 +27,7 @@ from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.own_loop.calls import LoopCalls
 from bigtrain.own_loop.states import SAVED_AS, RemovedCheckpoints
 from bigtrain.slicing.equal_ranks import check_equal_ranks
+from bigtrain.tensors.shards import StateTensor
 
 
 class SavedState(LoopCalls):
@@ -90,8 +91,7 @@ class SavedState(LoopCalls):
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
-            with self.blueprint.given_back():
-                texts = config_texts(self.runner.module)
+            texts = self._kept_files(state)
             path = self.saver.save(
                 folder,
                 self.steps_done,
@@ -104,6 +104,16 @@ class SavedState(LoopCalls):
         if self.in_own_loop and self.context.is_main:
             self._removed.tell(folder)
         return path
+
+    def _kept_files(self, state: Mapping[str, StateTensor]) -> Mapping[str, str | bytes]:
+        """The files besides the weights that other libraries need to open the model."""
+        if self.blueprint.files is not None:
+            if not self.context.is_main:  # rank 0 writes them
+                return {}
+            dtypes = (t.dtype for name, t in state.items() if name.startswith("model."))
+            return self.blueprint.files(next((d for d in dtypes if d.is_floating_point), None))
+        with self.blueprint.given_back():
+            return config_texts(self.runner.module)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Resume from a checkpoint: weights, optimizer, schedule, position, random states.

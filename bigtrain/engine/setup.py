@@ -212,13 +212,14 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
     data, loss, example, notes = _followed_loss(job, plan, data, model, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
+    own_notes = [*dtype_notes(plan, model, blueprint), *neutral_notes(job, model)]
     workload = Workload(
         blueprint.model,
         example,
         loss,
         optimizer,
         blueprint.whole_bytes,
-        notes=(*blueprint.notes, *neutral_notes(job, model), *notes),
+        notes=(*blueprint.notes, *own_notes, *notes),
     )
     # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
@@ -294,6 +295,22 @@ def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
         f"optim: {name}, lr {rate:g} constant, no warm-up, no weight decay, no clipping: the "
         "defaults, as no key of optim is set. Set optim.KEY=VALUE"
     ]
+
+
+def dtype_notes(plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:
+    """Return a line on the dtypes of the parameters and of the files that they come from."""
+    if model.hub is None:
+        return []
+    kept = {
+        "fp32": "parameters, gradients and optimizer state in fp32",
+        "fp64": "parameters, gradients and optimizer state in fp64",
+        "bf16": "parameters and optimizer state in fp32 (masters), computed in bf16",
+    }[plan.precision]
+    if plan.precision == "bf16" and not plan.master_weights:
+        kept = "parameters and optimizer state in bf16, without fp32 masters"
+    if not blueprint.saved_dtypes:
+        return [f"{model.hub.key}: initial weights; {kept}"]
+    return [f"{model.hub.key}: {' and '.join(blueprint.saved_dtypes)} in the files; {kept}"]
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:

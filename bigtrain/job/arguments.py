@@ -418,7 +418,9 @@ def checkpoint_parser() -> CommandParser:
     _add_convert_arguments(
         action("convert", "convert a checkpoint of another library, or an older one of bigtrain")
     )
-    _add_export_arguments(action("export", "write the tensors of a checkpoint to one file"))
+    _add_export_arguments(
+        action("export", "write the tensors of a checkpoint to a file, or to a folder of the Hub")
+    )
     diff = action("diff", "print the largest differences of two checkpoints, by tensor")
     diff.add_argument("first", metavar="A", help=OWN_CHECKPOINTS)
     diff.add_argument("second", metavar="B", help=OWN_CHECKPOINTS)
@@ -464,7 +466,10 @@ def _add_convert_arguments(parser: CommandParser) -> None:
 def _add_export_arguments(parser: CommandParser) -> None:
     parser.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
     parser.add_argument(
-        "output", metavar="OUT", help="a .safetensors file, or a .pt file for torch.load"
+        "output",
+        metavar="OUT",
+        help="a .safetensors file, a .pt file for torch.load, or for a model of transformers a new "
+        "folder for from_pretrained",
     )
     parser.add_argument(
         "--part",

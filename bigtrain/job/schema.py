@@ -100,13 +100,15 @@ class ModelConfig(ConfigSection):
     """The model."""
 
     name: str = "gpt"
-    """A built-in name (gpt-10m, lenet, resnet50, ...) or `package.module:Class`."""
+    """A built-in name (gpt-10m, lenet, resnet50, ...), `hf:FOLDER_OR_ID` for a model of the Hugging
+    Face Hub, `timm:NAME`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Arguments of its constructor. Those that follow from the data (number of classes) may be left
-    out."""
+    """Arguments of its constructor; for `hf:` fields of its configuration, and `architecture` for
+    another class. Those that follow from the data (number of classes) may be left out."""
     pretrained: str | None = None
     """Initial weights: a file with a state dict, or `cache` for weights that torchvision has
-    downloaded before (nothing is downloaded here)."""
+    downloaded before (nothing is downloaded here). With `hf:` by default the folder's own weights;
+    `false` begins with initial ones, as other models do by default."""
     pretrained_except: tuple[str, ...] = ()
     """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
     a head for other classes."""
@@ -123,9 +125,15 @@ class ModelConfig(ConfigSection):
     head: str | None = None
     """The name of the linear layer that makes the logits; by default it is found."""
 
+    @field_validator("pretrained", mode="before")
+    @classmethod
+    def _no_weights(cls, value: object) -> object:
+        return "none" if value is False or value == "false" else value
+
     @model_validator(mode="after")
     def _begins_somewhere(self) -> ModelConfig:
-        if self.pretrained_except and self.pretrained is None:
+        has_own = self.name.startswith("hf:") and self.pretrained is None
+        if self.pretrained_except and self.pretrained in (None, "none") and not has_own:
             raise ValueError(
                 f"{as_word('pretrained_except', self.pretrained_except)} excludes parts of a "
                 "file, and no file is given. Set model.pretrained=FILE, or leave it out"

@@ -1,7 +1,7 @@
 """Models by name, described on the meta device and initialised later; and their blocks.
 
-Decides: built-in models, torchvision's, import paths; initial weights by seed and name (deferred
-initialisation); what counts as a block; which parameters may be bf16.
+Decides: built-in models, torchvision's, timm's and the Hub's, import paths; initial weights by seed
+and name (deferred initialisation); what counts as a block; which parameters may be bf16.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.hub.folder import TIMM
+from bigtrain.hub.timm_models import check_timm, make_timm
 from bigtrain.job.import_path import load_object
 from bigtrain.models import from_path, torchvision_models
 from bigtrain.models.gpt import GPT, GPT2_VOCABULARY, PRESETS, GPTConfig
@@ -57,6 +59,8 @@ def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
     if name == "lenet":
         from_path.check_arguments(name, LeNet, args)
         return LeNet(**args)
+    if name.startswith(TIMM):
+        return make_timm(name.removeprefix(TIMM), args)
     if ":" in name:
         return from_path.make_from_path(name, args)
     _check_built_in(name)
@@ -74,6 +78,8 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
     elif name == "lenet":
         with torch.device("meta"):
             make_model(name, args)
+    elif name.startswith(TIMM):
+        check_timm(name.removeprefix(TIMM), args)
     elif ":" in name:
         from_path.check_arguments(name, load_object(name, "model.name"), args)
     else:
@@ -91,7 +97,7 @@ def model_defaults(
         num_classes: classes of the targets; for a language model, its vocabulary.
         sequence_length: tokens of a sample, if samples are tokens.
     """
-    if ":" in name:
+    if ":" in name and not name.startswith(TIMM):
         return {}
     if name in PRESETS:
         # A model named for its size keeps its vocabulary even if the data need less: its number of
@@ -120,6 +126,8 @@ def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
 
 def task_of(name: str) -> str | None:
     """Return the task of a built-in model, see `losses.tasks`; None for one by import path."""
+    if name.startswith(TIMM):
+        return "classification"
     if ":" in name:
         return None
     if name in PRESETS:
@@ -132,6 +140,6 @@ def _check_built_in(name: str) -> None:
     if name not in known:
         raise ConfigError(
             f"model.name: unknown model {name!r}{did_you_mean(name, known) or '.'} "
-            f"Use {', '.join(_OWN)}, a model of torchvision such as resnet18, "
-            "or your own as package.module:Class."
+            f"Use {', '.join(_OWN)}, a model of torchvision such as resnet18, one of the Hub as "
+            "hf:FOLDER_OR_ID, one of timm as timm:NAME, or your own as package.module:Class."
         )

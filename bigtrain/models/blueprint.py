@@ -34,7 +34,10 @@ from bigtrain.models.caches import NOTE, switch_off_caches, switch_on_caches
 from bigtrain.models.init_recorder import InitRecorder
 from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
 from bigtrain.models.parameters import first_named_tensors, named_tensors
-from bigtrain.tensors.shards import StateTensor
+from bigtrain.tensors.shards import StateTensor, copy_saved
+
+ReadPart = Callable[[str, torch.Tensor, StateTensor], torch.Tensor | None]
+"""See `Blueprint.materialize`."""
 
 
 def initial_seed(seed: int, name: str) -> int:
@@ -69,6 +72,11 @@ class Blueprint:
     """Why the model is not deferred, in one line; '' if it is."""
     values: Mapping[str, StateTensor] = field(default_factory=dict)
     """Values that replace initial ones, by the tensors' first names."""
+    saved_dtypes: tuple[str, ...] = ()
+    """The dtypes of `values` in their files, if the model is one of the Hub."""
+    files: Callable[[torch.dtype | None], Mapping[str, str | bytes]] | None = None
+    """Returns contents of files by name that every checkpoint keeps, given the dtype of the saved
+    parameters: the configuration, the tokenizer."""
     _make: Callable[[], nn.Module] | None = None
     _recording: InitRecording | None = None
     _origins: dict[str, _Origin] = field(default_factory=dict)
@@ -142,19 +150,30 @@ class Blueprint:
         return twin
 
     def materialize(
-        self, device: torch.device | str, *, seed: int, only: Collection[str] | None = None
+        self,
+        device: torch.device | str,
+        *,
+        seed: int,
+        only: Collection[str] | None = None,
+        finish: Callable[[str, torch.Tensor], None] | None = None,
+        read: ReadPart | None = None,
     ) -> nn.Module:
         """Give parameters and buffers their initial values, in place.
 
         The tensor objects stay the same (except in modules that hold weak references to theirs,
         such as nn.RNN), so ties and existing references stay valid. A deferred model needs memory
-        for about one tensor in addition to the result; any other is built whole.
+        for about one tensor in addition to the result; any other is built whole. A tensor with a
+        saved value is read straight into its place, a piece at a time.
 
         Args:
             device: where the tensors go; the values are made on the CPU.
             seed: the run's seed; ignored for a module that was passed already built.
             only: names as in named_parameters and named_buffers (any name of a tied tensor), or
                 None for all. The others are not changed.
+            finish: called with the first name and the object of each tensor once it has its value,
+                before the next one of a deferred model gets memory.
+            read: returns this rank's part of a saved value, given the tensor's first name and its
+                description on meta; None to read it whole. Not called for tensors that overlap.
 
         Returns:
             `model`.
@@ -165,8 +184,7 @@ class Blueprint:
         tensors = self._chosen(only)
         with kept_random_state():
             if self._recording is not None:
-                self._replay(self._recording, tensors, torch.device(device), seed)
-                self._take_values(self._chosen(only))
+                self._replay(self._recording, tensors, torch.device(device), seed, finish, read)
                 return self.model
             if self._make is not None:
                 torch.default_generator.manual_seed(seed)
@@ -174,16 +192,17 @@ class Blueprint:
                 _build_again(self._make, self.model)
         for tensor in tensors.values():
             tensor.data = tensor.data.to(device)
-        self._take_values(tensors)
+        for name, tensor in tensors.items():
+            saved = self.saved_value(name)
+            if saved is not None:
+                copy_saved(saved, tensor.data)
+            if finish is not None:
+                finish(name, tensor)
         return self.model
 
-    @torch.no_grad()
-    def _take_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `values` over initial values, a tensor at a time."""
-        for name, tensor in tensors.items():
-            saved = self.values.get(self._first_names.get(name, name))
-            if saved is not None:
-                tensor.copy_(saved.values().view(tensor.shape))
+    def saved_value(self, name: str) -> StateTensor | None:
+        """Return the value that replaces the initial one of a tensor; None if none does."""
+        return self.values.get(self._first_names.get(name, name))
 
     def _chosen(self, only: Collection[str] | None) -> dict[str, torch.Tensor]:
         """Return the chosen tensors by first name, in the order of the model."""
@@ -207,6 +226,8 @@ class Blueprint:
         tensors: dict[str, torch.Tensor],
         device: torch.device,
         seed: int,
+        finish: Callable[[str, torch.Tensor], None] | None,
+        read: ReadPart | None,
     ) -> None:
         storage_uses: dict[int, int] = {}
         for origin in self._origins.values():
@@ -214,19 +235,49 @@ class Blueprint:
         shared: dict[int, torch.UntypedStorage] = {}
         for name, tensor in tensors.items():
             origin = self._origins[self._first_names.get(name, name)]
-            spec, closure = origin.spec, origin.closure
-            storage = shared.get(spec.storage)
-            if storage is None:
-                storage = recording.replay(
-                    spec.storage, closure, lambda op: initial_seed(seed, self._owners[op])
-                )
-                if storage_uses[spec.storage] == 1:
-                    storage, spec = _trimmed(storage, spec)
-                storage = _moved(storage, device)
-            if storage_uses[spec.storage] > 1:  # tensors that overlap keep overlapping
+            saved, overlaps = self.saved_value(name), storage_uses[origin.spec.storage] > 1
+            if saved is not None and not overlaps:  # no initial value is computed
+                values = _saved_values(name, origin.spec, saved, device, read)
+            else:
+                together = shared if overlaps else None
+                values = self._initial(recording, origin, device, seed, together)
+                if saved is not None:
+                    copy_saved(saved, values)
+            tensor = _fill(self.model, tensor, values)
+            del values
+            if finish is not None:
+                finish(name, tensor)
+
+    def _initial(
+        self,
+        recording: InitRecording,
+        origin: _Origin,
+        device: torch.device,
+        seed: int,
+        shared: dict[int, torch.UntypedStorage] | None,
+    ) -> torch.Tensor:
+        """Compute the initial value of a tensor.
+
+        Args:
+            recording: the recorded construction.
+            origin: the operations that the tensor depends on.
+            device: where the value goes.
+            seed: the run's seed.
+            shared: storages by number, of tensors that overlap, so that they keep overlapping; it
+                is added to. None for a tensor that has its storage to itself.
+        """
+        spec, closure = origin.spec, origin.closure
+        storage = None if shared is None else shared.get(spec.storage)
+        if storage is None:
+            storage = recording.replay(
+                spec.storage, closure, lambda op: initial_seed(seed, self._owners[op])
+            )
+            if shared is None:
+                storage, spec = _trimmed(storage, spec)
+            storage = _moved(storage, device)
+            if shared is not None:
                 shared[spec.storage] = storage
-            _fill(self.model, tensor, view_storage(storage, spec))
-            del storage
+        return view_storage(storage, spec)
 
 
 def describe(make: Callable[[], nn.Module]) -> Blueprint:
@@ -271,7 +322,10 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     recording = recorder.recording
     _checked(model)
     for module in model.modules():
-        if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
+        of_transformers = any(
+            b.__module__.startswith("transformers.") for b in type(module).__mro__
+        )
+        if of_transformers and not getattr(module, "_is_hf_initialized", False):
             raise CannotDefer("transformers skips initialisation on the meta device")
     tensors = first_named_tensors(model)
     for name, tensor in tensors.items():
@@ -361,6 +415,18 @@ def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
             tensor.data.copy_(new[name].data)
 
 
+def _saved_values(
+    name: str, spec: TensorSpec, saved: StateTensor, device: torch.device, read: ReadPart | None
+) -> torch.Tensor:
+    """Read a saved value, or this rank's part, into memory with the order of dims of `spec`."""
+    form = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
+    values = None if read is None else read(name, form, saved)
+    if values is None:
+        values = torch.empty_like(form, device=device, memory_format=torch.preserve_format)
+        copy_saved(saved, values)
+    return values
+
+
 def _trimmed(
     storage: torch.UntypedStorage, spec: TensorSpec
 ) -> tuple[torch.UntypedStorage, TensorSpec]:
@@ -380,8 +446,8 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a tensor object of the model these values, whatever its device."""
+def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Give a tensor object of the model these values, whatever its device; return the object."""
     kind = type(tensor)
     fresh = values
     if kind is not torch.Tensor:
@@ -405,6 +471,7 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
     if later_hooks:
         tensor._post_accumulate_grad_hooks = OrderedDict()
         tensor._post_accumulate_grad_hooks = later_hooks
+    return tensor
 
 
 class _RandomState:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ _CONSTANTS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _VALUE_READS = frozenset({"item", "tolist", "numpy", "__array__"}) | frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
 )
+_INITIALISERS = {
+    function.__code__: function
+    for function in vars(torch.nn.init).values()
+    if isinstance(function, FunctionType)
+}
+"""The functions of torch.nn.init by their code: libraries replace the names in that module."""
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -119,8 +125,8 @@ class InitRecorder:
             CannotDefer: other code asks, and may skip operations that must be recorded.
         """
         code = frame.f_code
-        function = getattr(torch.nn.init, code.co_name, None)
-        if getattr(function, "__code__", None) is not code or function is None:
+        function = _INITIALISERS.get(code)
+        if function is None:
             raise CannotDefer(f"{code.co_name} asks whether a tensor is on meta")
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         kwargs = {name: frame.f_locals[name] for name in names}

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+from bigtrain.errors import ConfigError
+from bigtrain.hub.folder import HF
+from bigtrain.hub.hub_model import INITIAL, HubModel
 from bigtrain.job.schema import ModelConfig
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
@@ -39,12 +45,41 @@ class ModelSpec:
         """Whether the name is an import path, `package.module:Class`."""
         return ":" in self.config.name
 
+    @cached_property
+    def hub(self) -> HubModel | None:
+        """The model of the Hub, if the name begins with `hf:`; nothing is read yet."""
+        config: ModelConfig = self.config
+        if not config.name.startswith(HF):
+            return None
+        name = config.name.removeprefix(HF)
+        if not name:
+            raise ConfigError(f"model.name={HF} needs a folder or an id: model.name={HF}FOLDER.")
+        return HubModel(name, config.args, config.pretrained, config.pretrained_except)
+
+    @property
+    def is_hub_language(self) -> bool:
+        """Whether it is a causal language model of the Hub, whose head is found by a run."""
+        if self.hub is None:
+            return False
+        return self.hub.architecture.name.endswith(("ForCausalLM", "LMHeadModel"))
+
+    @property
+    def begins_with_values(self) -> bool:
+        """Whether `model.pretrained` gives values, by default or by name."""
+        config: ModelConfig = self.config
+        if self.hub is not None:
+            return self.hub.has_weights
+        return config.pretrained not in (None, INITIAL)
+
     def check(self) -> None:
         """Refuse a model that cannot be made. Allocates nothing, calls no user's constructor.
 
         Raises:
             ConfigError: with the key, `model.name` or `model.args.X`, and the fix.
         """
+        if self.hub is not None:
+            _ = self.hub.architecture
+            return
         check_model(self.config.name, self.config.args)
 
     def describe(self, *, num_classes: int | None, sequence_length: int | None) -> Blueprint:
@@ -59,11 +94,28 @@ class ModelSpec:
             ConfigError: the model cannot be made, or the file of its values is another model's.
         """
         config: ModelConfig = self.config
+        if self.hub is not None:
+            vocabulary = num_classes if sequence_length is not None else None
+            self.hub.check(vocabulary)
+            labels = {} if sequence_length is not None else self.hub.classes(num_classes)
+            return _hub_blueprint(self.hub, labels)
         defaults = model_defaults(
             config.name, num_classes=num_classes, sequence_length=sequence_length
         )
         args = {**defaults, **config.args}
         blueprint = describe(lambda: make_model(config.name, args))
-        if config.pretrained is not None:
+        if config.pretrained is not None and self.begins_with_values:
             use_pretrained(blueprint, config.name, config.pretrained, config.pretrained_except)
         return blueprint
+
+
+def _hub_blueprint(hub: HubModel, labels: Mapping[str, Any]) -> Blueprint:
+    """Describe a model of the Hub: each tensor has a saved value, or an initial one."""
+    if labels and not labels.keys() & hub.args.keys():
+        hub = replace(hub, args={**hub.args, **labels})
+    blueprint = describe(hub.architecture.make)
+    saved = hub.values(blueprint.model) if hub.has_weights else None
+    if saved is not None:
+        blueprint.values, blueprint.saved_dtypes = saved.values, saved.dtypes
+    blueprint.files = hub.saved_files(saved).files
+    return blueprint

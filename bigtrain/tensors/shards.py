@@ -20,6 +20,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from bigtrain.tensors.memory_format import is_dense
 
+COPIED_BYTES = 4 << 20
+"""`copy_saved` reads this many bytes at a time."""
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -95,6 +98,9 @@ class StateTensor:
     """Whether replicas may have different values (running statistics): the lowest rank's count."""
     in_slices: bool = False
     """Whether each rank of the tp axis holds a different part."""
+    read: Callable[[Sequence[Extent]], Tensor] | None = None
+    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None if only
+    `values` reads them."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:
@@ -257,6 +263,41 @@ def _memory_runs(tensor: Tensor, start: int, stop: int) -> Iterator[Extent]:
 def read_whole(saved: SavedTensor) -> Tensor:
     """Read a whole saved tensor to the CPU."""
     return saved.read(whole_extents(saved.shape)).view(saved.shape)
+
+
+def copy_saved(saved: StateTensor, target: Tensor, extents: Sequence[Extent] | None = None) -> None:
+    """Copy elements of a saved tensor into a tensor of any dtype and device, a piece at a time.
+
+    Host memory holds one piece in addition to the target, or the whole tensor if the tensor can
+    only be read as a whole (`StateTensor.read`).
+
+    Args:
+        saved: holds all elements of the tensor.
+        target: is changed.
+        extents: the elements of the whole tensor that `target` holds, in its row-major order; None
+            for all of them.
+    """
+    wanted = whole_extents(saved.shape) if extents is None else extents
+    with torch.no_grad():
+        if saved.read is None:
+            values = saved.values()
+            if extents is not None:
+                values = torch.cat([elements(values, extent) for extent in wanted])
+            target.copy_(values.view(target.shape))
+            return
+        if not target.is_contiguous():
+            target.copy_(saved.read(wanted).view(target.shape))
+            return
+        flat, piece = target.view(-1), COPIED_BYTES // saved.dtype.itemsize
+        for begin in range(0, flat.numel(), piece):
+            end = min(begin + piece, flat.numel())
+            flat[begin:end].copy_(saved.read(tuple(nested_extents(wanted, begin, end))))
+
+
+def elements(values: Tensor, extent: Extent) -> Tensor:
+    """Return the elements of an extent of a one-dimensional tensor, one-dimensional."""
+    size, stride = (extent.count, extent.length), (extent.pitch or extent.length, 1)
+    return values.as_strided(size, stride, extent.start).reshape(-1)
 
 
 def read_like(saved: SavedTensor, like: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ FULL = {
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 10,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 10,
+    "hub/test_ranks_hub.py::test_every_family_trains_and_opens_again": 14,
     "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised"
     "_as_usual": 61,

@@ -31,7 +31,7 @@ ORDER = (
         "checkpoint",
     ),
     "slicing",
-    *("losses", "data", "models", "activations", "optim"),
+    *("losses", "data", "hub", "models", "activations", "optim"),
     *("schedules", "tracing", "cutting", "slice_planning"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "own_loop", "engine", "report"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from bigtrain.checkpoint.read import FileTensor, tensors_of_file
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular, open_regular, read_text
-from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
+from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".checkpoint", ".safetensors")
 """Suffixes that decide the kind even of a damaged file; other files are judged by content."""
@@ -134,7 +134,8 @@ def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTe
     """
     saved_dtype = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 
-    def values() -> Tensor:
-        return read_whole(tensor).reshape(-1).to(saved_dtype)
+    def read(extents: Sequence[Extent]) -> Tensor:
+        return tensor.read(extents).to(saved_dtype)
 
-    return StateTensor(saved_dtype, tensor.shape, whole_extents(tensor.shape), values)
+    whole = whole_extents(tensor.shape)
+    return StateTensor(saved_dtype, tensor.shape, whole, lambda: read(whole), read=read)
