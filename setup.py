@@ -38,6 +38,7 @@ setup(
         "bigtrain.costs",
         "bigtrain.cutting",
         "bigtrain.data",
+        "bigtrain.data.tokens",
         "bigtrain.doctor",
         "bigtrain.engine",
         "bigtrain.engine.alongside",

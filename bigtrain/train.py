@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     with stopped, connect_job(job, plan, placement, facts) as context:
         if parts is None:
             if context.is_main:
-                prepare_data(job.data.name, job.data.path, job.data.args)
+                prepare_data(job.data.name, job.data.path, job.data.args, job.model.name)
             context.barrier()
             parts = open_setup(job, plan, model)
             context.agreement.require(parts.facts(one_node=placement.one_node))

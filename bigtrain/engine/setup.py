@@ -162,7 +162,7 @@ def check_job(job: Job) -> ModelSpec:
     model = ModelSpec.of(job.model)
     model.check()
     check_chunks(model)
-    check_data(job.data.name, job.data.path, job.data.args)
+    check_data(job.data.name, job.data.path, job.data.args, job.model.name)
     if job.checkpoint.resume not in (None, "auto"):
         find_checkpoint(str(job.checkpoint.resume))
     return model
@@ -186,6 +186,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         job.data.args,
         seed=job.train.seed,
         sequence_length=model.sequence_length,
+        model=job.model.name,
     )
     _check_task(job, model, data)
     _check_best(job, data)
@@ -207,6 +208,8 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         num_classes=data.task.num_classes,
         sequence_length=_length_of(data) if data.task.name == "language" else None,
     )
+    if data.for_model is not None:
+        data = data.for_model(blueprint.model)
     data, loss, example, notes = _followed_loss(job, plan, data, model, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
