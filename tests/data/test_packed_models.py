@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from bigtrain.data import open_data
 from bigtrain.data.source import Data
-from bigtrain.data.tokens.windows import IGNORED
+from bigtrain.data.tokens.windows import IGNORED_TARGET
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
 
@@ -118,8 +118,8 @@ def test_a_packed_loss_is_the_sum_over_documents(tmp_path, tokenizer, family, dt
     data = data.for_model(model)
     windows = [data.train[n] for n in range(len(data.train))]
     assert len(windows) < len(each.train) / 2
-    assert sum(int((targets != IGNORED).sum()) for _, targets in windows) == sum(
-        int((targets != IGNORED).sum()) for _, targets in alone(each)
+    assert sum(int((targets != IGNORED_TARGET).sum()) for _, targets in windows) == sum(
+        int((targets != IGNORED_TARGET).sum()) for _, targets in alone(each)
     )
     found = loss_and_gradients(model, [default_collate(windows)])
     assert found.keys() == expected.keys()

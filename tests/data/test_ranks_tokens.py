@@ -200,8 +200,10 @@ def test_numbers_are_those_of_a_plain_loop(strategy, ranks, axes, text, tokenize
         assert [sum(step) / copies for step in zip(*each, strict=True)] == counts
     assert sum(record[0].made for record in records) == 1
     assert sum(record[1].made for record in records) == 0
-    # The masks are in the forecast.
-    assert all(abs(error) <= 64 for error in records[0][0].errors), records[0][0].errors
+    # Packed: the masks are in the forecast; padded: there are none in it, nor in the run.
+    near = 2048 if strategy == "zero2" else 64
+    for record in records[0]:
+        assert all(abs(error) <= near for error in record.errors), record.errors
 
 
 def test_a_resumed_run_goes_on_with_other_ranks(text, tokenizer, tmp_path):

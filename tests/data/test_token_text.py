@@ -27,7 +27,7 @@ from support.tokenizers_made import (
 from bigtrain.data import check_data, open_data, prepare_data
 from bigtrain.data.tokens import token_text
 from bigtrain.data.tokens.records import read_text_parts
-from bigtrain.data.tokens.windows import IGNORED, Pieces, packed
+from bigtrain.data.tokens.windows import IGNORED_TARGET, Pieces, packed
 from bigtrain.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -66,7 +66,7 @@ def documents(data: Any) -> list[tuple[list[int], list[int]]]:
         assert inputs.dtype == targets.dtype == torch.int64
         pieces = data.train.layout.order[data.train.layout.bounds[index] :][:1]
         size = int(data.train.pieces.sizes[pieces[0]])
-        assert set(targets[size:].tolist()) <= {IGNORED}
+        assert set(targets[size:].tolist()) <= {IGNORED_TARGET}
         found.append((inputs[:size].tolist(), targets[:size].tolist()))
     return found
 
@@ -74,7 +74,7 @@ def documents(data: Any) -> list[tuple[list[int], list[int]]]:
 def answers(data: Any, inner: Any) -> list[str]:
     """The text of the targets that count, of each sample."""
     return [
-        inner.decode([token for token in targets if token != IGNORED])
+        inner.decode([token for token in targets if token != IGNORED_TARGET])
         for _, targets in documents(data)
     ]
 
@@ -108,7 +108,7 @@ def test_only_the_response_counts(tmp_path, tokenizer, inner, answer):
     ((inputs, targets),) = documents(data)
     asked, said = (inner(text)["input_ids"] for text in ("what is this", " hello world"))
     assert inputs == asked + said
-    assert targets == [IGNORED] * (len(asked) - 1) + [*said, inner.eos_token_id]
+    assert targets == [IGNORED_TARGET] * (len(asked) - 1) + [*said, inner.eos_token_id]
     everything = opened(path, tokenizer, loss_on="everything")
     assert documents(everything) == [(inputs, [*inputs[1:], inner.eos_token_id])]
 
@@ -131,7 +131,8 @@ def test_only_the_turns_of_the_assistant_count(tmp_path, template, turns, said):
     rendered = inner.apply_chat_template(chat(*turns)["messages"], return_dict=False)
     assert inputs == rendered[:-1]
     assert all(
-        target in (IGNORED, token) for target, token in zip(targets, rendered[1:], strict=True)
+        target in (IGNORED_TARGET, token)
+        for target, token in zip(targets, rendered[1:], strict=True)
     )
     how = "marked by the chat template" if template is MARKED else "found by rendering each turn"
     assert f"1 conversations with answers {how}" in data.description
@@ -271,7 +272,7 @@ def test_a_packed_sample_keeps_documents_apart(tmp_path, tokenizer):
             assert not mask[0, begin:end, end:].any()
             assert place[begin:end].tolist() == list(range(end - begin))
         assert mask.any(-1).all()  # a row without a token would be nan
-        assert (targets != IGNORED).sum() > 0
+        assert (targets != IGNORED_TARGET).sum() > 0
     near = data.train.with_masks("documents", 2)[0][0]["attention_mask"]
     assert int(near.sum(-1).max()) == 2
 

@@ -11,8 +11,8 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.tokens.records import Record, is_lines, read_records, read_text_parts
-from bigtrain.data.tokens.tokenizer import Span, TemplateError, TextTokenizer
+from bigtrain.data.tokens.records import TextRecord, is_lines, read_records, read_text_parts
+from bigtrain.data.tokens.tokenizer import TemplateError, TextSpan, TextTokenizer
 from bigtrain.errors import ConfigError
 
 ANSWER = np.uint32(1 << 31)
@@ -85,7 +85,7 @@ class Encoder:
             advance(size)
         self.counts[PLAIN_FILES] += 1
 
-    def _records(self, records: Sequence[Record]) -> Iterator[Tokens]:
+    def _records(self, records: Sequence[TextRecord]) -> Iterator[Tokens]:
         texts = iter(self._encoded(record.text for record in records))
         prompts = iter(self._encoded(record.prompt for record in records))
         chats = [record for record in records if record.text is None]
@@ -105,7 +105,7 @@ class Encoder:
         present = [text for text in texts if text is not None]
         return self._tokenizer.encode(present) if present else []
 
-    def _conversations(self, records: Sequence[Record]) -> list[Tokens]:
+    def _conversations(self, records: Sequence[TextRecord]) -> list[Tokens]:
         """Return the tokens of each conversation.
 
         Raises:
@@ -126,14 +126,14 @@ class Encoder:
                 self._refuse(record, str(error))
         return found
 
-    def _refuse(self, record: Record, reason: str) -> NoReturn:
+    def _refuse(self, record: TextRecord, reason: str) -> NoReturn:
         raise ConfigError(
             f"data.path: {record.place}: the chat template of {self._tokenizer.name} cannot show "
             f"these messages: {reason.rstrip('.')}. Correct the line, or the tokenizer's "
             "chat_template.jinja."
         ) from None
 
-    def _conversation(self, record: Record) -> Tokens:
+    def _conversation(self, record: TextRecord) -> Tokens:
         self.counts["conversations"] += 1
         if self._tokenizer.marks_answers(record.tools):
             self.counts[MARKED_ANSWERS] += 1
@@ -153,7 +153,7 @@ class Encoder:
         self,
         text: str,
         ids: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[TextSpan],
         inside: Sequence[int],
         marks: npt.NDArray[np.bool_],
     ) -> None:
@@ -166,7 +166,7 @@ class Encoder:
             marks[place] = False
         marks[list(inside)] = True  # nothing special ends the answer: the white space does
 
-    def _answers(self, record: Record) -> tuple[str, list[Span]]:
+    def _answers(self, record: TextRecord) -> tuple[str, list[TextSpan]]:
         """Return the text of a conversation, and the characters of each turn of the assistant.
 
         Raises:
@@ -175,7 +175,7 @@ class Encoder:
         messages, tools = record.messages, record.tools
         render = self._tokenizer.render
         whole = render(messages, tools)
-        found: list[Span] = []
+        found: list[TextSpan] = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

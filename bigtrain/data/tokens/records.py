@@ -36,7 +36,7 @@ class TextPart:
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRecord:
     """A line of a file of JSON lines."""
 
     place: str
@@ -114,7 +114,7 @@ def _decoded(path: Path, data: bytes, lenient: bool) -> str:
         ) from None
 
 
-def read_records(path: Path, ignored: Collection[str]) -> Iterator[tuple[Record, int]]:
+def read_records(path: Path, ignored: Collection[str]) -> Iterator[tuple[TextRecord, int]]:
     """Yield the records of a file of JSON lines, each with the bytes of its line.
 
     Args:
@@ -147,7 +147,7 @@ def _line(file: BinaryIO, path: Path, number: int) -> bytes:
     return line
 
 
-def _record(place: str, line: bytes, ignored: Collection[str]) -> Record:
+def _record(place: str, line: bytes, ignored: Collection[str]) -> TextRecord:
     try:
         found = parse_json(line, place)
     except UnreadableError as error:
@@ -185,7 +185,7 @@ def _unknown_field(place: str, key: str, form: str, ignored: Collection[str]) ->
     )
 
 
-def _checked(place: str, fields: Mapping[str, Any]) -> Record:
+def _checked(place: str, fields: Mapping[str, Any]) -> TextRecord:
     for key in ("text", "prompt", "response"):
         if key in fields and not isinstance(fields[key], str):
             raise ConfigError(
@@ -194,7 +194,7 @@ def _checked(place: str, fields: Mapping[str, Any]) -> Record:
             )
     if "messages" not in fields:
         text = fields["response"] if "prompt" in fields else fields["text"]
-        return Record(place, text=text, prompt=fields.get("prompt"))
+        return TextRecord(place, text=text, prompt=fields.get("prompt"))
     messages = fields["messages"]
     is_list = isinstance(messages, list) and bool(messages)
     for number, message in enumerate(messages if is_list else [None]):
@@ -205,7 +205,7 @@ def _checked(place: str, fields: Mapping[str, Any]) -> Record:
                 f"data.path: {place}: {where} is not usable: a list of objects with 'role' and "
                 f"'content' is needed. {_FIX}"
             )
-    return Record(place, messages=messages, tools=fields.get("tools"))
+    return TextRecord(place, messages=messages, tools=fields.get("tools"))
 
 
 def _opened(path: Path) -> io.FileIO:

@@ -33,9 +33,9 @@ from bigtrain.data.tokens.tokenizer import TextTokenizer
 from bigtrain.data.tokens.windows import (
     LeftOut,
     TokenSamples,
+    document_pieces,
     one_each,
     packed,
-    pieces_of,
 )
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import LanguageTask
@@ -108,7 +108,7 @@ class _Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """What a job says about documents and windows; see `TextSource`."""
+    """The options of documents and windows; see `TextSource`."""
 
     length: int
     packing: bool
@@ -181,17 +181,22 @@ class TokenText:
         if not len(train):
             raise ConfigError(self._nothing_fits(left_out, "for training"))
         validation, lines = None, [_line(train, left_out, options)]
+        counts = {"train": _figures(train, left_out, cut.num_before)}
+        digests = [file.digest]
         if held_out is not None:
             other = self.tokens(held_out)
+            digests.append(other.digest)
+            num_held_out = len(other.answers)
             validation, rest = self._samples(other, _Cut.of(other, 0.0).before(), held_out)
-            documents.append(f"{len(other.answers):,} held out")
         elif cut.num_after:
+            num_held_out = cut.num_after
             validation, rest = self._samples(file, cut.after(), files)
-            documents.append(f"{cut.num_after:,} held out")
         if validation is not None:
             if not len(validation):
                 raise ConfigError(self._nothing_fits(rest, "held out"))
+            documents.append(f"{num_held_out:,} held out")
             lines.append(f"held out: {_line(validation, rest, options)}")
+            counts["held out"] = _figures(validation, rest, num_held_out)
         found = "; ".join(
             [f"text: {', '.join(documents)}, by {self._tokenizer.name}", *lines, *_how(file)]
         )
@@ -200,6 +205,8 @@ class TokenText:
             validation=None if validation is None else self._spread(validation),
             task=LanguageTask(self._tokenizer.size),
             description=found,
+            counts=counts,
+            digest=" ".join(digests),
         )
         return replace(data, for_model=partial(self._for_model, data, train, validation))
 
@@ -210,7 +217,7 @@ class TokenText:
         is_plain = not any(is_lines(path) for _, path, _ in files)
         splits = options.long == "split" if options.long else is_plain
         answers_only = options.loss_on == "answers"
-        pieces, left_out = pieces_of(
+        pieces, left_out = document_pieces(
             file,
             part.documents,
             options.length,
@@ -282,6 +289,20 @@ def _line(samples: TokenSamples, left_out: LeftOut, options: TokenOptions) -> st
     if left_out.pieces_without_answer:
         words.append(f"{left_out.pieces_without_answer:,} pieces without an answer left out")
     return ", ".join(words)
+
+
+def _figures(samples: TokenSamples, left_out: LeftOut, documents: int) -> dict[str, int]:
+    """Return the figures of a part of the data, for `data.json`."""
+    return {
+        "documents": documents,
+        "samples": len(samples),
+        "tokens_of_a_sample": samples.length,
+        "tokens_that_are_no_padding": samples.num_inputs,
+        "documents_too_long": left_out.too_long,
+        "tokens_of_the_longest_document": left_out.longest,
+        "documents_without_an_answer": left_out.without_answer,
+        "pieces_without_an_answer": left_out.pieces_without_answer,
+    }
 
 
 def _how(file: TokenFile) -> list[str]:

@@ -19,14 +19,14 @@ from bigtrain.files.regular import is_there, names_in
 
 MODEL_PREFIX = "hf:"
 """Begins a `model.name` that is a folder or an id of the hub."""
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 _FILES = re.compile(r"tokenizer.*\.json|tokenizer\.model|spiece\.model|vocab\..*|tekken\.json")
 """At least one of them makes a folder one with a tokenizer."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _EXTRA = "pip install 'bigtrain[hub]'"
 
 Message = Mapping[str, Any]
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 """Begin and end of a part of a text, in characters."""
 
 
@@ -83,7 +83,7 @@ class TextTokenizer:
         found: list[list[int]] = self._call(texts)["input_ids"]
         return found
 
-    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[TextSpan]]]:
         """Return the tokens of each text, and the characters that each token stands for.
 
         Raises:
@@ -170,8 +170,9 @@ def load_tokenizer(name: str) -> TextTokenizer:
     """Load a tokenizer; a second call for unchanged files returns the same.
 
     Args:
-        name: a folder with a tokenizer's files, or an id of the hub; both may begin with `hf:`. An
-            id goes through the hub's cache, and only there if HF_HUB_OFFLINE is set.
+        name: a folder with a tokenizer's files, or an id of the hub (`OWNER/NAME` or
+            `OWNER/NAME@REVISION`); both may begin with `hf:`. An id goes through the hub's cache,
+            and only there if HF_HUB_OFFLINE is set.
 
     Raises:
         ConfigError: see `check_tokenizer`; or the files cannot be had, or are no tokenizer's.
@@ -244,7 +245,10 @@ def _loaded(place: str, state: tuple[tuple[str, int, int], ...]) -> TextTokenize
 
     is_folder = os.path.isdir(place)
     try:
-        inner = AutoTokenizer.from_pretrained(place, local_files_only=is_folder)
+        repository, _, revision = (place, "", "") if is_folder else place.partition("@")
+        inner = AutoTokenizer.from_pretrained(
+            repository, revision=revision or None, local_files_only=is_folder
+        )
     except Exception as error:  # the library raises errors of any kind for files that do not fit
         if not is_folder and isinstance(error, OSError):
             offline = "HF_HUB_OFFLINE" in os.environ

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 from bigtrain.data.tokens.encode import ANSWER
 from bigtrain.data.tokens.token_cache import TokenFile
 
-IGNORED = -100
+IGNORED_TARGET = -100
 """A target that no loss counts."""
 Masks = Literal["none", "padding", "documents"]
-"""What a model gets besides tokens: nothing; a mask of padding; a mask of documents and positions.
+"""The inputs besides tokens: none; a mask of padding; a mask of documents and positions.
 """
 Places = npt.NDArray[np.int64]
 
@@ -49,7 +49,7 @@ class LeftOut:
     pieces_without_answer: int = 0
 
 
-def pieces_of(
+def document_pieces(
     file: TokenFile,
     documents: range,
     length: int,
@@ -119,7 +119,7 @@ def _split(starts: Places, inputs: Places, length: int) -> Pieces:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WindowLayout:
     """Which pieces are in which window: those of window w are `order[bounds[w]:bounds[w + 1]]`."""
 
     order: Places
@@ -129,12 +129,12 @@ class Layout:
         return len(self.bounds) - 1
 
 
-def one_each(pieces: Pieces) -> Layout:
+def one_each(pieces: Pieces) -> WindowLayout:
     """Give each piece a window."""
-    return Layout(np.arange(len(pieces)), np.arange(len(pieces) + 1))
+    return WindowLayout(np.arange(len(pieces)), np.arange(len(pieces) + 1))
 
 
-def packed(pieces: Pieces, length: int) -> Layout:
+def packed(pieces: Pieces, length: int) -> WindowLayout:
     """Fill windows with several pieces: best fit decreasing, the same on every machine.
 
     The longest piece comes first; each goes into the fullest window that still takes it. Windows
@@ -162,7 +162,7 @@ def packed(pieces: Pieces, length: int) -> Layout:
     ordered = sorted(sorted(window) for window in windows)
     sizes = np.array([len(window) for window in ordered], dtype=np.int64)
     order = np.array([piece for window in ordered for piece in window], dtype=np.int64)
-    return Layout(order, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+    return WindowLayout(order, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
 class TokenSamples(Dataset[tuple[Any, Tensor]]):
@@ -192,7 +192,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
         self,
         file: TokenFile,
         pieces: Pieces,
-        layout: Layout,
+        layout: WindowLayout,
         *,
         length: int,
         padding: int,
@@ -230,7 +230,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
             raise IndexError(f"window {index} of {len(self)}")
         index %= len(self)
         inputs = np.full(self.length, self.padding, dtype=np.int64)
-        targets = np.full(self.length, IGNORED, dtype=np.int64)
+        targets = np.full(self.length, IGNORED_TARGET, dtype=np.int64)
         document = np.full(self.length, -1, dtype=np.int64)
         position = np.zeros(self.length, dtype=np.int64)
         at = 0
@@ -243,7 +243,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
             inputs[at : at + size] = ids[:-1]
             counts = (read[1:] & ANSWER) != 0
             targets[at : at + size] = (
-                np.where(counts, ids[1:], IGNORED) if self.answers_only else (ids[1:])
+                np.where(counts, ids[1:], IGNORED_TARGET) if self.answers_only else (ids[1:])
             )
             document[at : at + size] = number
             position[at : at + size] = np.arange(size)
