@@ -17,6 +17,7 @@ from bigtrain.data.source import Data
 from bigtrain.data.tokens.windows import IGNORED_TARGET
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.models.gpt import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
 for model_class in ("LlamaForCausalLM", "GPT2LMHeadModel"):
@@ -45,8 +46,14 @@ def of(family: str, **changes: Any) -> nn.Module:
     return getattr(transformers, family + head)(made).eval()
 
 
+def own_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=300, num_layers=2, width=32, num_heads=2)).eval()
+
+
 CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: of("Llama"),
+    "gpt": own_gpt,
     "gpt2": lambda: of("GPT2"),
     "mistral, short window": lambda: of("Mistral", sliding_window=3),
     "mistral, long window": lambda: of("Mistral", sliding_window=32),
@@ -82,8 +89,8 @@ def loss_and_gradients(model: nn.Module, batches: list[tuple[Any, Tensor]]) -> d
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for inputs, targets in batches:
-        taken = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-        loss = CrossEntropy()(model(**taken), targets)
+        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        loss = CrossEntropy()(output, targets)
         loss.backward()
         total += loss.detach()
     return {"loss": total, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
@@ -146,13 +153,14 @@ def test_without_the_mask_it_leaks(tmp_path, tokenizer):
     assert abs(float(loss_and_gradients(gpt2, [(through, targets)])["loss"]) / right - 1) > 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt"])
 def test_padding_changes_nothing_and_needs_no_mask(tmp_path, tokenizer, family):
     model = CAUSAL[family]().double()
     data = opened(tmp_path, tokenizer).for_model(model)
     batch = default_collate([data.train[n] for n in range(len(data.train))])
     assert isinstance(batch[0], Tensor)
     found, expected = (loss_and_gradients(model, part) for part in ([batch], alone(data)))
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-11, atol=1e-11), name
 
@@ -164,8 +172,7 @@ def test_a_model_that_sees_both_sides_gets_a_mask_of_padding(tmp_path, tokenizer
     data = opened(tmp_path, tokenizer).for_model(model)
     batch = default_collate([data.train[n] for n in range(len(data.train))])
     assert batch[0]["attention_mask"].dtype == torch.int64
-    whole = [({"input_ids": inputs}, targets) for inputs, targets in alone(data)]
-    found, expected = (loss_and_gradients(model, part) for part in ([batch], whole))
+    found, expected = (loss_and_gradients(model, part) for part in ([batch], alone(data)))
     assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-12)
 
 

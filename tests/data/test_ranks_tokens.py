@@ -21,14 +21,25 @@ from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-MODEL = {
+LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "vocab_size": 300,
+}
+MODELS = {
+    "gpt": {
+        "model.name": "gpt",
+        "model.args": {"num_layers": 4, "width": 32, "num_heads": 2},
+        "model.chunked_loss": False,
+    },
+    "llama": {
+        "model.name": "transformers:LlamaForCausalLM",
+        "model.args": {"config": LLAMA},
+    },
 }
 LENGTH, STEPS, BATCH = 48, 5, 8
 
@@ -52,12 +63,11 @@ def text(tmp_path):
     return str(write_lines(tmp_path / "chats.jsonl", [*records, chat("one", "two " * 60)]))
 
 
-def job_of(strategy: str, text: str, tokenizer: str, packing: bool, **keys: Any) -> Job:
+def job_of(model: str, strategy: str, text: str, tokenizer: str, packing: bool, **keys: Any) -> Job:
     return job_from_keys(
         strategy,
         {
-            "model.name": "transformers:LlamaForCausalLM",
-            "model.args.config": MODEL,
+            **MODELS[model],
             "data.path": text,
             "data.args": {
                 "tokenizer": tokenizer,
@@ -146,9 +156,11 @@ def plain_loop(job: Job) -> tuple[list[float], float, list[int]]:
 
     def loss_of(samples: list[Any]) -> tuple[torch.Tensor, int]:
         inputs, targets = default_collate(samples)
-        taken = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-        logits = model(**taken).logits.flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten()), int((targets != -100).sum())
+        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), int(
+            (targets != -100).sum()
+        )
 
     for _ in range(STEPS):
         _, indices = order.batch_at(seen)
@@ -165,10 +177,10 @@ def plain_loop(job: Job) -> tuple[list[float], float, list[int]]:
 
 
 STRATEGIES = [
-    ("ddp", 2, {}),
-    ("1f1b", 2, {"pp": 2}),
+    ("gpt", "ddp", 2, {}),
+    ("gpt", "1f1b", 2, {"pp": 2}),
     *(
-        pytest.param(name, ranks, axes, marks=pytest.mark.full)
+        pytest.param("llama", name, ranks, axes, marks=pytest.mark.full)
         for name, ranks, axes in (
             ("single", 1, {}),
             ("ddp", 4, {}),
@@ -176,6 +188,7 @@ STRATEGIES = [
             ("zero2", 2, {}),
             ("zero3", 2, {}),
             ("tensor", 2, {"tp": 2}),
+            ("1f1b", 2, {"pp": 2}),
             ("zero_bubble", 2, {"pp": 2}),
             ("1f1b+fsdp", 4, {"pp": 2}),
         )
@@ -183,13 +196,17 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "axes"), STRATEGIES)
-def test_numbers_are_those_of_a_plain_loop(strategy, ranks, axes, text, tokenizer):
-    expected = [plain_loop(job_of("single", text, tokenizer, packing)) for packing in (True, False)]
+@pytest.mark.parametrize(("model", "strategy", "ranks", "axes"), STRATEGIES)
+def test_numbers_are_those_of_a_plain_loop(model, strategy, ranks, axes, text, tokenizer):
+    expected = [
+        plain_loop(job_of(model, "single", text, tokenizer, packing)) for packing in (True, False)
+    ]
     for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("tokens-*.bin"):
         file.unlink()
     meshed = {f"mesh.{axis}": size for axis, size in axes.items()}
-    jobs = [job_of(strategy, text, tokenizer, packing, **meshed) for packing in (True, False)]
+    jobs = [
+        job_of(model, strategy, text, tokenizer, packing, **meshed) for packing in (True, False)
+    ]
     records = run_ranks(train_all, ranks, jobs, timeout_s=300.0, **axes)
     copies = axes.get("pp", 1) * axes.get("tp", 1)
     for case, (losses, held_out, counts) in enumerate(expected):
@@ -207,8 +224,8 @@ def test_numbers_are_those_of_a_plain_loop(strategy, ranks, axes, text, tokenize
 
 
 def test_a_resumed_run_goes_on_with_other_ranks(text, tokenizer, tmp_path):
-    losses = plain_loop(job_of("single", text, tokenizer, packing=True))[0]
-    job = job_of("ddp", text, tokenizer, packing=True)
+    losses = plain_loop(job_of("gpt", "single", text, tokenizer, packing=True))[0]
+    job = job_of("gpt", "ddp", text, tokenizer, packing=True)
     folder = str(tmp_path / "saved")
     began = run_ranks(train, 2, job, folder, None, 2, timeout_s=300.0)
     assert began[0].losses == pytest.approx(losses[:2], rel=2e-5)

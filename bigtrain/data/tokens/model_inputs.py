@@ -35,7 +35,8 @@ def masks_for(
     _check_sizes(model, length, tokens)
     taken = _taken(model)
     if not packs:
-        return "padding" if "attention_mask" in taken and not _is_causal(model) else "none", None
+        needs_mask = "attention_mask" in taken and not _is_causal(model)
+        return "padding" if needs_mask else "none", None
     missing = [name for name in ("attention_mask", "position_ids") if name not in taken]
     if missing:
         raise ConfigError(
@@ -46,12 +47,18 @@ def masks_for(
     return "documents", _sliding_window(model, length)
 
 
-def _taken(model: nn.Module) -> set[str]:
+def tokens_name(model: nn.Module) -> str:
+    """Return the name of the parameter that takes the tokens: `input_ids`, or else the first."""
+    taken = _taken(model)
+    return "input_ids" if "input_ids" in taken or not taken else taken[0]
+
+
+def _taken(model: nn.Module) -> list[str]:
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
-        return set()
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from bigtrain.data.tokens.encode import (
     Encoder,
     Tokens,
 )
-from bigtrain.data.tokens.model_inputs import masks_for
+from bigtrain.data.tokens.model_inputs import masks_for, tokens_name
 from bigtrain.data.tokens.records import is_lines, read_parts
 from bigtrain.data.tokens.token_cache import Documents, TokenFile, cached_tokens
 from bigtrain.data.tokens.tokenizer import TextTokenizer
@@ -260,10 +260,11 @@ class TokenText:
         masks, window = masks_for(
             model, packs=options.packing, length=options.length, tokens=self._tokenizer.size
         )
-        validation = None if held_out is None else held_out.with_masks(masks, window)
+        inputs = (masks, window, tokens_name(model))
+        validation = None if held_out is None else held_out.with_masks(*inputs)
         return replace(
             data,
-            train=train.with_masks(masks, window),
+            train=train.with_masks(*inputs),
             validation=None if validation is None else self._spread(validation),
             for_model=None,
         )

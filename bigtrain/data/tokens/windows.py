@@ -183,7 +183,10 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
         length: the inputs of a window.
         padding: the token that fills a window.
         answers_only: whether a target that is no answer is ignored.
-        masks: what inputs are; see above.
+        masks: the form of inputs; see above.
+        window: of a mask of documents, the tokens that a token sees at most; None for all.
+        tokens_name: the name of the tokens in a mapping, where a model does not call them
+            `input_ids`.
     """
 
     deterministic = True
@@ -199,13 +202,17 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
         answers_only: bool,
         masks: Masks = "none",
         window: int | None = None,
+        tokens_name: str = "input_ids",
     ) -> None:
         self.file, self.pieces, self.layout = file, pieces, layout
         self.length, self.padding = length, padding
         self.answers_only, self.masks, self.window = answers_only, masks, window
+        self.tokens_name = tokens_name
 
-    def with_masks(self, masks: Masks, window: int | None = None) -> TokenSamples:
-        """Return the same windows with other inputs."""
+    def with_masks(
+        self, masks: Masks, window: int | None = None, tokens_name: str = "input_ids"
+    ) -> TokenSamples:
+        """Return the same windows with other inputs; see the class."""
         return TokenSamples(
             self.file,
             self.pieces,
@@ -215,6 +222,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
             answers_only=self.answers_only,
             masks=masks,
             window=window,
+            tokens_name=tokens_name,
         )
 
     @property
@@ -257,14 +265,14 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
             return tokens
         if self.masks == "padding":
             mask = torch.from_numpy((document >= 0).astype(np.int64))
-            return {"input_ids": tokens, "attention_mask": mask}
+            return {self.tokens_name: tokens, "attention_mask": mask}
         place = np.arange(self.length)
         distance = place[:, None] - place[None, :]
         seen = (document[:, None] == document[None, :]) & (distance >= 0)
         if self.window is not None:
             seen &= distance < self.window
         return {
-            "input_ids": tokens,
+            self.tokens_name: tokens,
             "attention_mask": torch.from_numpy(seen[None]),
             "position_ids": torch.from_numpy(position),
         }
