@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -239,40 +241,53 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
         index %= len(self)
         inputs = np.full(self.length, self.padding, dtype=np.int64)
         targets = np.full(self.length, IGNORED_TARGET, dtype=np.int64)
-        document = np.full(self.length, -1, dtype=np.int64)
-        position = np.zeros(self.length, dtype=np.int64)
-        at = 0
         bounds = self.layout.bounds
         chosen = self.layout.order[bounds[index] : bounds[index + 1]].tolist()
-        for number, piece in enumerate(chosen):
+        ends = [0]
+        for piece in chosen:
             start, size = int(self.pieces.starts[piece]), int(self.pieces.sizes[piece])
             read = self.file.tokens[start : start + size + 1]
             ids = (read & ~ANSWER).astype(np.int64)
-            inputs[at : at + size] = ids[:-1]
-            counts = (read[1:] & ANSWER) != 0
-            targets[at : at + size] = (
-                np.where(counts, ids[1:], IGNORED_TARGET) if self.answers_only else (ids[1:])
-            )
-            document[at : at + size] = number
-            position[at : at + size] = np.arange(size)
-            at += size
-        position[at:] = np.arange(self.length - at)
-        return self._inputs(inputs, document, position), torch.from_numpy(targets)
+            place = slice(ends[-1], ends[-1] + size)
+            inputs[place] = ids[:-1]
+            targets[place] = ids[1:]
+            if self.answers_only:
+                targets[place][(read[1:] & ANSWER) == 0] = IGNORED_TARGET
+            ends.append(place.stop)
+        return self._inputs(inputs, ends), torch.from_numpy(targets)
 
-    def _inputs(self, inputs: Places, document: Places, position: Places) -> Any:
+    def _inputs(self, inputs: Places, ends: list[int]) -> Any:
+        """Return the inputs of a window.
+
+        Args:
+            inputs: the tokens.
+            ends: 0, and the end of each document.
+        """
         tokens = torch.from_numpy(inputs)
         if self.masks == "none":
             return tokens
         if self.masks == "padding":
-            mask = torch.from_numpy((document >= 0).astype(np.int64))
+            mask = torch.zeros(self.length, dtype=torch.int64)
+            mask[: ends[-1]] = 1
             return {self.tokens_name: tokens, "attention_mask": mask}
-        place = np.arange(self.length)
-        distance = place[:, None] - place[None, :]
-        seen = (document[:, None] == document[None, :]) & (distance >= 0)
-        if self.window is not None:
-            seen &= distance < self.window
+        seen = np.zeros((self.length, self.length), dtype=bool)
+        position = np.zeros(self.length, dtype=np.int64)
+        rule = _causal_mask(self.length, self.window)
+        for begin, end in pairwise([*ends, self.length]):
+            size = end - begin
+            seen[begin:end, begin:end] = rule[:size, :size]
+            position[begin:end] = np.arange(size)
         return {
             self.tokens_name: tokens,
             "attention_mask": torch.from_numpy(seen[None]),
             "position_ids": torch.from_numpy(position),
         }
+
+
+@lru_cache(maxsize=2)
+def _causal_mask(length: int, window: int | None) -> npt.NDArray[np.bool_]:
+    """Return the mask of a whole window: a token sees itself and `window - 1` tokens before it."""
+    mask: npt.NDArray[np.bool_] = np.tri(length, dtype=bool)
+    if window is not None:
+        mask &= ~np.tri(length, k=-window, dtype=bool)
+    return mask
