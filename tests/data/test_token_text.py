@@ -147,6 +147,43 @@ def test_an_answer_may_come_first_or_end_with_nothing_special(tmp_path):
     assert answers(data, inner) == ["a:two\n", "one\n"]
 
 
+FAMILIES = {
+    "a system turn by default": (
+        "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+        "{{'<|im_start|>system\nhelps<|im_end|>\n'}}{% endif %}"
+        "{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}",
+        "world<|im_end|>four<|im_end|>",
+    ),
+    "instructions in brackets": (
+        "{{'<s>'}}{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{{'[INST] ' + m['content'] + ' [/INST]'}}{% else %}"
+        "{{' ' + m['content'] + '</s>'}}{% endif %}{% endfor %}",
+        " world</s> four</s>",
+    ),
+    "no beginning of an answer": (
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + "
+        "'<|im_end|>\n'}}{% endfor %}",
+        "<|im_start|>assistant\nworld<|im_end|><|im_start|>assistant\nfour<|im_end|>",
+    ),
+    "an empty thought before an answer": (
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n'}}"
+        "{% if m['role'] == 'assistant' %}{{'<think></think>'}}{% endif %}"
+        "{{m['content'] + '<|im_end|>\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}",
+        "<think></think>world<|im_end|><think></think>four<|im_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_found_in_templates_of_several_families(tmp_path, family):
+    template, said = FAMILIES[family]
+    folder = make_tokenizer(tmp_path / "tokenizer", template)
+    path = lines(tmp_path, chat("hello", "world", "three", "four"))
+    assert answers(opened(path, folder, sequence_length=128), loaded(folder)) == [said]
+
+
 def test_long_documents_are_dropped_and_counted_or_split(tmp_path, tokenizer, inner):
     fits, longer = {"text": "a" * 8}, {"text": "bcd" * 7}
     path = lines(tmp_path, fits, longer, fits)
