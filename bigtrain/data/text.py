@@ -217,7 +217,12 @@ class TextSource:
         if self.validation_path is None:
             return None
         try:
-            return replace(self, path=self.validation_path, validation_path=None)._files()
+            path = self.validation_path.expanduser()
+            return replace(self, path=path, validation_path=None)._files()
+        except RuntimeError as error:  # there is no such user
+            raise ConfigError(
+                f"data.args.validation_path={self.validation_path}: {error}. Write the path out."
+            ) from None
         except ConfigError as error:
             raise ConfigError(
                 str(error).replace("data.path", "data.args.validation_path")
