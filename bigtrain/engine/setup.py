@@ -180,16 +180,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
     """
     model = ModelSpec.of(job.model) if model is None else model
-    data = open_data(
-        job.data.name,
-        job.data.path,
-        job.data.args,
-        seed=job.train.seed,
-        sequence_length=model.sequence_length,
-        model=job.model.name,
-    )
-    _check_task(job, model, data)
-    _check_best(job, data)
+    data = _opened_data(job, model)
     samples, sharing = len(data.train), plan.batch.dp_size
     if samples < sharing:
         raise ConfigError(
@@ -238,6 +229,25 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         ),
         schedule=schedule,
     )
+
+
+def _opened_data(job: Job, model: ModelSpec) -> Data:
+    """The data of the job.
+
+    Raises:
+        ConfigError: they cannot be opened, or do not fit the model or `checkpoint.best`.
+    """
+    data = open_data(
+        job.data.name,
+        job.data.path,
+        job.data.args,
+        seed=job.train.seed,
+        sequence_length=model.sequence_length,
+        model=job.model.name,
+    )
+    _check_task(job, model, data)
+    _check_best(job, data)
+    return data
 
 
 def _followed_loss(
