@@ -48,6 +48,7 @@ setup(
         "bigtrain.costs",
         "bigtrain.cutting",
         "bigtrain.data",
+        "bigtrain.data.tokens",
         "bigtrain.doctor",
         "bigtrain.engine",
         "bigtrain.engine.alongside",

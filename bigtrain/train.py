@@ -27,6 +27,7 @@ from bigtrain.engine.out_of_memory import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.resume import Saving, StopReport, resume, run_note, stopped_lines
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
+from bigtrain.files.drafts import write_cache
 from bigtrain.job.arguments import TrainOptions, train_arguments
 from bigtrain.job.load import load_job, override_job
 from bigtrain.job.schema import Job
@@ -75,12 +76,14 @@ def main(arguments: list[str]) -> int:
     with stopped, connect_job(job, plan, placement, facts) as context:
         if parts is None:
             if context.is_main:
-                prepare_data(job.data.name, job.data.path, job.data.args)
+                prepare_data(job.data.name, job.data.path, job.data.args, job.model.name)
             context.barrier()
             parts = open_setup(job, plan, model)
             context.agreement.require(parts.facts(one_node=placement.one_node))
         folder = context.recorder.folder = stopped.folder = run_folder(job, context)
         if context.is_main:
+            if parts.data.counts:
+                write_cache(folder / "data.json", parts.data.counts, indent=1)
             run_note(job, parts.plan, folder, restart, planned=bool(reasons)).leave(os.environ)
         if restart is not None and restart.said and context.is_main:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)

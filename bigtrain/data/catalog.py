@@ -15,6 +15,7 @@ from pydantic.errors import PydanticUserError
 from torch.utils.data import Dataset, IterableDataset
 
 from bigtrain.data.source import Data, Source
+from bigtrain.data.tokens.tokenizer import MODEL_PREFIX
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.files.regular import check_name
 from bigtrain.job.import_path import load_object
@@ -41,6 +42,7 @@ def open_data(
     *,
     seed: int,
     sequence_length: int | None = None,
+    model: str | None = None,
 ) -> Data:
     """Open a source for training.
 
@@ -52,11 +54,13 @@ def open_data(
         args: `data.args`.
         seed: `train.seed`.
         sequence_length: tokens per sample of the model; None if it has no such length.
+        model: `model.name`, whose tokenizer a source of text takes if it names none.
 
     Raises:
         ConfigError: the source, an argument or the path is unknown or invalid.
     """
-    data = _source(name, path, args).open(seed=seed, sequence_length=sequence_length)
+    source = _source(name, path, args, model)
+    data = source.open(seed=seed, sequence_length=sequence_length)
     if not isinstance(data, Data):
         raise ConfigError(
             f"data.name: {name} returned a {type(data).__name__}, and a bigtrain.data.Data is "
@@ -94,16 +98,20 @@ def _check_samples(name: str, part: str, samples: Any, path: str | None) -> None
         )
 
 
-def check_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
+def check_data(
+    name: str, path: str | None, args: Mapping[str, Any], model: str | None = None
+) -> None:
     """Check name, arguments, path and packages without reading the data.
 
     Raises:
         ConfigError: as `open_data`, for what can be known without the data.
     """
-    _source(name, path, args).check()
+    _source(name, path, args, model).check()
 
 
-def prepare_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
+def prepare_data(
+    name: str, path: str | None, args: Mapping[str, Any], model: str | None = None
+) -> None:
     """Download or build files that a node's processes share. One process calls it, others wait.
 
     A second call does nothing. Other processes never see a partial file.
@@ -111,7 +119,7 @@ def prepare_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the files cannot be made.
     """
-    _source(name, path, args).prepare()
+    _source(name, path, args, model).prepare()
 
 
 @dataclass(frozen=True)
@@ -146,11 +154,16 @@ def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def _source(name: str, path: str | None, args: Mapping[str, Any]) -> Source:
+def _source(
+    name: str, path: str | None, args: Mapping[str, Any], model: str | None = None
+) -> Source:
     if path is not None:
         check_name(path, "data.path")
     factory = _load(name)
     checked = _checked(name, factory, args)
+    is_hub_model = model is not None and model.startswith(MODEL_PREFIX)
+    if is_hub_model and getattr(factory, "takes_tokenizer", False):
+        checked.setdefault("tokenizer", model)
     if isinstance(factory, type) and hasattr(factory, "open"):
         source: Source = factory(path=None if path is None else _expanded(path), **checked)
         return source

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bigtrain.errors import ConfigError
@@ -61,6 +61,13 @@ class Data:
     """Makes (inputs, targets) of a list of samples; None for torch's default."""
     loss: Loss | Callable[[Any, Any], Tensor] | None = None
     """A mean loss of (output, targets) that replaces the task's loss."""
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of the data for the run's `data.json`, such as the samples that were left out."""
+    digest: str = ""
+    """A hash of the contents, if it is known: it must be equal on all ranks."""
+    for_model: Callable[[nn.Module], Data] | None = None
+    """Returns the data with the inputs that a model needs, called with the described model; it
+    raises ConfigError if they do not fit. None if inputs do not depend on the model."""
 
     def __post_init__(self) -> None:
         if vars(self)["task"] is None:  # untyped callers pass None

@@ -1,22 +1,20 @@
-"""Next-byte prediction over text files, memory-mapped.
+"""Text files, memory-mapped: next-byte prediction, or documents of a tokenizer's tokens.
 
-Files are concatenated once into a cache that all ranks of a node map, so a corpus costs no memory
-beyond the pages in use. A single file is mapped directly.
+For bytes, files are concatenated once into a cache that all ranks of a node map, so a corpus costs
+no memory beyond the pages in use. A single file is mapped directly.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import os
 import sysconfig
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,23 +22,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bigtrain.data.cache_folders import cache_folders, check_room
 from bigtrain.data.source import Data, PositiveCount, SampleFraction, SampleSubset
-from bigtrain.errors import ConfigError, UnreadableError
-from bigtrain.files.drafts import remove_left_drafts, replacing_file
+from bigtrain.data.tokens.records import LINE_SUFFIXES, is_lines
+from bigtrain.data.tokens.token_text import DEFAULT_LENGTH, TextFile, TokenOptions, TokenText
+from bigtrain.data.tokens.tokenizer import check_tokenizer, load_tokenizer, positions_beside
+from bigtrain.errors import ConfigError, UnreadableError, as_word
+from bigtrain.files.drafts import replacing_file
 from bigtrain.files.regular import is_regular, is_there, open_regular, unreadable
 from bigtrain.losses.tasks import LanguageTask
 from bigtrain.units import MIB, format_bytes
 
 _TEXT = "csv html json jsonl log md rst sql tex toml tsv txt xml yaml yml cfg ini"
 _PROGRAMS = "c cc cpp css go h hpp java js py rb rs sh ts"
-SUFFIXES = frozenset(f".{suffix}" for suffix in f"{_TEXT} {_PROGRAMS}".split())
+SUFFIXES = frozenset({*LINE_SUFFIXES, *(f".{suffix}" for suffix in f"{_TEXT} {_PROGRAMS}".split())})
 """Suffixes of the files that are read without `data.args.pattern`."""
 
 DEFAULT_SEQUENCE_LENGTH = 128
 _BLOCK = MIB
 _BASELINE_BLOCKS = 256
-_LEFT_FREE = 1 << 30
-"""Bytes that the cache leaves free on a disk, at most a twentieth of the disk."""
 _READABLE = "Make it readable, or leave it out with data.args.pattern."
 
 
@@ -84,29 +84,76 @@ class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """`text`: a file, a folder, or without a path the source of Python's standard library."""
+    """`text`: a file, a folder, or without a path the source of Python's standard library.
+
+    Without a tokenizer a token is a byte, and the files are one text. With a tokenizer each file of
+    plain text and each line of a file of JSON lines is a document; see `tokens.encode.Encoder`.
+    """
+
+    takes_tokenizer: ClassVar[bool] = True
+    """The catalog gives it the tokenizer of a `model.name=hf:...`."""
 
     path: Path | None = None
+    tokenizer: str | None = None
+    """A folder with a tokenizer's files, or an id of the hub; by default that of a model
+    `hf:FOLDER_OR_ID`, otherwise a token is a byte. `bytes` means bytes with any model."""
     sequence_length: PositiveCount | None = None
-    """Bytes per sample; by default the model's sequence length, or 128."""
+    """Tokens per sample; by default the built-in model's sequence length, or 128 bytes, or 1024
+    tokens of a tokenizer, at most the model's positions."""
     pattern: str | None = None
-    """Glob for the files of a folder, at any depth; by default the usual text suffixes."""
+    """Glob for the files of a folder, at any depth; by default the usual text suffixes. With a
+    tokenizer a folder with files of JSON lines (.jsonl, .ndjson) is read for these alone."""
     validation_fraction: SampleFraction = 0.05
-    """Fraction of the bytes, at the end, that is held out for validation."""
+    """Fraction at the end that is held out for validation: of the bytes; of the documents of JSON
+    lines; of the tokens of plain text."""
     validation_samples: PositiveCount = 512
     """The most held-out samples that a validation reads, evenly spread."""
+    validation_path: Path | None = None
+    """With a tokenizer: a file or folder to validate on, in place of a fraction."""
+    packing: bool = False
+    """With a tokenizer: fill a sample with several documents, which do not see each other: the
+    model gets a mask and positions that begin anew. Otherwise a document is padded."""
+    long: Literal["drop", "split"] | None = None
+    """With a tokenizer: documents longer than a sample are left out and counted (drop), or go on in
+    further samples (split). By default split for plain text, drop for JSON lines."""
+    loss_on: Literal["answers", "everything"] = "answers"
+    """With a tokenizer: the targets that count. Every token of plain text is an answer; of a
+    prompt and its response the response; of messages the assistant's."""
+    ignore_fields: tuple[str, ...] = ()
+    """Fields of JSON lines that are left out; other unknown fields are refused."""
 
     def check(self) -> None:
-        """Refuse a path that does not exist, or files without a byte."""
+        """Refuse a path that does not exist, files without a byte, or a missing tokenizer."""
+        if self.uses_bytes:
+            self._refuse_tokenizer_options()
+        else:
+            check_tokenizer(str(self.tokenizer))
+            self._held_out_files()
         self._files()
 
     def prepare(self) -> None:
-        """Concatenate the files into the cache."""
-        self._joined()
+        """Write the cache of the text or of its tokens."""
+        if self.uses_bytes:
+            self._joined()
+        else:
+            self.check()
+            text = self._token_text(DEFAULT_LENGTH)
+            for files in (self._files(), self._held_out_files()):
+                if files is not None:
+                    text.tokens(files)
+
+    @property
+    def uses_bytes(self) -> bool:
+        """Whether a token is a byte."""
+        return self.tokenizer in (None, "bytes")
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Map the bytes and hold the last ones out; no seed is needed."""
+        """Map the text or its tokens and hold the last ones out; no seed is needed."""
         del seed
+        self.check()
+        if not self.uses_bytes:
+            length = self.sequence_length or sequence_length or self._default_length()
+            return self._token_text(length).data(self._files(), self._held_out_files())
         length = self.sequence_length or sequence_length or DEFAULT_SEQUENCE_LENGTH
         path, files = self._joined()
         total = path.stat().st_size
@@ -132,6 +179,55 @@ class TextSource:
             f"{len(train)} samples of {length} bytes, {format_bytes(held_out)} held out",
         )
 
+    def _refuse_tokenizer_options(self) -> None:
+        """Refuse options that mean nothing for bytes.
+
+        Raises:
+            ConfigError: one is set.
+        """
+        for key in ("packing", "long", "loss_on", "ignore_fields", "validation_path"):
+            value = getattr(self, key)
+            if value != type(self).__dataclass_fields__[key].default:
+                shown = str(value) if isinstance(value, Path) else value
+                raise ConfigError(
+                    f"{as_word(f'data.args.{key}', shown)} is for documents of a tokenizer's "
+                    "tokens, and here a token is a byte. Set data.args.tokenizer=FOLDER, or leave "
+                    "it out."
+                )
+
+    def _token_text(self, length: int) -> TokenText:
+        options = TokenOptions(
+            length=length,
+            packing=self.packing,
+            long=self.long,
+            loss_on=self.loss_on,
+            ignore_fields=self.ignore_fields,
+            validation_fraction=self.validation_fraction,
+            validation_samples=self.validation_samples,
+        )
+        tokenizer = load_tokenizer(str(self.tokenizer))
+        # Some files of Python's tests are no UTF-8.
+        return TokenText(tokenizer, options, self._shown(), lenient=self.path is None)
+
+    def _default_length(self) -> int:
+        """Return 1024 tokens, or all positions of a model that has fewer."""
+        return min(DEFAULT_LENGTH, positions_beside(str(self.tokenizer)) or DEFAULT_LENGTH)
+
+    def _held_out_files(self) -> list[TextFile] | None:
+        if self.validation_path is None:
+            return None
+        try:
+            path = self.validation_path.expanduser()
+            return replace(self, path=path, validation_path=None)._files()
+        except RuntimeError as error:  # there is no such user
+            raise ConfigError(
+                f"data.args.validation_path={self.validation_path}: {error}. Write the path out."
+            ) from None
+        except ConfigError as error:
+            raise ConfigError(
+                str(error).replace("data.path", "data.args.validation_path")
+            ) from None
+
     def _check_length(self, part: str, size: int, total: int, length: int) -> None:
         if size >= length + 1:
             return
@@ -148,7 +244,7 @@ class TextSource:
     def _shown(self) -> str:
         return str(self.path) if self.path else "the Python library"
 
-    def _files(self) -> list[tuple[str, Path, os.stat_result]]:
+    def _files(self) -> list[TextFile]:
         """Return relative name, path and stat of the files, in the order of concatenation."""
         if self.path is not None and not is_there(self.path):
             raise ConfigError(
@@ -181,6 +277,7 @@ class TextSource:
                 f"data.args.pattern={pattern!r} must be a glob relative to data.path. "
                 "Write it like '*.txt' or 'books/*'."
             )
+        lines_only = not self.uses_bytes and self.pattern is None and self._has_lines(root)
         installed = {"site-packages", "dist-packages"} if self.path is None else set()
         return [
             path
@@ -189,8 +286,14 @@ class TextSource:
                 part.startswith(".") or part in installed for part in path.relative_to(root).parts
             )
             and (self.pattern is not None or path.suffix.lower() in SUFFIXES)
+            and (not lines_only or is_lines(path))
             and is_regular(path)
         ]
+
+    @staticmethod
+    def _has_lines(root: Path) -> bool:
+        """Whether a folder has files of JSON lines: a page beside them is no document then."""
+        return any(is_lines(path) and is_regular(path) for path in root.rglob("*"))
 
     def _joined(self) -> tuple[Path, int]:
         """Return the file with all bytes, creating it if necessary, and the number of files."""
@@ -204,11 +307,11 @@ class TextSource:
         size = sum(state.st_size for _, _, state in files)
         name = f"text-{key.hexdigest()[:24]}.bin"
         refused: list[str] = []
-        for folder in _cache_folders():
+        for folder in cache_folders():
             target = folder / name
             try:
                 if not is_regular(target) or target.stat().st_size != size:
-                    _check_room(folder, size)
+                    check_room(folder, size)
                     _join(files, target)
             except OSError as error:
                 refused.append(f"{folder} ({error.strerror})")
@@ -225,35 +328,6 @@ class TextSource:
 
 def _mapped(path: Path) -> npt.NDArray[np.uint8]:
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-
-
-def _cache_folders() -> Iterator[Path]:
-    """Yield folders for the cache: the user's cache folder, then one in the temporary folder."""
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.path.expanduser("~")
-    if os.path.isabs(chosen):  # the XDG specification says to ignore a relative one
-        yield Path(chosen) / "bigtrain"
-    elif os.path.isabs(home):
-        yield Path(home) / ".cache" / "bigtrain"
-    temporary = Path(tempfile.gettempdir()) / f"bigtrain-{os.getuid()}"
-    if not temporary.exists() or temporary.stat().st_uid == os.getuid():
-        yield temporary  # anyone can create it: one of another user is not trusted
-
-
-def _check_room(folder: Path, size: int) -> None:
-    """Refuse a folder on a disk that the cache would nearly fill.
-
-    Raises:
-        OSError: there is too little space, or the free space is unknown.
-    """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    remove_left_drafts(folder)
-    stats = os.statvfs(folder)
-    free, total = (blocks * stats.f_frsize for blocks in (stats.f_bavail, stats.f_blocks))
-    left = min(_LEFT_FREE, total // 20)
-    if size + left > free:
-        reserve_words = f", of which {format_bytes(left)} must stay free" if size <= free else ""
-        raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free{reserve_words}")
 
 
 def _of_which_written(state: os.stat_result) -> str:

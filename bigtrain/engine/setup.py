@@ -164,7 +164,7 @@ def check_job(job: Job) -> ModelSpec:
     model = ModelSpec.of(job.model)
     model.check()
     check_chunks(model)
-    check_data(job.data.name, job.data.path, job.data.args)
+    check_data(job.data.name, job.data.path, job.data.args, job.model.name)
     if job.checkpoint.resume not in (None, "auto"):
         find_checkpoint(str(job.checkpoint.resume))
     return model
@@ -182,15 +182,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
     """
     model = ModelSpec.of(job.model) if model is None else model
-    data = open_data(
-        job.data.name,
-        job.data.path,
-        job.data.args,
-        seed=job.train.seed,
-        sequence_length=model.sequence_length,
-    )
-    _check_task(job, model, data)
-    _check_best(job, data)
+    data = _opened_data(job, model)
     samples, sharing = len(data.train), plan.batch.dp_size
     if samples < sharing:
         raise ConfigError(
@@ -209,6 +201,8 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         num_classes=data.task.num_classes,
         sequence_length=_length_of(data) if data.task.name == "language" else None,
     )
+    if data.for_model is not None:
+        data = data.for_model(blueprint.model)
     data, loss, example, notes = _followed_loss(job, plan, data, model, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
@@ -238,6 +232,25 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         ),
         schedule=schedule,
     )
+
+
+def _opened_data(job: Job, model: ModelSpec) -> Data:
+    """The data of the job.
+
+    Raises:
+        ConfigError: they cannot be opened, or do not fit the model or `checkpoint.best`.
+    """
+    data = open_data(
+        job.data.name,
+        job.data.path,
+        job.data.args,
+        seed=job.train.seed,
+        sequence_length=model.sequence_length,
+        model=job.model.name,
+    )
+    _check_task(job, model, data)
+    _check_best(job, data)
+    return data
 
 
 def _followed_loss(

@@ -55,6 +55,7 @@ def _data_facts(data: Data) -> dict[str, str]:
         "validation samples": str(held_out),
         "task": data.task.name,
         "classes": str(data.task.num_classes),
+        **({"contents of the data": data.digest} if data.digest else {}),
     }
 
 

@@ -410,7 +410,11 @@ def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
             )
     for name, tensor in old.items():
         if apart:
-            tensor.data = new[name].data
+            value = new[name].data
+            # A source that is in a reference cycle, as with `set_model_inputs`, lives on for a
+            # while, and would keep the storages of tensors that this rank drops later.
+            new[name].data = value.new_empty(0)
+            tensor.data = value
         else:
             tensor.data.copy_(new[name].data)
 

@@ -167,6 +167,9 @@ PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 class Attention(nn.Module):
     """Causal self-attention: (batch, seq, width) to the same."""
 
+    is_causal = True
+    """As the attention layers of transformers say it: no mask of padding is needed."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
@@ -174,8 +177,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.output = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x_BTW: Tensor) -> Tensor:
-        """Mix each token with those before it."""
+    def forward(self, x_BTW: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Mix each token with those before it, or with those that a mask shows; see `GPT`."""
         heads = (self.num_heads, -1)
         q_BHTD, k_BHTD, v_BHTD = (
             part_BTW.unflatten(-1, heads).transpose(1, 2)
@@ -183,7 +186,12 @@ class Attention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         mixed_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
+            q_BHTD,
+            k_BHTD,
+            v_BHTD,
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            is_causal=attention_mask is None,
         )
         mixed_BTW = mixed_BHTD.transpose(1, 2).flatten(-2)
         out_BTW: Tensor = self.output(mixed_BTW)
@@ -217,9 +225,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTW: Tensor) -> Tensor:
-        """(batch, seq, width) to the same."""
-        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW)))
+    def forward(self, x_BTW: Tensor, *masks: Tensor) -> Tensor:
+        """(batch, seq, width) to the same; with at most one mask, see `GPT`."""
+        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), *masks))
         out_BTW: Tensor = x_BTW + self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return out_BTW
 
@@ -233,8 +241,8 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(config.sequence_length, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Look both up and add them.
+    def forward(self, tokens_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Look both up and add them; without `position_ids` a sample has the positions from 0.
 
         Raises:
             ConfigError: there are more tokens than positions.
@@ -245,8 +253,9 @@ class Embedding(nn.Module):
                 f"model.args.sequence_length={limit}, but the input has {length} tokens. "
                 f"Use model.args.sequence_length={length}, or shorter samples."
             )
-        position_T = torch.arange(length, device=tokens_BT.device)
-        x_BTW: Tensor = self.dropout(self.token(tokens_BT) + self.position(position_T))
+        if position_ids is None:
+            position_ids = torch.arange(length, device=tokens_BT.device)
+        x_BTW: Tensor = self.dropout(self.token(tokens_BT) + self.position(position_ids))
         return x_BTW
 
 
@@ -268,15 +277,28 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.token.weight
         self._initialize()
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Predict, at each position, the next token.
+
+        Args:
+            tokens_BT: (batch, seq), int64.
+            attention_mask: (batch, 1, seq, seq), bool: true where a token sees another. None: it
+                sees itself and those before it.
+            position_ids: (batch, seq), int64; None counts from 0 in each sample.
 
         Raises:
             ConfigError: the input is longer than the model's sequence length.
         """
-        x_BTW = self.embedding(tokens_BT)
+        positions = () if position_ids is None else (position_ids,)
+        masks = () if attention_mask is None else (attention_mask,)
+        x_BTW = self.embedding(tokens_BT, *positions)
         for block in self.blocks:
-            x_BTW = block(x_BTW)
+            x_BTW = block(x_BTW, *masks)
         logits_BTV: Tensor = self.head(self.norm(x_BTW))
         return logits_BTV
 

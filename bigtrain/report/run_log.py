@@ -4,6 +4,7 @@
               plan.yaml          mesh, techniques, batch, the predicted peak and step
               metrics.jsonl      one object a step
               validation.jsonl   one object a validation
+              data.json          documents, samples, and documents that were left out
               memory.json        the peak of every rank, by part, and the seconds of a step
               checkpoints/
 

@@ -26,6 +26,7 @@ from bigtrain.tensors.fake_kernels import (
     corrected_result,
     kernel_result,
 )
+from bigtrain.tensors.fake_masks import leave_out_unneeded_masks
 
 _PLAIN = {
     *(int, float, bool, str, type(None)),
@@ -89,6 +90,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, of_cuda: bool = False) -> None:
         super().__init__()
+        leave_out_unneeded_masks()
         self._of_cuda = of_cuda
         self._is_inside = False
         self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None

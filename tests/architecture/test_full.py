@@ -27,6 +27,7 @@ FULL = {
     "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 7,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 76,
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
+    "data/test_ranks_tokens.py::test_numbers_are_those_of_a_plain_loop": 9,
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 10,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 10,
     "hub/test_ranks_hub.py::test_every_family_trains_and_opens_again": 14,

@@ -109,6 +109,21 @@ def test_a_constructor_that_cannot_be_deferred_is_run_whole(name: str) -> None:
     assert have_equal_values(first, values(part))
 
 
+def test_the_second_construction_keeps_no_values() -> None:
+    """A rank drops other stages' tensors; a model in a reference cycle lives until collected."""
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made.append(Pretrained(2, 2))
+        return made[-1]
+
+    blueprint = describe(make)
+    model = blueprint.materialize("cpu", seed=1)
+    assert len(values(model)["weight"]) == 2
+    assert made[-1] is not model
+    assert [tensor.untyped_storage().nbytes() for tensor in values(made[-1]).values()] == [0, 0]
+
+
 def test_a_whole_construction_follows_the_seed_everywhere() -> None:
     blueprint = describe(lambda: One(_loose))
     one_seed = blueprint.materialize("cpu", seed=1).cache[0].clone()  # type: ignore[index]

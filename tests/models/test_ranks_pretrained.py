@@ -85,12 +85,12 @@ def test_tensors_that_only_the_file_has_are_left_out_as_the_message_says(tmp_pat
     torch.save(saved(path) | {"extra.weight": torch.ones(2)}, path)
     words = [f"model.pretrained={path}"]
     with pytest.raises(ConfigError, match="lenet has no extra.weight") as said:
-        opened("single", words)
+        open_run("single", words)
     fix = shlex.split(str(said.value).partition(" Set ")[2].partition(" to leave")[0])
     assert fix == ["model.pretrained_except=[extra]"]
-    opened("single", [*words, *fix])
+    open_run("single", [*words, *fix])
     with pytest.raises(ConfigError, match="the model has no 'other'"):
-        opened("single", [*words, "model.pretrained_except=[other]"])
+        open_run("single", [*words, "model.pretrained_except=[other]"])
 
 
 def test_torchvisions_own_cache_is_looked_into(tmp_path, monkeypatch):

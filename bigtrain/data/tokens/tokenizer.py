@@ -1,0 +1,264 @@
+"""Tokenizers of transformers: from a folder, or by id from the hub's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, plain_text
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import is_there, names_in
+
+MODEL_PREFIX = "hf:"
+"""Begins a `model.name` that is a folder or an id of the hub."""
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
+_FILES = re.compile(r"tokenizer.*\.json|tokenizer\.model|spiece\.model|vocab\..*|tekken\.json")
+"""At least one of them makes a folder one with a tokenizer."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_EXTRA = "pip install 'bigtrain[hub]'"
+
+Message = Mapping[str, Any]
+TextSpan = tuple[int, int]
+"""Begin and end of a part of a text, in characters."""
+
+
+class TemplateError(Exception):
+    """A chat template cannot show a conversation; the text says why."""
+
+
+class TextTokenizer:
+    """A tokenizer with the facts that training needs.
+
+    Args:
+        name: the folder or id that it is from.
+        inner: a tokenizer of transformers.
+    """
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.name, self._inner = name, inner
+        self.size = len(inner)
+        """The number of tokens, added ones included."""
+        self.end: int | None = inner.eos_token_id
+        """The token that ends a text."""
+        self._special = frozenset(inner.all_special_ids)
+        self.prefix, self.suffix = self._around()
+
+    @property
+    def padding(self) -> int:
+        """The token that fills a window; its targets are ignored."""
+        of_padding = self._inner.pad_token_id
+        return int(of_padding if of_padding is not None else self.end or 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that is equal for tokenizers that give the same tokens."""
+        inner = self._inner
+        backend = getattr(inner, "backend_tokenizer", None)
+        words = backend.to_str() if backend is not None else json.dumps(inner.get_vocab())
+        template = json.dumps(inner.chat_template, sort_keys=True)
+        special = json.dumps(inner.special_tokens_map, sort_keys=True, default=str)
+        versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
+        parts = (type(inner).__name__, words, template, special, *versions)
+        return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(self._inner.chat_template)
+
+    def marks_answers(self, tools: Any) -> bool:
+        """Whether the chat template marks answers itself, by `{% generation %}`."""
+        return _GENERATION.search(self._inner.get_chat_template(None, tools)) is not None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, without `prefix` and `suffix`."""
+        found: list[list[int]] = self._call(texts)["input_ids"]
+        return found
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[TextSpan]]]:
+        """Return the tokens of each text, and the characters that each token stands for.
+
+        Raises:
+            TemplateError: the tokenizer does not tell them.
+        """
+        if not self._inner.is_fast:
+            raise TemplateError(
+                f"the tokenizer {self.name} does not tell which characters a token stands for"
+            )
+        found = self._call(texts, return_offsets_mapping=True)
+        return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, asks: bool = False) -> str:
+        """Return a conversation as text by the chat template.
+
+        Args:
+            messages: with `role` and `content`.
+            tools: descriptions of functions, if the record has some.
+            asks: whether the text goes on with the beginning of an answer.
+
+        Raises:
+            TemplateError: the template refuses these messages.
+        """
+        options = {"tools": tools, "add_generation_prompt": asks, "tokenize": False}
+        return str(self._by_template(messages, options))
+
+    def encode_with_marks(
+        self, messages: Sequence[Message], tools: Any
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens of a conversation, and 1 for each that the template calls an answer.
+
+        Raises:
+            TemplateError: the template refuses these messages.
+        """
+        options = {"tools": tools, "tokenize": True, "return_dict": True}
+        found = self._by_template(messages, {**options, "return_assistant_tokens_mask": True})
+        return found["input_ids"], found["assistant_masks"]
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is no text, such as one that ends an answer."""
+        return token in self._special
+
+    def _call(self, texts: Sequence[str], **options: Any) -> Any:
+        return self._inner(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # a text may be longer than what the model takes: windows are
+            **options,
+        )
+
+    def _by_template(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Any:
+        try:
+            return self._inner.apply_chat_template(list(messages), **options)
+        except Exception as error:  # noqa: BLE001 - the template's code is the user's
+            raise TemplateError(plain_text(error) or type(error).__name__) from None
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the tokenizer puts before and after every text."""
+        plain = self.encode(["a"])[0]
+        whole = list(self._inner("a", add_special_tokens=True)["input_ids"])
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        return [], []
+
+
+def check_tokenizer(name: str) -> None:
+    """Refuse a tokenizer that cannot be there, without importing transformers.
+
+    Raises:
+        ConfigError: transformers is missing; the folder is, or it has no tokenizer's files.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"data.args.tokenizer={_plain(name)} needs transformers, which is not installed. "
+            f"Run: {_EXTRA}"
+        )
+    _located(_plain(name))
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """Load a tokenizer; a second call for unchanged files returns the same.
+
+    Args:
+        name: a folder with a tokenizer's files, or an id of the hub (`OWNER/NAME` or
+            `OWNER/NAME@REVISION`); both may begin with `hf:`. An id goes through the hub's cache,
+            and only there if HF_HUB_OFFLINE is set.
+
+    Raises:
+        ConfigError: see `check_tokenizer`; or the files cannot be had, or are no tokenizer's.
+    """
+    check_tokenizer(name)
+    place = _located(_plain(name))
+    return _loaded(place, _state_of(place))
+
+
+def positions_beside(name: str) -> int | None:
+    """Return the positions of the model in a tokenizer's folder; None if there is no such figure.
+
+    Args:
+        name: see `load_tokenizer`; of an id nothing is read.
+    """
+    try:
+        config = read_json_object(Path(_located(_plain(name))) / "config.json")
+    except ConfigError:
+        return None
+    most = config.get("max_position_embeddings") or config.get("n_positions")
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(MODEL_PREFIX)
+
+
+def _located(name: str) -> str:
+    """Return the folder with `~` replaced, or the id.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ConfigError(f"data.args.tokenizer={name}: {error}. Write the folder out.") from None
+    if os.path.isdir(folder):
+        if not any(_FILES.fullmatch(file) for file in names_in(folder)):
+            raise ConfigError(
+                f"data.args.tokenizer={name}: the folder has no file of a tokenizer, such as "
+                "tokenizer.json. Set data.args.tokenizer to a folder that has one, or to an id."
+            )
+        return str(folder)
+    if is_there(folder) or not _HUB_ID.fullmatch(name):
+        state = "is not a folder" if is_there(folder) else "does not exist"
+        raise ConfigError(
+            f"data.args.tokenizer={name} {state}. Give a folder with tokenizer.json, or an id of "
+            "the hub such as OWNER/NAME."
+        )
+    return name
+
+
+def _state_of(place: str) -> tuple[tuple[str, int, int], ...]:
+    """Return names, sizes and times of a tokenizer's files; empty for an id."""
+    if not os.path.isdir(place):
+        return ()
+    found = []
+    for file in sorted(names_in(place)):
+        state = os.stat(os.path.join(place, file))
+        if _FILES.fullmatch(file) or file.endswith((".json", ".jinja")):
+            found.append((file, state.st_size, state.st_mtime_ns))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4)
+def _loaded(place: str, state: tuple[tuple[str, int, int], ...]) -> TextTokenizer:
+    del state  # only a key: files that change are read again
+    from transformers import AutoTokenizer
+
+    is_folder = os.path.isdir(place)
+    try:
+        repository, _, revision = (place, "", "") if is_folder else place.partition("@")
+        inner = AutoTokenizer.from_pretrained(
+            repository, revision=revision or None, local_files_only=is_folder
+        )
+    except Exception as error:  # the library raises errors of any kind for files that do not fit
+        if not is_folder and isinstance(error, OSError):
+            offline = "HF_HUB_OFFLINE" in os.environ
+            reason = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+            raise ConfigError(
+                f"data.args.tokenizer={place}: it is neither a folder nor in the hub's cache, and "
+                f"{reason} or has no such id. Give a folder that has its files."
+            ) from error
+        raise ConfigError(
+            f"data.args.tokenizer={place}: transformers cannot make a tokenizer of these files: "
+            f"{plain_text(error).rstrip('.')}. Give another folder or id."
+        ) from error
+    return TextTokenizer(place, inner)
