@@ -76,7 +76,9 @@ def read_architecture(folder: HubFolder, args: Mapping[str, Any]) -> Architectur
     base = transformers.PreTrainedModel
     if not inspect.isclass(model_class) or not issubclass(model_class, base):
         classes = [n for n in dir(transformers) if n.endswith(("LM", "Model", "Classification"))]
-        key = f"model.args.{ARCHITECTURE}" if ARCHITECTURE in args else f"{folder.key}: architecture"
+        key = (
+            f"model.args.{ARCHITECTURE}" if ARCHITECTURE in args else f"{folder.key}: architecture"
+        )
         raise ConfigError(
             f"{key}: transformers {transformers.__version__} has no model {name!r}"
             f"{did_you_mean(str(name), classes)} Set model.args.{ARCHITECTURE} to a class of "

@@ -163,9 +163,7 @@ class ConvertedTensors:
         apart = self._apart(group)
         if apart is not None:
             return apart
-        shapes = self._convert(
-            group, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")
-        )
+        shapes = self._convert(group, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
         return {
             name: StateTensor(
                 made.dtype,
@@ -220,7 +218,6 @@ class ConvertedTensors:
         ordered = [column[number] for number in range(shape[0]) for column in columns]
         return _of_runs(shape, ordered)
 
-
     def _apart(self, group: Group) -> dict[str, StateTensor] | None:
         """Describe the parts of a stacked tensor as boxes in it: the reverse of `_joined`."""
         loading = import_library(_LOADING, "model.name")
@@ -229,7 +226,9 @@ class ConvertedTensors:
         if others or len(names) != 1 or type(operations[-1]) is not loading.SplitModulelist:
             return None
         splits = operations[:-1]
-        plain = all(type(one) is loading.Chunk and one.num_shards_attribute is None for one in splits)
+        plain = all(
+            type(one) is loading.Chunk and one.num_shards_attribute is None for one in splits
+        )
         if not plain or any(one.dim != 1 for one in splits) or len(splits) > 1:
             return None
         stacked, patterns = self._saved[names[0]], converter.target_patterns
@@ -237,9 +236,7 @@ class ConvertedTensors:
         regular = operations[-1].dim == 0 and len(stacked.shape) > 1 and len(patterns) == count
         if not regular or stacked.read is None or stacked.shape[1] % count:
             return None
-        made = self._convert(
-            group, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")
-        )
+        made = self._convert(group, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
         number, height = stacked.shape[0], stacked.shape[1] // count
         if len(made) != number * count:
             return None

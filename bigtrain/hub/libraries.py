@@ -27,9 +27,7 @@ def import_library(name: str, key: str) -> Any:
         library = name.partition(".")[0]
         if error.name != library:
             raise _broken(name, key, error) from error
-        raise ConfigError(
-            f"{key} needs {library}, which is not installed. Run: {EXTRA}"
-        ) from None
+        raise ConfigError(f"{key} needs {library}, which is not installed. Run: {EXTRA}") from None
     except (ImportError, OSError, RuntimeError) as error:
         raise _broken(name, key, error) from error
 

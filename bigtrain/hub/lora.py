@@ -32,8 +32,28 @@ _KEY = "model.lora"
 class Adapters:
     """The modules of a model that have adapters, and those that are trained themselves."""
 
+    config: LoraConfig
     targets: tuple[str, ...]
     trained: tuple[str, ...]
+    transposed: tuple[str, ...]
+    """The targets whose weight is stored as its transpose (Conv1D)."""
+    shortest: tuple[str, ...]
+    """The targets for peft: ends of names, if they name the same modules."""
+    base: str | None = None
+    """The folder or id of the model without adapters."""
+    class_name: str | None = None
+    """Its class, if it is one of transformers."""
+
+    @property
+    def alpha(self) -> float:
+        """See `LoraConfig.alpha`."""
+        alpha = 2 * self.config.rank if self.config.alpha is None else self.config.alpha
+        return int(alpha) if alpha == int(alpha) else alpha
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.config.rank
 
     def adapted_name(self, name: str) -> str:
         """Return the name in the adapted model of a tensor of the model without adapters."""
@@ -41,12 +61,16 @@ class Adapters:
         return f"{module}.{BASE}.{own}" if module in self.targets else name
 
 
-def attach(model: nn.Module, config: LoraConfig) -> nn.Module:
+def attach(
+    model: nn.Module, config: LoraConfig, base: str | None = None, class_name: str | None = None
+) -> nn.Module:
     """Freeze a model and add adapters to the layers that the job names.
 
     Args:
         model: the model, on any device; it is changed.
         config: the section `model.lora`.
+        base: the folder or id of the model, for peft's file.
+        class_name: its class, if it is one of transformers.
 
     Returns:
         `model`. Its attribute `lora_adapters` says which modules were changed.
@@ -57,9 +81,19 @@ def attach(model: nn.Module, config: LoraConfig) -> nn.Module:
     peft = import_library("peft", f"{_KEY}.rank={config.rank}")
     saved = _matching(model, config.modules_to_save, f"{_KEY}.modules_to_save")
     targets = _targets(model, config, saved)
+    modules = dict(model.named_modules())
+    adapters = Adapters(
+        config,
+        tuple(targets),
+        tuple(saved),
+        tuple(name for name in targets if _kind(modules[name]) == "conv1d"),
+        tuple(_shortest(targets, modules)),
+        base,
+        class_name,
+    )
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=alpha_of(config),
+        lora_alpha=adapters.alpha,
         lora_dropout=config.dropout,
         target_modules="|".join(re.escape(name) for name in targets),
     )
@@ -69,9 +103,15 @@ def attach(model: nn.Module, config: LoraConfig) -> nn.Module:
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     for name in saved:
         model.get_submodule(name).requires_grad_(True)
-    adapters = Adapters(tuple(targets), tuple(saved))
     model.lora_adapters = adapters  # type: ignore[assignment]
     return model
+
+
+def _shortest(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return ends of names that name just these modules, as peft compares them; else the names."""
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in targets)
+    meant = {name for name in modules if name.rpartition(".")[2] in ends}
+    return list(ends) if meant == set(targets) else list(targets)
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
@@ -83,12 +123,6 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 def plain_name(name: str) -> str:
     """Return the name that a tensor of an adapted model has in the model without adapters."""
     return name.replace(f".{BASE}.", ".")
-
-
-def alpha_of(config: LoraConfig) -> float:
-    """Return alpha: twice the rank unless the job sets it."""
-    alpha = 2 * config.rank if config.alpha is None else config.alpha
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _targets(model: nn.Module, config: LoraConfig, saved: Sequence[str]) -> list[str]:
@@ -233,7 +267,9 @@ def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
         fitting = [name for name in names if _fits(name, pattern)]
         if not fitting:
             ends = list(dict.fromkeys([*(name.rpartition(".")[2] for name in names), *names]))
-            layers = dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if _kind(m))
+            layers = dict.fromkeys(
+                n.rpartition(".")[2] for n, m in model.named_modules() if _kind(m)
+            )
             raise UnfitModelError(
                 f"{as_word(key, [pattern])}: no module of {type(model).__name__} fits it"
                 f"{did_you_mean(pattern, ends)} Its layers are {', '.join(layers)}."

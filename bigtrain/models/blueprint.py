@@ -234,7 +234,9 @@ class Blueprint:
             if saved is not None and not overlaps:  # no initial value is computed
                 values = _empty_as(origin.spec, device)
             else:
-                values = self._initial(recording, origin, device, seed, shared if overlaps else None)
+                values = self._initial(
+                    recording, origin, device, seed, shared if overlaps else None
+                )
             if saved is not None:
                 copy_saved(saved, values)
             tensor = _fill(self.model, tensor, values)
@@ -319,7 +321,9 @@ def _describe_on_meta(make: Callable[[], nn.Module], seed_name: Callable[[str], 
     recording = recorder.recording
     _checked(model)
     for module in model.modules():
-        of_transformers = any(b.__module__.startswith("transformers.") for b in type(module).__mro__)
+        of_transformers = any(
+            b.__module__.startswith("transformers.") for b in type(module).__mro__
+        )
         if of_transformers and not getattr(module, "_is_hf_initialized", False):
             raise CannotDefer("transformers leaves its initialisation out on meta")
     tensors = first_named_tensors(model)

@@ -115,23 +115,19 @@ def _blueprint(config: ModelConfig, args: Mapping[str, Any], has_values: bool) -
 
     lora, source = config.lora, config.pretrained if has_values else None
     if source is None:
-        return _adapted(make, lora)
-    if lora is None:
-        blueprint = plain = describe(make)
-    else:
-        blueprint, plain = _adapted(make, lora), describe(make)
+        return _adapted(make, lora, config.name)
+    blueprint = _adapted(make, lora, config.name)
+    plain = blueprint if lora is None else describe(make)
     use_pretrained(plain, config.name, source, config.pretrained_except)
     blueprint.values = _adapted_names(blueprint.model, plain.values)
     return blueprint
 
 
-def _hub_blueprint(
-    hub: HubModel, labels: Mapping[str, Any], lora: LoraConfig | None
-) -> Blueprint:
+def _hub_blueprint(hub: HubModel, labels: Mapping[str, Any], lora: LoraConfig | None) -> Blueprint:
     """Describe a model of the Hub: each tensor has a saved value, or an initial one."""
     if labels and not labels.keys() & hub.args.keys():
         hub = replace(hub, args={**hub.args, **labels})
-    blueprint = _adapted(hub.architecture.make, lora)
+    blueprint = _adapted(hub.architecture.make, lora, hub.source, hub.architecture.name)
     saved = None
     if hub.has_weights:
         # Adapters change the names of the tensors, and the files have those of the plain model.
@@ -147,11 +143,16 @@ def _on_meta(hub: HubModel) -> nn.Module:
         return hub.architecture.build(hub.architecture.config)
 
 
-def _adapted(make: Callable[[], nn.Module], lora: LoraConfig | None) -> Blueprint:
+def _adapted(
+    make: Callable[[], nn.Module],
+    lora: LoraConfig | None,
+    base: str,
+    class_name: str | None = None,
+) -> Blueprint:
     """Describe a model with its adapters; other tensors have the values that they have without."""
     if lora is None:
         return describe(make)
-    return describe(lambda: attach(make(), lora), plain_name)
+    return describe(lambda: attach(make(), lora, base, class_name), plain_name)
 
 
 def _adapted_names(model: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import BigtrainError
-from bigtrain.hub.lora import adapters_of, plain_name
+from bigtrain.hub.lora import adapters_of
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.loss import as_loss
@@ -184,26 +184,23 @@ def begun(root: Path, name: str, *, double: bool = False) -> nn.Module:
     return model.double() if double else model
 
 
+def base_model(root: Path, name: str) -> nn.Module:
+    """The model of a case without adapters, made without bigtrain if transformers has it."""
+    family = CASES[name].family
+    if family in hub_models.FAMILIES:
+        opened: nn.Module = hub_models.reopened(folder_of(root, family), family)
+        return opened
+    spec = ModelSpec.of(Case(family).config(root))
+    return spec.describe(num_classes=None, sequence_length=None).materialize("cpu", seed=SEED)
+
+
 def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     """The model of a case, made with transformers and peft alone, with the run's adapters."""
     import peft
 
     case, start = CASES[name], begun(root, name, double=double)
-    if case.family in hub_models.FAMILIES:
-        base: nn.Module = hub_models.reopened(folder_of(root, case.family), case.family)
-        base = base.double() if double else base
-    else:
-        adapted, adapters = case, adapters_of(start)
-        case = Case(adapted.family)
-        base = ModelSpec.of(case.config(root)).describe(
-            num_classes=None, sequence_length=None
-        ).materialize("cpu", seed=SEED)
-        base = base.double() if double else base
-        case = adapted
-        if adapters is not None:  # all other tensors are those of the model without adapters
-            values = dict(start.named_parameters())
-            for one, parameter in base.named_parameters():
-                assert torch.equal(parameter, values[adapters.adapted_name(one)]), one
+    base = base_model(root, name)
+    base = base.double() if double else base
     if case.lora is None:
         trained = {n for n, p in start.named_parameters() if p.requires_grad}
         for one, parameter in base.named_parameters():
@@ -251,5 +248,3 @@ def _own_name(name: str) -> str:
     """The name that a parameter of peft's model has in a run."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
 
-
-__all__ = ["plain_name"]
