@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from bigtrain.checkpoint.foreign.state_dicts import open_state_dict, saved_state
 from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.checkpoint.save import KeptFile
 from bigtrain.checkpoint.write import FileRecord, write_tensors
 from bigtrain.errors import ConfigError, UnreadableError
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular
+from bigtrain.hub.folder import CONFIG
 from bigtrain.hub.lora import ADAPTER, BASE, Adapters, adapters_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor, whole_extents
@@ -30,6 +32,8 @@ from bigtrain.tensors.shards import StateTensor, whole_extents
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 RECORD = "adapters.json"
+BASE_CONFIG = "base_config.json"
+"""The configuration of the model that has the adapters."""
 _FORMAT = 1
 _PREFIX = "base_model.model."
 """peft writes it before the name of each tensor."""
@@ -102,7 +106,7 @@ def peft_settings(adapters: Adapters) -> dict[str, Any]:
 
 
 def _task_type(class_name: str | None) -> str | None:
-    """Return peft's word for the kind of a class of transformers; None where it would add a head."""
+    """Return peft's word for a class of transformers; None where it would add a head."""
     if class_name is None:
         return None
     if class_name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -110,32 +114,30 @@ def _task_type(class_name: str | None) -> str | None:
     return "SEQ_2_SEQ_LM" if class_name.endswith("ForConditionalGeneration") else None
 
 
-def adapter_files(
-    model: nn.Module,
-) -> dict[str, str | Callable[[Path], Mapping[str, FileRecord]]]:
-    """Return the files that a checkpoint of a model with adapters has besides; none for others.
+def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[str, KeptFile]:
+    """Add the files of adapters to those that a checkpoint has besides its tensors.
 
     Args:
         model: the model of a run.
-
-    Returns:
-        By name the content, or a function that writes the file into the folder of a checkpoint
-        whose tensors have been written, and returns the record of the file.
+        files: the files of the model by name. Its configuration gets another name: beside one,
+            transformers would take the checkpoint's own tensors for those of the plain model.
     """
     adapters = adapters_of(model)
     if adapters is None:
-        return {}
+        return dict(files)
     record = AdapterRecord.of(adapters)
 
     def write(folder: Path) -> Mapping[str, FileRecord]:
         state = {n: saved_state_of(t) for n, t in open_state_dict(folder).model.items()}
         return write_tensors(folder / WEIGHTS, peft_state(record, state), RunContext.alone())
 
-    return {
+    renamed = {BASE_CONFIG if name == CONFIG else name: file for name, file in files.items()}
+    own: dict[str, KeptFile] = {
         SETTINGS: json.dumps(record.settings, indent=2),
         RECORD: record.text(),
         WEIGHTS: write,
     }
+    return {**renamed, **own}
 
 
 def saved_state_of(tensor: Any) -> StateTensor:

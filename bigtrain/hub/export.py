@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from bigtrain.checkpoint.write import write_tensors
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.files.regular import is_regular, read_bytes
 from bigtrain.hub.adapter_files import (
+    BASE_CONFIG,
     SETTINGS,
     WEIGHTS,
     AdapterRecord,
@@ -76,8 +78,8 @@ def export_folder(
         file_bytes: the most bytes of tensors in one file.
 
     Raises:
-        ConfigError: there are no adapters to merge; the checkpoint has no configuration of a model of transformers, or its tensors
-            are not those of the model.
+        ConfigError: there are no adapters to merge; the checkpoint has no configuration of a model
+            of transformers, or its tensors are not those of the model.
         CheckpointError: the folder could not be written; nothing is left of it.
     """
     record = AdapterRecord.read(checkpoint.path)
@@ -155,13 +157,17 @@ def merged_checkpoint(
 def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
     path = checkpoint.path / CONFIG
     if not is_regular(path):
+        path = checkpoint.path / BASE_CONFIG
+    if not is_regular(path):
         raise ConfigError(
             f"export: {checkpoint.path} has no {CONFIG}: its model is none of transformers. Give a "
             "file that ends in .safetensors or .pt."
         )
-    settings = json.loads(read_bytes(path))
-    folder = HubFolder(f"export {checkpoint.path}", checkpoint.path, settings)
-    return read_architecture(folder, {}), Origin.read(checkpoint.path)
+    content = read_bytes(path)
+    with tempfile.TemporaryDirectory() as name:  # transformers reads the usual name only
+        (Path(name) / CONFIG).write_bytes(content)
+        folder = HubFolder(f"export {checkpoint.path}", Path(name), json.loads(content))
+        return read_architecture(folder, {}), Origin.read(checkpoint.path)
 
 
 def _with_ties(

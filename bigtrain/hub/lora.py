@@ -268,7 +268,7 @@ def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
         if not fitting:
             ends = list(dict.fromkeys([*(name.rpartition(".")[2] for name in names), *names]))
             layers = dict.fromkeys(
-                n.rpartition(".")[2] for n, m in model.named_modules() if _kind(m)
+                name.rpartition(".")[2] for name, one in model.named_modules() if _kind(one)
             )
             raise UnfitModelError(
                 f"{as_word(key, [pattern])}: no module of {type(model).__name__} fits it"

@@ -427,7 +427,7 @@ def _add_export_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="add adapters (model.lora) to the weights; a folder has them alone otherwise, for peft",
+        help="add adapters (model.lora) to the weights; without it a folder has them alone",
     )
 
 

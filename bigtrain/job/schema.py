@@ -97,7 +97,7 @@ class ConfigSection(BaseModel):
 
 
 class LoraConfig(ConfigSection):
-    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in the form of the library peft."""
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), as the library peft has them."""
 
     rank: int = Field(ge=1)
     """Columns of the matrices A and B of each adapter."""
@@ -141,8 +141,8 @@ class ModelConfig(ConfigSection):
     """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
     a head for other classes."""
     freeze: tuple[str, ...] = ()
-    """Patterns of names of parameters, or of modules that hold them, that are not trained; `!` before
-    a pattern trains them all the same, and the last pattern that fits decides: `[*, '!head']`."""
+    """Patterns of names of parameters, or of modules that hold them, that are not trained. `!`
+    before a pattern trains them; the last pattern that fits decides: `['*', '!head']`."""
     lora: LoraConfig | None = None
     """Train adapters, and freeze everything else: `model.lora.rank=8`."""
     loss: str | None = None
@@ -172,7 +172,7 @@ class ModelConfig(ConfigSection):
     def _frozen_once(self) -> ModelConfig:
         if self.lora is not None and self.freeze:
             raise ValueError(
-                f"{as_word('freeze', self.freeze)}: with model.lora everything but the adapters and "
+                f"{as_word('freeze', self.freeze)}: with model.lora all but the adapters and "
                 "model.lora.modules_to_save is frozen. Leave model.freeze out"
             )
         return self

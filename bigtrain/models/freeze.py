@@ -42,8 +42,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
         if held and len(held) < len(names):
             trained = next(name for name in names if name not in frozen)
             raise ConfigError(
-                f"{as_word('model.freeze', patterns)} freezes {held[0]} and trains {trained}, which "
-                f"are one tensor. Add {trained} to freeze it, or !{held[0]} to train it."
+                f"{as_word('model.freeze', patterns)} freezes {held[0]} and trains {trained}, "
+                f"which are one tensor. Add {trained} to freeze it, or !{held[0]} to train it."
             )
     for name, parameter in named:
         if name in frozen:
