@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support import hub_models
+from support import hub_models, lora_faults
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import BigtrainError
@@ -23,6 +25,7 @@ from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.loss import as_loss
 from bigtrain.models.spec import ModelSpec
 from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import read_whole
 
 ROWS, STEPS, SEED = 4, 3, 0
 LORA = {"rank": 4, "alpha": 8}
@@ -117,15 +120,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    context: RunContext,
-    strategy: str,
-    root: Path,
-    names: list[str],
-    keys: Mapping[str, Any],
-    steps: int = STEPS,
+    context: RunContext, strategy: str, root: Path, names: list[str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """By case the losses, peaks and this rank's trained tensors; the state is saved at the end."""
-    return {name: train_one(context, strategy, root, name, keys, steps) for name in names}
+    return {name: train_one(context, strategy, root, name, **options) for name in names}
 
 
 def train_one(
@@ -133,12 +131,16 @@ def train_one(
     strategy: str,
     root: Path,
     name: str,
-    keys: Mapping[str, Any],
-    steps: int,
+    *,
+    keys: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
+    resumed_from: str | None = None,
+    fault: str | None = None,
 ) -> dict[str, Any]:
+    """Train one case, from the checkpoint of another strategy if there is one."""
     fixed = {"train.global_batch_size": ROWS, "train.micro_batch_size": 1, "device": "cpu"}
     try:
-        job = job_from_keys(strategy, {**fixed, "memory.track_steps": steps, **keys})
+        job = job_from_keys(strategy, {**fixed, "memory.track_steps": steps, **(keys or {})})
         plan = make_plan(job, context.world_size, "cpu")
         spec = ModelSpec.of(CASES[name].config(root))
         blueprint = spec.describe(num_classes=None, sequence_length=None)
@@ -146,10 +148,17 @@ def train_one(
         loss = as_loss(rows_loss)
         first = tuple(t[: job.train.micro_batch_size] for t in batch(0))
         example = example_batch(first, loss, job, plan)
-        with Engine(blueprint, loss, sgd, job, context, example=example) as engine:
-            each = ROWS // context.dp_size
+        with (
+            lora_faults.put_in(fault, context.rank, blueprint.model),
+            Engine(blueprint, loss, sgd, job, context, example=example) as engine,
+        ):
+            if resumed_from is not None:
+                engine.load(saved_in(root, name, resumed_from) / f"step-{steps}")
+            each, done = ROWS // context.dp_size, engine.steps_done
             own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
-            losses = [engine.step(tuple(t[own] for t in batch(n))).loss for n in range(steps)]
+            losses = [
+                engine.step(tuple(t[own] for t in batch(n))).loss for n in range(done, done + steps)
+            ]
             engine.save(saved_in(root, name, strategy))
             prediction = engine.prediction
             return {
@@ -171,7 +180,7 @@ def local_tensors(engine: Engine) -> dict[str, Tensor]:
     """The whole trained parameters that this rank has, by plain names."""
     found = {}
     for name, tensor in engine.runner.state().items():
-        held = sum(extent.length for extent in tensor.extents)
+        held = sum(extent.size for extent in tensor.extents)
         if name.startswith("model.") and "lora_" in name and held == math.prod(tensor.shape):
             found[name] = tensor.values().clone()
     return found
@@ -216,7 +225,9 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
         target_modules=targets,
         modules_to_save=list(adapters.trained) or None,
     )
-    model = peft.get_peft_model(base, config)  # type: ignore[arg-type]
+    with warnings.catch_warnings():  # of Conv1D
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config)  # type: ignore[arg-type]
     given = {
         f"base_model.model.{one}": value
         for one, value in start.state_dict().items()
@@ -231,7 +242,21 @@ def plain_loop(
     root: Path, name: str, steps: int = STEPS, *, double: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of a plain torch loop, and its trained tensors by their names in a checkpoint."""
-    model, losses = plain_model(root, name, double=double), []
+    model = plain_model(root, name, double=double)
+    losses = train_plainly(model, steps)
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return losses, {f"model.{_own_name(one)}": value for one, value in trained.items()}
+
+
+def trained_model(root: Path, name: str, steps: int) -> nn.Module:
+    """The model of a case after some steps of a plain torch loop."""
+    model = plain_model(root, name)
+    train_plainly(model, steps)
+    return model
+
+
+def train_plainly(model: nn.Module, steps: int) -> list[float]:
+    losses = []
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
     for step in range(steps):
         ids, targets = batch(step)
@@ -240,11 +265,46 @@ def plain_loop(
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    return losses, {f"model.{_own_name(one)}": value for one, value in trained.items()}
+    return losses
+
+
+def assert_equal_on_ranks(results: list[dict[str, Any]], name: str) -> None:
+    """The trained tensors that several ranks hold as a whole are equal on all of them."""
+    first = results[0][name]["state"]
+    for result in results[1:]:
+        for one, tensor in result[name]["state"].items():
+            if one in first:
+                assert torch.equal(tensor, first[one]), one
+
+
+def assert_saved(step: Path, plain: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
+    """The trained tensors of a checkpoint, and those of peft's file, are those of a plain loop."""
+    saved = Checkpoint(step).tensors
+    for name, expected in plain.items():
+        assert saved[name].shape == tuple(expected.shape), name
+        found = read_whole(saved[name]).to(expected.dtype)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=name)
+        is_moved = expected.abs().sum(dim=-1) > 0
+        assert torch.equal(found.abs().sum(dim=-1) > 0, is_moved), f"{name}: rows of zeros"
+    weights = step / "adapter_model.safetensors"
+    if not weights.exists():
+        return
+    from safetensors.torch import load_file
+
+    alone = load_file(weights)
+    assert len(alone) == len(plain)
+    for name, expected in plain.items():
+        own = name.removeprefix("model.").replace(".default", "")
+        found = alone[f"base_model.model.{own}"].to(expected.dtype)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def peak_error(result: Mapping[str, Any]) -> float:
+    """How far the predicted peak of a rank is from the measured one, as a share of it."""
+    assert result["predicted"] is not None, result["note"]
+    return float(result["predicted"].bytes / result["measured"].bytes - 1)
 
 
 def _own_name(name: str) -> str:
     """The name that a parameter of peft's model has in a run."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
-
