@@ -80,7 +80,9 @@ def attach(
     """
     peft = import_library("peft", f"{_KEY}.rank={config.rank}")
     saved = _matching(model, config.modules_to_save, f"{_KEY}.modules_to_save")
-    targets = _targets(model, config, saved)
+    shared = _shared_modules(model)
+    _check_saved(saved, shared)
+    targets = _targets(model, config, saved, shared)
     modules = dict(model.named_modules())
     adapters = Adapters(
         config,
@@ -125,7 +127,21 @@ def plain_name(name: str) -> str:
     return name.replace(f".{BASE}.", ".")
 
 
-def _targets(model: nn.Module, config: LoraConfig, saved: Sequence[str]) -> list[str]:
+def _check_saved(saved: Sequence[str], shared: Mapping[str, str]) -> None:
+    """Refuse to train one of the two uses of a tied parameter."""
+    for module, other in shared.items():
+        holder = next((one for one in saved if module == one or module.startswith(f"{one}.")), None)
+        if holder is not None:
+            raise UnfitModelError(
+                f"{_KEY}.modules_to_save={holder}: the weight of {module} is also {other}, which "
+                f"would be trained with it. Leave it out of {_KEY}.modules_to_save, or untie them "
+                "(for transformers: model.args.tie_word_embeddings=false)."
+            )
+
+
+def _targets(
+    model: nn.Module, config: LoraConfig, saved: Sequence[str], shared: Mapping[str, str]
+) -> list[str]:
     """Return the names of the modules that get an adapter, in the order of the model."""
     modules = dict(model.named_modules())
     found: dict[str, str] = {}
@@ -141,7 +157,6 @@ def _targets(model: nn.Module, config: LoraConfig, saved: Sequence[str]) -> list
             names = _matching(model, [pattern], f"{_KEY}.targets")
             names = _adaptable(modules, names, pattern)
         found |= {name: found.get(name, pattern) for name in names}
-    shared = _shared_modules(model)
     for name, pattern in found.items():
         _check_target(modules, name, pattern, saved, shared)
     return [name for name in modules if name in found]
