@@ -18,7 +18,7 @@ from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.parameters import bf16_parameter_names, names_of
+from bigtrain.models.parameters import frozen_low_names, low_names, names_of
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
@@ -77,7 +77,8 @@ def build_runner(
         attach_head(workload.loss, model)  # before wrappers change names
         make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and shard parameters
         gradient_hooks = GradientHooks.take(model)  # materialising would drop them
-        bf16_names = () if plan.master_weights else bf16_parameter_names(model)
+        choose = frozen_low_names if plan.master_weights else low_names
+        bf16_names = choose(model, plan.precision, bf16_parameters=plan.bf16_parameters)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:

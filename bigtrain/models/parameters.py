@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model by name, and which of them may be bf16."""
+"""Parameters and buffers of a model by name, and which of them are bf16."""
 
 from __future__ import annotations
 
@@ -42,3 +42,53 @@ def bf16_parameter_names(model: nn.Module) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.dtype == torch.float32 and id(parameter) not in in_norms
     ]
+
+
+_AUTOCAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def low_names(model: nn.Module, precision: str, *, bf16_parameters: bool) -> list[str]:
+    """Return the names of parameters that layers have in bf16 in a run of this precision.
+
+    Nothing updates a frozen parameter, so it needs no fp32 value. Where autocast converts weights
+    at each use, frozen ones of the layers that it does this for are bf16 all the time: the numbers
+    are the same. Others, such as those of norms and embeddings, are used in fp32 there.
+
+    Args:
+        model: with `requires_grad` of its parameters as in the run.
+        precision: the precision of the job.
+        bf16_parameters: see `Plan.bf16_parameters`.
+    """
+    if precision != "bf16":
+        return []
+    names = bf16_parameter_names(model)
+    return names if bf16_parameters else [name for name in names if name in _converted(model)]
+
+
+def frozen_low_names(model: nn.Module, precision: str, *, bf16_parameters: bool) -> list[str]:
+    """Return those of `low_names` that are frozen: they have no fp32 value anywhere."""
+    names = low_names(model, precision, bf16_parameters=bf16_parameters)
+    return [name for name in names if not model.get_parameter(name).requires_grad]
+
+
+def _converted(model: nn.Module) -> set[str]:
+    """The names of frozen parameters that only layers use whose weights autocast converts."""
+    elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if not _is_autocast(module)
+    }
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):  # it reads its layers' weights itself
+            elsewhere.update(map(id, module.parameters()))
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and id(parameter) not in elsewhere
+    }
+
+
+def _is_autocast(module: nn.Module) -> bool:
+    is_conv1d = type(module).__module__ == "transformers.pytorch_utils"
+    return isinstance(module, _AUTOCAST_LAYERS) or is_conv1d
