@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.peaks import settled
 from support.ranks import run_ranks
 
 pytest.importorskip("peft")
@@ -49,7 +50,7 @@ def check(strategy: str, ranks: int, root: Path, names: list[str], *, double: bo
 
 @pytest.mark.parametrize(
     ("strategy", "names"),
-    [("fsdp", ["gpt", "path"]), ("1f1b", ["llama parts", "frozen last"]), ("ddp", ["late"])],
+    [("fsdp", ["gpt"]), ("1f1b", ["path", "frozen last"])],
 )
 def test_adapters_are_those_of_a_plain_loop(strategy, names, tmp_path):
     check(strategy, 2, tmp_path, names)
@@ -108,6 +109,7 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     torch.testing.assert_close(logits(itself), expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_another_project_would_be_found(fault, tmp_path):
     name, strategy = "gpt", "ddp" if fault == "not averaged" else "fsdp"
@@ -147,6 +149,18 @@ def test_every_case_under_every_strategy(strategy, ranks, tmp_path):
     check(strategy, ranks, tmp_path, [*lora_runs.CASES])
 
 
+def test_frozen_weights_in_bf16_change_no_number(tmp_path, monkeypatch):
+    """Their fp32 values are left out: the losses are equal bit for bit, and memory is lower."""
+    keys = {"train.precision": "bf16", "memory.predict": False}
+    found = run("ddp", 1, tmp_path, ["gpt"], keys=keys)[0]["gpt"]
+    monkeypatch.setenv(lora_runs.KEEP_FP32, "1")
+    before = run("ddp", 1, tmp_path, ["gpt"], keys=keys)[0]["gpt"]
+    assert found["losses"] == before["losses"]
+    assert found["measured"].bytes < 0.7 * before["measured"].bytes
+    saved = Checkpoint(lora_runs.saved_in(tmp_path, "gpt", "ddp") / f"step-{lora_runs.STEPS}")
+    assert saved.tensors["model.blocks.0.mlp.expand.base_layer.weight"].dtype == torch.float32
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "1f1b", "tensor"])
 def test_adapters_in_float64(strategy, tmp_path):
@@ -156,10 +170,15 @@ def test_adapters_in_float64(strategy, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1_torch", "zero2", "1f1b", "tensor"])
 def test_their_peaks_are_predicted(strategy, tmp_path):
-    names = ["gpt wide", "llama wide"]
-    for result in run(strategy, 2, tmp_path, names):
-        for name in names:
-            assert lora_runs.peak_error(result[name]) == pytest.approx(0, abs=0.01), name
+    names, low = ["gpt", "path"], {"train.precision": "bf16"}
+    for keys in ({}, low):
+        rows = settled(
+            lambda keys=keys: run(strategy, 2, tmp_path, names, keys=keys),
+            lambda row: min(lora_runs.peak_error(row[name]) for name in names) < -0.01,
+        )
+        for row in rows:
+            for name in names:
+                assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), (name, keys)
 
 
 @pytest.mark.full

@@ -32,7 +32,10 @@ def net(*, tied: bool = False) -> nn.Module:
         (["*", "!head"], ["head.weight", "head.bias"]),
         (["*", "!*.bias"], ["body.0.bias", "body.1.bias", "body.2.bias", "head.bias"]),
         (["!head", "*", "!body.[12]"], [f"body.{n}.{k}" for n in "12" for k in ("weight", "bias")]),
-        (["body.0.weight", "body.2", "table", "head"], ["body.0.bias", "body.1.weight", "body.1.bias"]),
+        (
+            ["body.0.weight", "body.2", "table", "head"],
+            ["body.0.bias", "body.1.weight", "body.1.bias"],
+        ),
     ],
 )
 def test_the_last_pattern_that_fits_decides(patterns, trained):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from support import hub_models, lora_faults
 from torch import Tensor, nn
 
+from bigtrain.assembly import build
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.engine.engine import Engine
@@ -28,6 +32,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import read_whole
 
 ROWS, STEPS, SEED = 4, 3, 0
+KEEP_FP32 = "LORA_RUNS_KEEP_FP32"
 LORA = {"rank": 4, "alpha": 8}
 
 
@@ -149,6 +154,7 @@ def train_one(
         first = tuple(t[: job.train.micro_batch_size] for t in batch(0))
         example = example_batch(first, loss, job, plan)
         with (
+            _fp32_kept(),
             lora_faults.put_in(fault, context.rank, blueprint.model),
             Engine(blueprint, loss, sgd, job, context, example=example) as engine,
         ):
@@ -170,6 +176,16 @@ def train_one(
             }
     except BigtrainError as error:
         return {"refused": str(error)}
+
+
+@contextmanager
+def _fp32_kept() -> Iterator[None]:
+    """With `KEEP_FP32` in the environment frozen parameters of bf16 runs keep fp32 values."""
+    if os.environ.get(KEEP_FP32):
+        with mock.patch.object(build, "frozen_low_names", lambda *_, **__: ()):
+            yield
+    else:
+        yield
 
 
 def saved_in(root: Path, name: str, strategy: str) -> Path:
