@@ -386,7 +386,8 @@ def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
 def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> Iterator[_Saved]:
     """The tensors of a model under all their names, with the dtypes in which they are saved."""
     double = plan.precision == "fp64"
-    bf16 = set(low_names(model, plan.precision, bf16_parameters=plan.bf16_parameters))
+    low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
+    bf16 = set(low_names(model, bf16_parameters=low, frozen_in_bf16=frozen))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -397,7 +398,7 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
         trained = name in parameters and tensor.requires_grad
         if double and dtype.is_floating_point:
             dtype = torch.float64
-        elif low and not (plan.master_weights and trained):
+        elif low and (not plan.master_weights or (plan.frozen_in_bf16 and not trained)):
             low, dtype = False, torch.bfloat16
         shape = tuple(tensor.shape)
         if slices is not None and name in slices.by_name:

@@ -341,7 +341,8 @@ def frozen_notes(job: Job, plan: Plan, blueprint: Blueprint) -> list[str]:
                 f"model.lora: {len(experts)} stacked weights of experts ({experts[0]}, ...) are no "
                 "layers of their own, get no adapter and stay frozen"
             )
-    low = set(low_names(model, plan.precision, bf16_parameters=plan.bf16_parameters))
+    used, held = plan.bf16_parameters, plan.frozen_in_bf16
+    low = set(low_names(model, bf16_parameters=used, frozen_in_bf16=held))
     wide = 8 if plan.precision == "fp64" else 4
     nbytes = sum(p.numel() * (2 if name in low else wide) for name, p in frozen.items())
     kept = f"fp{8 * wide}" if not low else "bf16" if low >= frozen.keys() else "bf16 and fp32"

@@ -47,8 +47,8 @@ def bf16_parameter_names(model: nn.Module) -> list[str]:
 _AUTOCAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def low_names(model: nn.Module, precision: str, *, bf16_parameters: bool) -> list[str]:
-    """Return the names of parameters that layers have in bf16 in a run of this precision.
+def low_names(model: nn.Module, *, bf16_parameters: bool, frozen_in_bf16: bool) -> list[str]:
+    """Return the names of parameters that layers have in bf16.
 
     Nothing updates a frozen parameter, so it needs no fp32 value. Where autocast converts weights
     at each use, frozen ones of the layers that it does this for are bf16 all the time: the numbers
@@ -56,18 +56,20 @@ def low_names(model: nn.Module, precision: str, *, bf16_parameters: bool) -> lis
 
     Args:
         model: with `requires_grad` of its parameters as in the run.
-        precision: the precision of the job.
         bf16_parameters: see `Plan.bf16_parameters`.
+        frozen_in_bf16: see `Plan.frozen_in_bf16`.
     """
-    if precision != "bf16":
+    if bf16_parameters:
+        return bf16_parameter_names(model)
+    if not frozen_in_bf16:
         return []
-    names = bf16_parameter_names(model)
-    return names if bf16_parameters else [name for name in names if name in _converted(model)]
+    converted = _converted(model)
+    return [name for name in bf16_parameter_names(model) if name in converted]
 
 
-def frozen_low_names(model: nn.Module, precision: str, *, bf16_parameters: bool) -> list[str]:
-    """Return those of `low_names` that are frozen: they have no fp32 value anywhere."""
-    names = low_names(model, precision, bf16_parameters=bf16_parameters)
+def frozen_low_names(model: nn.Module, *, bf16_parameters: bool) -> list[str]:
+    """Return the names of frozen parameters that have no fp32 value; see `low_names`."""
+    names = low_names(model, bf16_parameters=bf16_parameters, frozen_in_bf16=True)
     return [name for name in names if not model.get_parameter(name).requires_grad]
 
 

@@ -163,7 +163,8 @@ def _fake_model(
     """The model without values, with the dtypes, memory format and slices of the run."""
     plan = resolved.plan
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
-    for name in low_names(fake, plan.precision, bf16_parameters=plan.bf16_parameters):
+    low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
+    for name in low_names(fake, bf16_parameters=low, frozen_in_bf16=frozen):
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
     if plan.uses_channels_last:

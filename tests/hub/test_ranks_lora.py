@@ -48,12 +48,26 @@ def check(strategy: str, ranks: int, root: Path, names: list[str], *, double: bo
         lora_runs.assert_saved(step, trained, tolerance)
 
 
+EVERY_CASE = [*lora_runs.CASES]
+GRID = [
+    *((strategy, 2) for strategy in (*REPLICAS, *DEEPSPEED[:4], *AXES) if "1f1b_" not in strategy),
+    *((f"{strategy}+full", 2) for strategy in ("fsdp", "zero2", "1f1b")),
+    *(("ddp+offload_cpu", 2), ("fsdp", 4), ("zero3", 4), ("1f1b_ddp", 4), ("1f1b_fsdp", 4)),
+]
+DOUBLE = ("ddp", "fsdp", "1f1b", "tensor")
+
+
 @pytest.mark.parametrize(
-    ("strategy", "names"),
-    [("fsdp", ["gpt"]), ("1f1b", ["path", "frozen last"])],
+    ("strategy", "ranks", "names", "double"),
+    [
+        ("fsdp", 2, ["gpt"], False),
+        ("1f1b", 2, ["path", "frozen last"], False),
+        *(pytest.param(*one, EVERY_CASE, False, marks=pytest.mark.full) for one in GRID),
+        *(pytest.param(one, 2, EVERY_CASE, True, marks=pytest.mark.full) for one in DOUBLE),
+    ],
 )
-def test_adapters_are_those_of_a_plain_loop(strategy, names, tmp_path):
-    check(strategy, 2, tmp_path, names)
+def test_adapters_are_those_of_a_plain_loop(strategy, ranks, names, double, tmp_path):
+    check(strategy, ranks, tmp_path, names, double=double)
 
 
 def test_peft_and_transformers_open_the_adapters_and_another_strategy_goes_on(tmp_path):
@@ -109,8 +123,10 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     torch.testing.assert_close(logits(itself), expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(one, marks=[] if one == "not averaged" else pytest.mark.full) for one in FAULTS],
+)
 def test_a_fault_of_another_project_would_be_found(fault, tmp_path):
     name, strategy = "gpt", "ddp" if fault == "not averaged" else "fsdp"
     keys = {"memory.predict": False}
@@ -136,19 +152,6 @@ def test_a_fault_of_another_project_would_be_found(fault, tmp_path):
         assert results[0][name]["losses"] == pytest.approx(lora_runs.plain_loop(tmp_path, name)[0])
 
 
-GRID = [
-    *((strategy, 2) for strategy in (*REPLICAS, *DEEPSPEED[:4], *AXES)),
-    *((f"{strategy}+full", 2) for strategy in ("fsdp", "zero2", "1f1b")),
-    *(("ddp+offload_cpu", 2), ("fsdp", 4), ("zero3", 4), ("1f1b_ddp", 4), ("1f1b_fsdp", 4)),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("strategy", "ranks"), GRID)
-def test_every_case_under_every_strategy(strategy, ranks, tmp_path):
-    check(strategy, ranks, tmp_path, [*lora_runs.CASES])
-
-
 def test_frozen_weights_in_bf16_change_no_number(tmp_path, monkeypatch):
     """Their fp32 values are left out: the losses are equal bit for bit, and memory is lower."""
     keys = {"train.precision": "bf16", "memory.predict": False}
@@ -162,13 +165,7 @@ def test_frozen_weights_in_bf16_change_no_number(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "1f1b", "tensor"])
-def test_adapters_in_float64(strategy, tmp_path):
-    check(strategy, 2, tmp_path, [*lora_runs.CASES], double=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1_torch", "zero2", "1f1b", "tensor"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1_torch", "1f1b", "tensor"])
 def test_their_peaks_are_predicted(strategy, tmp_path):
     names, low = ["gpt", "path"], {"train.precision": "bf16"}
     for keys in ({}, low):

@@ -107,7 +107,7 @@ class _Sizes:
     @property
     def frozen_width(self) -> int:
         """Bytes of an element of a frozen parameter's shard: it has no fp32 value in bf16 runs."""
-        return self.used_width
+        return self.used_width if self.plan.frozen_in_bf16 else self.shard_width
 
     def shard(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Bytes of a rank's shard: each rank has equally many rows, the last ranks padded."""
