@@ -75,8 +75,10 @@ class AdapterRecord:
                 raise ValueError(
                     f"its format is {record['format']}, and this version reads {_FORMAT}"
                 )
-            names = [tuple(map(str, record[key])) for key in ("targets", "trained", "transposed")]
-            return cls(*names, float(record["scale"]), dict(record["settings"]))
+            keys = ("targets", "trained", "transposed")
+            targets, trained, transposed = (tuple(map(str, record[key])) for key in keys)
+            scale, settings = float(record["scale"]), dict(record["settings"])
+            return cls(targets, trained, transposed, scale, settings)
         except (UnreadableError, KeyError, TypeError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"export: {path} is not readable: {reason}.") from None
@@ -128,8 +130,8 @@ def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[
     record = AdapterRecord.of(adapters)
 
     def write(folder: Path) -> Mapping[str, FileRecord]:
-        state = {n: saved_state_of(t) for n, t in open_state_dict(folder).model.items()}
-        return write_tensors(folder / WEIGHTS, peft_state(record, state), RunContext.alone())
+        state = peft_state(record, open_state_dict(folder).model)
+        return write_tensors(folder / WEIGHTS, state, RunContext.alone())
 
     renamed = {BASE_CONFIG if name == CONFIG else name: file for name, file in files.items()}
     own: dict[str, KeptFile] = {
@@ -138,11 +140,6 @@ def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[
         WEIGHTS: write,
     }
     return {**renamed, **own}
-
-
-def saved_state_of(tensor: Any) -> StateTensor:
-    """Return a tensor of a file in the form that a save takes."""
-    return tensor if isinstance(tensor, StateTensor) else saved_state(tensor)
 
 
 def model_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, StateTensor]:
