@@ -5,7 +5,15 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-HUB = ["transformers>=5.20", "tokenizers", "huggingface_hub", "safetensors", "peft", "torchao", "timm"]
+HUB = [
+    "transformers>=5.24,<6",
+    "tokenizers",
+    "huggingface_hub",
+    "safetensors",
+    "peft",
+    "torchao",
+    "timm",
+]
 """Models of the Hugging Face Hub and of timm, their tokenizers, and adapters."""
 
 for link in ("strategies", "configs"):

@@ -39,7 +39,7 @@ GROUPS = {
         *("files", "versions", "job", "recorder", "memory", "ranks", "machine", "tensors"),
         *("checkpoint", "slicing"),
     ),
-    "learning": ("losses", "data", "models", "activations", "optim"),
+    "learning": ("losses", "data", "hub", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "own_loop", "engine", "report"),

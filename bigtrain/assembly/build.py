@@ -72,8 +72,7 @@ def build_runner(
     meter.phase("build")
     unreached = _left_out(resolved, blueprint.model)
     with meter.window():
-        plan, layout = resolved.plan, resolved.layout
-        model = blueprint.model
+        plan, layout, model = resolved.plan, resolved.layout, blueprint.model
         attach_head(workload.loss, model)  # before wrappers change names
         make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and shard parameters
         gradient_hooks = GradientHooks.take(model)  # materialising would drop them
@@ -106,6 +105,7 @@ def build_runner(
             routes=resolved.routes,
             unreached=unreached,
             gradient_hooks=gradient_hooks,
+            saved_parts=materialize.saved_parts,
         )
         # cut: first, so that later techniques see only this rank's layers.
         # slice: done above; later techniques see this rank's slices.

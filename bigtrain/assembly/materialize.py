@@ -11,9 +11,11 @@ from torch import Tensor
 from bigtrain.job.schema import Precision
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.parameters import named_tensors, names_of
+from bigtrain.models.saved_parts import SavedParts
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.install import local_slices
 from bigtrain.slicing.state import SlicedState
+from bigtrain.tensors.shards import StateTensor, copy_saved
 
 
 class Materializer:
@@ -43,6 +45,14 @@ class Materializer:
         self._low = frozenset(low)
         self._slices = slices
         self._done: set[str] = set()
+        self._read: set[str] = set()
+        """Names of tensors of which only this rank's slices were read."""
+        whole = slices is not None or self._double
+        self.saved_parts = None if whole else SavedParts(blueprint, self._done)
+        """Reads parts of saved values; None if ranks hold slices of tensors, or in float64."""
+        for name, parameter in blueprint.model.named_parameters():
+            if name in self._low and parameter.is_meta:  # shards of it get this dtype
+                parameter.data = parameter.data.to(torch.bfloat16)
 
     def __call__(self, names: Collection[str]) -> None:
         """Give the tensors of these names their values, unless they have them."""
@@ -54,7 +64,11 @@ class Materializer:
         self._done.update(pending)
         if blueprint.deferred:
             blueprint.materialize(
-                context.device, seed=context.seed, only=pending, finish=self._finish
+                context.device,
+                seed=context.seed,
+                only=pending,
+                finish=self._finish,
+                read=None if self._slices is None else self._read_slices,
             )
         else:
             blueprint.materialize(context.device, seed=context.seed, only=None)
@@ -71,6 +85,24 @@ class Materializer:
             dist.broadcast(tensor.detach(), src=0)
         if name in self._low:
             tensor.data = tensor.data.to(torch.bfloat16)
-        if self._slices is not None and name in self._slices.by_name:
+        if self._slices is not None and name in self._slices.by_name and name not in self._read:
             slices = self._slices.by_name[name]
             tensor.data = local_slices(tensor, slices, self._slices.group)
+
+    def _read_slices(self, name: str, form: Tensor, saved: StateTensor) -> Tensor | None:
+        """Read this rank's slices of a saved value; None if it is not sliced, or read as a whole.
+
+        Args:
+            name: the first name of the tensor.
+            form: the whole tensor on the meta device.
+            saved: its saved value.
+        """
+        state = self._slices
+        if state is None or name not in state.by_name or saved.read is None:
+            return None
+        slices, rank, size = state.by_name[name], state.group.rank, state.group.size
+        shape = slices.local_shape(form.shape, rank, size)
+        values = torch.empty(shape, dtype=form.dtype, device=self._context.device)
+        copy_saved(saved, values, slices.extents(form.shape, rank, size))
+        self._read.add(name)
+        return values

@@ -34,6 +34,7 @@ from bigtrain.job.batch import Batch
 from bigtrain.job.schema import Precision, Role, StrategyConfig, refuse_truth
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
+from bigtrain.models.saved_parts import SavedParts
 from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
@@ -295,6 +296,9 @@ class Assembly:
     gradient_hooks: GradientHooks = field(default_factory=GradientHooks)
     """The hooks that users have registered on parameters; runners call them on averaged
     gradients."""
+    saved_parts: SavedParts | None = None
+    """Reads parts of saved values, for a technique that shards parameters before they have values;
+    None if there is none to read, or if ranks hold slices."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]

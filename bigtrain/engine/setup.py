@@ -219,13 +219,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         loss,
         optimizer,
         blueprint.whole_bytes,
-        notes=(
-            *blueprint.notes,
-            *dtype_notes(plan, model, blueprint),
-            *frozen_notes(job, plan, blueprint),
-            *neutral_notes(job, model),
-            *notes,
-        ),
+        notes=(*blueprint.notes, *_model_notes(job, plan, model, blueprint), *notes),
     )
     # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
@@ -301,6 +295,12 @@ def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
         f"optim: {name}, lr {rate:g} constant, no warm-up, no weight decay, no clipping: the "
         "defaults, as no key of optim is set. Set optim.KEY=VALUE"
     ]
+
+
+def _model_notes(job: Job, plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:
+    """Lines on the parameters, and on the optimizer of a job that sets none of its keys."""
+    kept = [*dtype_notes(plan, model, blueprint), *frozen_notes(job, plan, blueprint)]
+    return [*kept, *neutral_notes(job, model)]
 
 
 def dtype_notes(plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:

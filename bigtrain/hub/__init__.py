@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: folders with a configuration, weights and a tokenizer, in and out.
+"""Models of the Hugging Face Hub: their configuration, weights and tokenizer, in and out.
 
 Decides: how a folder or an id is found; which class of transformers (or timm) its configuration
 means; which tensors of the files make each tensor of the model, and the reverse for an export;

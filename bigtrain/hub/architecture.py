@@ -1,9 +1,8 @@
-"""The class of transformers that a configuration means, and its construction with initial weights."""
+"""The class of transformers that a configuration means, made with initial weights."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,9 +71,9 @@ def read_architecture(folder: HubFolder, args: Mapping[str, Any]) -> Architectur
     name = args.get(ARCHITECTURE) or _named(folder, transformers)
     if name is None:
         return _by_kind(folder, config, transformers)
-    model_class = getattr(transformers, str(name), None)
+    model_class: Any = getattr(transformers, str(name), None)
     base = transformers.PreTrainedModel
-    if not inspect.isclass(model_class) or not issubclass(model_class, base):
+    if not (isinstance(model_class, type) and issubclass(model_class, base)):
         classes = [n for n in dir(transformers) if n.endswith(("LM", "Model", "Classification"))]
         key = (
             f"model.args.{ARCHITECTURE}" if ARCHITECTURE in args else f"{folder.key}: architecture"
@@ -84,9 +83,11 @@ def read_architecture(folder: HubFolder, args: Mapping[str, Any]) -> Architectur
             f"{did_you_mean(str(name), classes)} Set model.args.{ARCHITECTURE} to a class of "
             "transformers."
         )
-    if not isinstance(config, model_class.config_class or ()):
+    made_from: Any = getattr(model_class, "config_class", None)
+    if made_from is None or not isinstance(config, made_from):
         raise ConfigError(
-            f"model.args.{ARCHITECTURE}={name} is made from a {model_class.config_class.__name__}, "
+            f"model.args.{ARCHITECTURE}={name} is made from a "
+            f"{getattr(made_from, '__name__', 'configuration of its own')}, "
             f"and {folder.path} has a {type(config).__name__}. Set model.args.{ARCHITECTURE} to a "
             f"class for {kind}."
         )

@@ -2,7 +2,7 @@
 
 transformers keeps some tensors otherwise in memory than in files: the experts of a layer are
 stacked, names differ between a model with and without a head, old files have other names. Its
-rules are renamings and converters (`get_model_conversion_mapping`); this module applies them to
+rules are renamings and converters (its conversion_mapping); this module applies them to
 names alone, so that each tensor can be read when, and where, it is needed.
 """
 
@@ -193,8 +193,8 @@ class ConvertedTensors:
     def _joined(self, group: Group) -> StateTensor | None:
         """Describe stacked tensors as runs of their parts, so that any elements can be read.
 
-        None if the converter does more than to stack tensors (`MergeModulelist` along dim 0) and
-        to join the stacks along dim 1 (`Concatenate`).
+        None if the converter does more than to stack tensors along dim 0 (a MergeModulelist) and to
+        join the stacks along dim 1 (a Concatenate).
         """
         loading = import_library(_LOADING, "model.name")
         operations = group.converter.operations

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that `from_pretrained` opens, with the names of the source's files."""
+"""A checkpoint as a folder that from_pretrained opens, with the names of the source's files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bigtrain.checkpoint.folders import write_text
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.write import write_tensors
 from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular, read_bytes
 from bigtrain.hub.adapter_files import (
     BASE_CONFIG,
@@ -66,7 +67,7 @@ def export_folder(
     merge: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write a folder that `from_pretrained` of transformers opens; of adapters, that of peft.
+    """Write a folder that from_pretrained of transformers opens; of adapters, that of peft.
 
     Memory holds one tensor of the model and the pieces that are being written.
 
@@ -163,17 +164,17 @@ def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
             f"export: {checkpoint.path} has no {CONFIG}: its model is none of transformers. Give a "
             "file that ends in .safetensors or .pt."
         )
-    content = read_bytes(path)
+    settings, content = read_json_object(path), read_bytes(path)
     with tempfile.TemporaryDirectory() as name:  # transformers reads the usual name only
         (Path(name) / CONFIG).write_bytes(content)
-        folder = HubFolder(f"export {checkpoint.path}", Path(name), json.loads(content))
+        folder = HubFolder(f"export {checkpoint.path}", Path(name), settings)
         return read_architecture(folder, {}), Origin.read(checkpoint.path)
 
 
 def _with_ties(
     model: nn.Module, state: Mapping[str, StateTensor], names: Sequence[str] | None
 ) -> dict[str, StateTensor]:
-    """Return the tensors under the names that a file has: tied ones once, unless the source did not.
+    """Return the tensors under the names that a file has; a tied one under several if asked for.
 
     Raises:
         ConfigError: the checkpoint lacks a tensor of the model.
@@ -217,13 +218,16 @@ def reverted(
         rules = [rule for rule in used if rule.was_used()]
     converted = ConvertedTensors(model, state)
     found: dict[str, StateTensor] = {}
+    own_names: dict[str, str] = {}
     reverse = Rules.of([rule.reverse_transform() for rule in rules[::-1]])
     for group in reverse_grouped(state, reverse):
         for name, tensor in converted.of_group(group).items():
             found[_final_name(name, group, reverse)] = tensor
+        if group.converter is None:
+            own_names[group.name] = next(iter(group.sources))
     if names is None:
         return found, ()
-    return _as_named(model, found, names)
+    return _as_named(model, found, own_names, names)
 
 
 def _final_name(name: str, group: Group, reverse: Rules) -> str:
@@ -231,27 +235,42 @@ def _final_name(name: str, group: Group, reverse: Rules) -> str:
 
 
 def _as_named(
-    model: nn.Module, found: Mapping[str, StateTensor], names: Sequence[str]
+    model: nn.Module,
+    found: Mapping[str, StateTensor],
+    own_names: Mapping[str, str],
+    names: Sequence[str],
 ) -> tuple[dict[str, StateTensor], tuple[str, ...]]:
-    """Keep the tensors that the source had, under its names, and those of new modules."""
+    """Keep the tensors that the source had, under its names, and those of new modules.
+
+    Args:
+        model: the model.
+        found: the tensors, by the names that the reversed rules give.
+        own_names: the model's names of those that were only renamed; ties are known by them.
+        names: the names in the source's files.
+
+    Returns:
+        The tensors, and sentences on those that only one of the two has.
+    """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     wanted, tied = set(names), getattr(model, "all_tied_weights_keys", None) or {}
     made: dict[str, StateTensor] = {}
-    added = []
+    added: list[str] = []
+    taken: set[str] = set()
     for name, tensor in found.items():
         forms = (name, name.removeprefix(prefix), f"{prefix}{name}")
         own = next((form for form in forms if form in wanted), None)
         if own is not None:
             made[own] = tensor
-        elif name not in tied and not any(source == name for source in tied.values()):
+            taken.add(own_names.get(name, name))
+        elif own_names.get(name, name) not in {*tied, *tied.values()}:
             made[name] = tensor
             added.append(name)
-    # Of tied tensors that the source has under none of their names, one is kept.
-    for target, source in tied.items():
-        if source in found and not {source, target} & made.keys() and source not in made:
-            if not any(one in made for one, other in tied.items() if other == source):
-                made[source] = found[source]
-                added.append(source)
+    for name, tensor in found.items():  # of a tied tensor that the source lacked, its first name
+        source = own_names.get(name, name)
+        group = {source, *(target for target, other in tied.items() if other == source)}
+        if source in tied.values() and not group & taken:
+            made[name] = tensor
+            added.append(name)
     notes = []
     missing = sorted(wanted - made.keys())
     if missing:
@@ -275,7 +294,8 @@ def _write_files(folder: Path, state: Mapping[str, StateTensor], file_bytes: int
             filled = 0
         parts[-1][name] = tensor
         filled += tensor.nbytes
-    total, places = 0, {}
+    total = 0
+    places: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file_name = "model.safetensors"
         if len(parts) > 1:

@@ -6,7 +6,6 @@ configuration first. Several processes may do so at once: huggingface_hub locks 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ def _opened(path: Path, key: str) -> HubFolder:
         if gguf:
             raise _gguf(key, path / gguf[0])
         if _ADAPTER in names:
-            base = json.loads(read_bytes(path / _ADAPTER)).get("base_model_name_or_path")
+            base = read_json_object(path / _ADAPTER).get("base_model_name_or_path")
             raise ConfigError(
                 f"{key}: {path} is an adapter of {base}, not a model. Use model.name={HF}{base}."
             )

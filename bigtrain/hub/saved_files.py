@@ -72,7 +72,7 @@ class SavedFiles:
         """Return the contents by name.
 
         Args:
-            dtype: of the saved parameters; `from_pretrained` opens the model in it. None if there
+            dtype: of the saved parameters; from_pretrained opens the model in it. None if there
                 is none.
         """
         text = configuration_text(self.architecture.config, self.architecture.name, dtype)

@@ -17,6 +17,8 @@ from bigtrain.tensors.shards import StateTensor
 _COMPARED = 1 << 22
 """Elements of two tensors that are compared at a time."""
 
+_WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -63,12 +65,16 @@ def read_values(model: nn.Module, path: Path, key: str, excluded: Sequence[str])
         taken += [name for names in group.sources.values() for name in names]
     wanted = model.state_dict()
     _check_excluded(excluded, [*wanted, *saved])
-    values = {name: value for name, value in values.items() if not _is_in(name, excluded)}
+    values = {n: values[n] for n in wanted if n in values and not _is_in(n, excluded)}
     spare = [name for name in spare if not _is_in(name, excluded)]
     _check_shapes(key, model, values, wanted)
     _check_names(key, model, values, spare, excluded)
-    dtypes = {str(saved[name].dtype).removeprefix("torch.") for name in taken}
+    dtypes = {_word(saved[name].dtype) for name in taken if saved[name].dtype.is_floating_point}
     return SavedModel(_by_first_names(key, model, values), tuple(taken), tuple(sorted(dtypes)))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return _WORDS.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _opened(path: Path, key: str) -> Mapping[str, StateTensor]:
@@ -168,7 +174,7 @@ def _more(names: Sequence[str]) -> str:
 
 
 def _same_tensors(model: nn.Module) -> dict[str, list[str]]:
-    """Return for each name of a saved tensor all names of the same tensor: tied ones have several."""
+    """Return for each name all names of the same tensor: a tied tensor has several."""
     names: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():

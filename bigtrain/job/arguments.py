@@ -362,7 +362,9 @@ def checkpoint_parser() -> CommandParser:
     _add_convert_arguments(
         action("convert", "convert a checkpoint of another library, or an older one of bigtrain")
     )
-    _add_export_arguments(action("export", "write the tensors of a checkpoint to a file, or to a folder of the Hub"))
+    _add_export_arguments(
+        action("export", "write the tensors of a checkpoint to a file, or to a folder of the Hub")
+    )
     diff = action("diff", "print the largest differences of two checkpoints, by tensor")
     diff.add_argument("first", metavar="A", help=OWN_CHECKPOINTS)
     diff.add_argument("second", metavar="B", help=OWN_CHECKPOINTS)

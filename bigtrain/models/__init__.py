@@ -1,7 +1,7 @@
 """Models by name, described on the meta device and initialised later; and their blocks.
 
-Decides: built-in models, torchvision's, timm's and the Hub's, import paths; initial weights by seed and name (deferred
-initialisation); what counts as a block; which parameters may be bf16.
+Decides: built-in models, torchvision's, timm's and the Hub's, import paths; initial weights by seed
+and name (deferred initialisation); what counts as a block; which parameters may be bf16.
 """
 
 from __future__ import annotations

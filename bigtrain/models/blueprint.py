@@ -36,6 +36,9 @@ from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, 
 from bigtrain.models.parameters import first_named_tensors, named_tensors
 from bigtrain.tensors.shards import StateTensor, copy_saved
 
+ReadPart = Callable[[str, torch.Tensor, StateTensor], torch.Tensor | None]
+"""See `Blueprint.materialize`."""
+
 
 def initial_seed(seed: int, name: str) -> int:
     """Return the seed of one tensor's random numbers, equal in all processes, versions, machines.
@@ -155,6 +158,7 @@ class Blueprint:
         seed: int,
         only: Collection[str] | None = None,
         finish: Callable[[str, torch.Tensor], None] | None = None,
+        read: ReadPart | None = None,
     ) -> nn.Module:
         """Give parameters and buffers their initial values, in place.
 
@@ -170,6 +174,8 @@ class Blueprint:
                 None for all. The others are not changed.
             finish: called with the first name and the object of each tensor once it has its value,
                 before the next one of a deferred model gets memory.
+            read: returns this rank's part of a saved value, given the tensor's first name and its
+                description on meta; None to read it whole. Not called for tensors that overlap.
 
         Returns:
             `model`.
@@ -180,7 +186,7 @@ class Blueprint:
         tensors = self._chosen(only)
         with kept_random_state():
             if self._recording is not None:
-                self._replay(self._recording, tensors, torch.device(device), seed, finish)
+                self._replay(self._recording, tensors, torch.device(device), seed, finish, read)
                 return self.model
             if self._make is not None:
                 torch.default_generator.manual_seed(seed)
@@ -223,6 +229,7 @@ class Blueprint:
         device: torch.device,
         seed: int,
         finish: Callable[[str, torch.Tensor], None] | None,
+        read: ReadPart | None,
     ) -> None:
         storage_uses: dict[int, int] = {}
         for origin in self._origins.values():
@@ -232,13 +239,12 @@ class Blueprint:
             origin = self._origins[self._first_names.get(name, name)]
             saved, overlaps = self.saved_value(name), storage_uses[origin.spec.storage] > 1
             if saved is not None and not overlaps:  # no initial value is computed
-                values = _empty_as(origin.spec, device)
+                values = _saved_values(name, origin.spec, saved, device, read)
             else:
-                values = self._initial(
-                    recording, origin, device, seed, shared if overlaps else None
-                )
-            if saved is not None:
-                copy_saved(saved, values)
+                together = shared if overlaps else None
+                values = self._initial(recording, origin, device, seed, together)
+                if saved is not None:
+                    copy_saved(saved, values)
             tensor = _fill(self.model, tensor, values)
             del values
             if finish is not None:
@@ -414,10 +420,16 @@ def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
             tensor.data.copy_(new[name].data)
 
 
-def _empty_as(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Allocate a tensor of these sizes, in the same order of dims in memory unless it had gaps."""
+def _saved_values(
+    name: str, spec: TensorSpec, saved: StateTensor, device: torch.device, read: ReadPart | None
+) -> torch.Tensor:
+    """Read a saved value, or this rank's part, into memory with the order of dims of `spec`."""
     form = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
-    return torch.empty_like(form, device=device, memory_format=torch.preserve_format)
+    values = None if read is None else read(name, form, saved)
+    if values is None:
+        values = torch.empty_like(form, device=device, memory_format=torch.preserve_format)
+        copy_saved(saved, values)
+    return values
 
 
 def _trimmed(

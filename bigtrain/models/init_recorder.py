@@ -34,7 +34,7 @@ _INITIALISERS = {
     for function in vars(torch.nn.init).values()
     if isinstance(function, FunctionType)
 }
-"""The functions of torch.nn.init by their code: libraries replace the module's names for a while."""
+"""The functions of torch.nn.init by their code: libraries replace the names in that module."""
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 

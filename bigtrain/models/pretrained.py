@@ -52,9 +52,9 @@ def use_pretrained(blueprint: Blueprint, name: str, source: str, excluded: Seque
         saved = open_state_dict(path).model
     except CheckpointError as error:
         raise ConfigError(f"{key}: {error}. Give a state dict of {name}.") from None
-    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, excluded)}
     wanted = named_tensors(blueprint.model)
-    _check_excluded(excluded, wanted)
+    _check_excluded(excluded, wanted, saved)
+    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, excluded)}
     wanted = {n: tensor for n, tensor in wanted.items() if not _is_in(n, excluded)}
     _check(key, name, saved, wanted)
     blueprint.values = saved
@@ -65,9 +65,14 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _check_excluded(excluded: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
+def _check_excluded(
+    excluded: Sequence[str],
+    wanted: Mapping[str, torch.Tensor],
+    saved: Mapping[str, StateTensor],
+) -> None:
+    """Refuse a name that neither the model has nor the file, whose spare tensors it leaves out."""
     for module in excluded:
-        if not any(_is_in(name, [module]) for name in wanted):
+        if not any(_is_in(name, [module]) for name in (*wanted, *saved)):
             known = sorted({name.split(".")[0] for name in wanted})
             raise ConfigError(
                 f"model.pretrained_except: the model has no {module!r}. It has {', '.join(known)}."

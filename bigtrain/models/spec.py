@@ -62,6 +62,13 @@ class ModelSpec:
         return HubModel(name, config.args, config.pretrained, config.pretrained_except)
 
     @property
+    def is_hub_language(self) -> bool:
+        """Whether it is a causal language model of the Hub, whose head is found by a run."""
+        if self.hub is None:
+            return False
+        return self.hub.architecture.name.endswith(("ForCausalLM", "LMHeadModel"))
+
+    @property
     def begins_with_values(self) -> bool:
         """Whether `model.pretrained` gives values, by default or by name."""
         config: ModelConfig = self.config

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from bigtrain.tensors.memory_format import is_dense
 
-COPIED_BYTES = 16 << 20
+COPIED_BYTES = 4 << 20
 """`copy_saved` reads this many bytes at a time."""
 
 
@@ -99,8 +99,8 @@ class StateTensor:
     in_slices: bool = False
     """Whether each rank of the tp axis holds a different part."""
     read: Callable[[Sequence[Extent]], Tensor] | None = None
-    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None: `values`
-    is the only access."""
+    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None if only
+    `values` reads them."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:

@@ -37,7 +37,7 @@ FOREIGN = {"deepspeed", "fairscale"}
 ADAPTERS = {f"strategies.{library}_adapter" for library in FOREIGN}
 SHADOWING = {
     *("accelerate", "datasets", "deepspeed", "fairscale", "numpy", "pydantic", "rich"),
-    *("safetensors", "torch", "torchvision", "yaml"),
+    *("safetensors", "torch", "torchvision", "transformers", "timm", "tokenizers", "peft", "yaml"),
 }
 STARTING = {"-n", "--num-ranks", "--restarts", "--min-ranks"}
 TRAIN_OPTIONS = STARTING | {
@@ -120,7 +120,9 @@ def loaded(statement: str, *names: str) -> list[str]:
 
 def test_the_engine_loads_nothing_that_only_some_runs_need():
     names = ("torch", "deepspeed", "fairscale", "torchvision", "sklearn", "tensorboard")
-    assert loaded("import bigtrain.engine.engine", *names) == ["torch"]
+    names += ("transformers", "timm", "huggingface_hub", "tokenizers", "peft")
+    assert loaded("import bigtrain.engine.setup", *names) == ["torch"]
+    assert loaded("import bigtrain.hub.export", *names) == ["torch"]
 
 
 @pytest.mark.parametrize(

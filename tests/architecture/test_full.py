@@ -29,6 +29,7 @@ FULL = {
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 7,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
+    "hub/test_ranks_hub.py::test_every_family_trains_and_opens_again": 14,
     "hub/test_ranks_lora.py::test_a_fault_of_another_project_would_be_found": 3,
     "hub/test_ranks_lora.py::test_adapters_are_those_of_a_plain_loop": 25,
     "hub/test_ranks_lora.py::test_every_case_is_opened_again": 4,

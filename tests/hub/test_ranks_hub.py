@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.checkpoint.read import Checkpoint, FileTensor
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.first_batch import example_batch
 from bigtrain.hub.export import export_folder
@@ -26,6 +26,7 @@ from bigtrain.losses.loss import as_loss
 from bigtrain.models.spec import ModelSpec
 
 pytest.importorskip("transformers")
+from safetensors import safe_open  # noqa: E402
 from support import hub_models  # noqa: E402
 
 ROWS = 4
@@ -69,8 +70,28 @@ def plain_loop(folder: Path, family: str) -> tuple[float, nn.Module]:
     return float(loss.detach()), model.eval()
 
 
+class CountedReads:
+    """Counts the bytes that this process reads of tensors in files, inside a `with` block."""
+
+    nbytes = 0
+
+    def __enter__(self) -> CountedReads:
+        self._patch, inner = pytest.MonkeyPatch(), FileTensor.read
+
+        def read(tensor: FileTensor, extents: Any) -> Tensor:
+            values = inner(tensor, extents)
+            self.nbytes += values.nbytes
+            return values
+
+        self._patch.setattr(FileTensor, "read", read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
 def train_each(context: Any, strategy: str, root: Path, families: tuple[str, ...]) -> Any:
-    """By family the first loss; each model is saved after one step."""
+    """By family the first loss and the bytes that were read; each is saved after one step."""
     found = {}
     for family in families:
         job = job_from_keys(
@@ -92,8 +113,11 @@ def train_each(context: Any, strategy: str, root: Path, families: tuple[str, ...
         loss = as_loss(of_logits)
         first = (rows_of(given, slice(0, 1)), targets[:1])
         example = example_batch(first, loss, job, plan)
-        with Engine(blueprint, loss, sgd, job, context, example=example) as engine:
-            found[family] = engine.step((rows_of(given, own), targets[own])).loss
+        with CountedReads() as reads:
+            engine = Engine(blueprint, loss, sgd, job, context, example=example)
+        with engine:
+            step = engine.step((rows_of(given, own), targets[own]))
+            found[family] = step.loss, reads.nbytes
             engine.save(root / "saved" / family.replace(" ", "_"))
     return found
 
@@ -109,7 +133,8 @@ def check_each(
         source = folder_of(tmp_path, family)
         loss, trained = plain_loop(source, family)
         for result in results:
-            assert result[family] == pytest.approx(loss, abs=1e-6, rel=1e-6), family
+            assert result[family][0] == pytest.approx(loss, abs=1e-6, rel=1e-6), family
+        check_reads(strategy, source, [result[family][1] for result in results])
         given = batch(known(family))[0]
         expected = hub_models.logits_of(trained, given)
         step = tmp_path / "saved" / family.replace(" ", "_") / "step-1"
@@ -124,6 +149,20 @@ def check_each(
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-6, msg=family)
 
 
+def check_reads(strategy: str, source: Path, nbytes: list[int]) -> None:
+    """Each rank reads no element twice, and where it holds a part of the model only that."""
+    size = 0
+    for path in source.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            size += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    if strategy == "fsdp":  # every element by one rank
+        assert sum(nbytes) == size
+        assert max(nbytes) < 0.75 * size
+    elif strategy == "1f1b":  # a tied tensor by two
+        assert size <= sum(nbytes) < 1.5 * size
+    assert max(nbytes) <= size
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "1f1b"])
 def test_a_model_of_the_hub_trains_and_opens_again(strategy, tmp_path):
     check_each(tmp_path, strategy, 2, FEW)
@@ -131,8 +170,6 @@ def test_a_model_of_the_hub_trains_and_opens_again(strategy, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3", "1f1b", "tensor"]
-)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3", "1f1b", "tensor"])
 def test_every_family_trains_and_opens_again(strategy, ranks, tmp_path):
     check_each(tmp_path, strategy, ranks, EVERY)

@@ -75,6 +75,19 @@ def test_a_head_for_other_classes_begins_anew_where_that_is_asked_for(tmp_path):
         assert same == (not name.startswith("fc."))
 
 
+def test_tensors_that_only_the_file_has_are_left_out_as_the_message_says(tmp_path):
+    path = tmp_path / "weights.pth"
+    torch.save(saved(path) | {"extra.weight": torch.ones(2)}, path)
+    words = [f"model.pretrained={path}"]
+    with pytest.raises(ConfigError, match="lenet has no extra.weight") as said:
+        opened("single", words)
+    fix = shlex.split(str(said.value).partition(" Set ")[2].partition(" to leave")[0])
+    assert fix == ["model.pretrained_except=[extra]"]
+    opened("single", [*words, *fix])
+    with pytest.raises(ConfigError, match="the model has no 'other'"):
+        opened("single", [*words, "model.pretrained_except=[other]"])
+
+
 def test_torchvisions_own_cache_is_looked_into(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     words = [f"model.name={SMALL}", "model.pretrained=cache", "data.name=synthetic"]

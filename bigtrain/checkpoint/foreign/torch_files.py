@@ -83,7 +83,9 @@ class TorchTensor:
     def as_state(self) -> StateTensor:
         """Return the tensor in the form that a save takes."""
         read = self.stored.read if self._is_in_order() else None
-        return StateTensor(self.dtype, self.shape, whole_extents(self.shape), self.values, read=read)
+        return StateTensor(
+            self.dtype, self.shape, whole_extents(self.shape), self.values, read=read
+        )
 
 
 def _other_kind(path: Path, begins: bytes) -> str:

@@ -42,7 +42,7 @@ def check_chunks(spec: ModelSpec) -> None:
             f"entropy, and model.loss={config.loss} is another loss. Leave one of the two out."
         )
     keys = {"head": config.head, "chunk_size": config.chunk_size}
-    by_default = spec.is_language and config.loss is None
+    by_default = (spec.is_language or spec.is_hub_language) and config.loss is None
     chunked = by_default if config.chunked_loss is None else config.chunked_loss
     for key in (name for name, value in keys.items() if value is not None and not chunked):
         state = "false" if config.chunked_loss is not None else "off for this model and loss"
@@ -64,7 +64,8 @@ def choose_loss(
 ) -> Loss:
     """The task's loss, in chunks if the job asks for it.
 
-    Without `model.chunked_loss` only bigtrain's own language models have a chunked loss.
+    Without `model.chunked_loss` only bigtrain's own language models have a chunked loss, and those
+    of the Hub if a layer makes their logits: some change the logits after it.
 
     Args:
         spec: the specification of the model; its `config.loss` is None.
@@ -83,7 +84,10 @@ def choose_loss(
     task_loss = task.loss()
     if config.auxiliary_weight is not None:
         task_loss = _weighted(task_loss, spec, model)
-    is_chunked = spec.is_language if config.chunked_loss is None else config.chunked_loss
+    is_default = config.chunked_loss is None
+    is_chunked = config.chunked_loss
+    if is_chunked is None:
+        is_chunked = spec.is_language or (spec.is_hub_language and task.name == "language")
     if not is_chunked:
         return task_loss
     if copies_modules:
@@ -102,7 +106,12 @@ def choose_loss(
             f"of the logits, and the loss of a {task.name} task is another. "
             "Set model.chunked_loss=false."
         )
-    name = config.head or (GPT_HEAD if spec.is_language else None) or find_head(model, example)
+    try:
+        name = config.head or (GPT_HEAD if spec.is_language else None) or find_head(model, example)
+    except ConfigError:
+        if is_default:
+            return task_loss
+        raise
     check_head(name, model)
     head = model.get_submodule(name)
     if config.chunked_loss is None and several_waiting and isinstance(head, nn.Linear):

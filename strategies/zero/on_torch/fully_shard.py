@@ -6,7 +6,8 @@ pass. Gradients are reduced to shards after every micro-batch, so accumulation n
 In bf16 the only copy of the parameters are fp32 shards, which are gathered in bf16; gradients are
 summed over the ranks in fp32.
 
-The model is built sharded: a unit gets its values and is sharded before the next one does.
+The model is built sharded: a unit gets its values and is sharded before the next one does. If its
+values are in files (pretrained weights), it is sharded first, and each rank reads its shards only.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
+from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
 from bigtrain.tracing.routes import Routes
 from bigtrain.versions.torch_versions import reduce_scatter_single
 
@@ -147,18 +149,20 @@ class FullySharded(Zero):
             for name, unit in units_of(root, assembly.routes):
                 if name in through:
                     continue
-                assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
+                shards = _give_values(unit, f"{name}.", assembly, whole_params)
                 if whole_params.issuperset(unit.parameters()):
                     continue
                 _make_contiguous(unit)
                 shard_norms(unit)
                 policy = whole if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
+                _read_shards(unit, f"{name}.", assembly, shards)
                 _finish(unit, name, assembly)
-            assembly.materialize(names_of(root))
+            shards = _give_values(root, "", assembly, whole_params)
             _make_contiguous(root)
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
+            _read_shards(root, "", assembly, shards)
             _finish(root, "the model", assembly)
 
 
@@ -280,6 +284,60 @@ def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
     if assembly.plan.dp > 1 and any(parameter.requires_grad for parameter in scalars):
         assembly.average = average
     return scalars
+
+
+def _give_values(
+    unit: nn.Module, prefix: str, assembly: Assembly, whole_params: set[nn.Parameter]
+) -> list[str]:
+    """Give a unit its values, except for parameters whose shards can be read.
+
+    Args:
+        unit: a block, or the model.
+        prefix: the beginning of its names in the model.
+        assembly: the run that is being built.
+        whole_params: parameters that are not sharded.
+
+    Returns:
+        Names in the unit of the parameters that have no values yet.
+    """
+    parts = assembly.saved_parts
+    meta = [n for n, p in unit.named_parameters() if p.is_meta and p not in whole_params]
+    if parts is None or not meta or not parts.cover([prefix + name for name in meta]):
+        meta = []
+    later = set(meta)
+    assembly.materialize([prefix + name for name in names_of(unit) if name not in later])
+    return meta
+
+
+def _read_shards(unit: nn.Module, prefix: str, assembly: Assembly, names: Sequence[str]) -> None:
+    """Read this rank's shards of a unit that was sharded on the meta device."""
+    parts = assembly.saved_parts
+    if parts is None or not names:
+        return
+    on_host = assembly.plan.offload_tiers.parameters == "cpu"
+    device = torch.device("cpu") if on_host else assembly.context.device
+    sharded = dict(unit.named_parameters())
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in unit.modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                places.setdefault(id(parameter), []).append((module, own))
+    for name in names:
+        meta = sharded[name]
+        local = torch.empty_like(local_tensor(meta), device=device)
+        parts.copy(prefix + name, local, extents_of(meta))
+        parameter = nn.Parameter(as_dtensor_like(local, meta), meta.requires_grad)
+        for module, own in places[id(meta)]:  # a tied parameter has several
+            setattr(module, own, parameter)
+    for module in (unit, *_norm_units(unit)):
+        # Without a change of its own, `_apply` has fully_shard take the new parameters over.
+        if isinstance(module, FSDPModule):
+            module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def _norm_units(unit: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorms inside a unit, which are sharded apart in bf16."""
+    return [module for module in unit.modules() if isinstance(module, _NormBase)]
 
 
 def _make_contiguous(unit: nn.Module) -> None:
