@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -16,12 +17,20 @@ from bigtrain.job.schema import LoraConfig
 pytest.importorskip("peft")
 from support import hub_models  # noqa: E402
 
+from bigtrain.assembly.make_plan import make_plan  # noqa: E402
 from bigtrain.checkpoint.command import main as checkpoint_command  # noqa: E402
 from bigtrain.checkpoint.save import save_checkpoint  # noqa: E402
-from bigtrain.hub.adapter_files import RECORD, AdapterRecord, peft_settings  # noqa: E402
+from bigtrain.engine.setup import frozen_notes  # noqa: E402
+from bigtrain.hub.adapter_files import (  # noqa: E402
+    RECORD,
+    AdapterRecord,
+    peft_settings,
+    with_adapter_files,
+)
 from bigtrain.hub.export import export_folder, merged_checkpoint  # noqa: E402
 from bigtrain.hub.lora import adapters_of, attach, plain_name  # noqa: E402
 from bigtrain.models.blueprint import describe  # noqa: E402
+from bigtrain.models.spec import ModelSpec  # noqa: E402
 from bigtrain.ranks.context import RunContext  # noqa: E402
 from bigtrain.tensors.shards import StateTensor  # noqa: E402
 
@@ -174,8 +183,6 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
 
 def saved(folder: Any, model: nn.Module) -> Any:
     state = {f"model.{n}": StateTensor.of(t) for n, t in model.state_dict().items()}
-    from bigtrain.hub.adapter_files import with_adapter_files
-
     files = with_adapter_files(model, {})
     return save_checkpoint(folder, 1, state, {"samples_seen": 0}, RunContext.alone(), texts=files)
 
@@ -227,3 +234,35 @@ def test_the_settings_name_ends_of_names_if_they_mean_the_same_layers():
 
     assert named(targets=["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
     assert named(targets=["layers.0.*.q_proj"]) == ["model.layers.0.self_attn.q_proj"]
+
+
+def notes_of(word: str, *words: str, strategy: str = "single") -> str:
+    job = load_job("default", strategy, [word, *words])
+    plan = make_plan(job, 1, "cpu")
+    blueprint = ModelSpec.of(job.model).describe(num_classes=None, sequence_length=None)
+    return "\n".join(frozen_notes(job, plan, blueprint))
+
+
+def test_a_run_says_what_is_trained_and_what_frozen_parameters_need():
+    small = "model.args={num_layers: 2, width: 32, num_heads: 2}"
+    said = notes_of("model.lora.rank=4", small)
+    assert "model.lora: rank 4, alpha 8 on 8 layers (qkv, output, expand); 4.1k trained" in said
+    assert re.search(r"frozen parameters: 37\.8k, 14\d\.\d KiB in fp32 before they are sharded", said)
+    low = notes_of("model.lora.rank=4", small, "train.precision=bf16")
+    assert "in bf16 and fp32 before" in low  # autocast uses embeddings and norms in fp32
+    low = notes_of("model.freeze=[blocks.0]", small, "train.precision=bf16", strategy="fsdp")
+    assert " in bf16 before" in low
+    assert "model.lora" not in low
+    assert notes_of(small) == ""
+
+
+def test_a_run_says_that_stacked_experts_get_no_adapter(tmp_path):
+    folder = hub_models.save("mixtral", tmp_path / "mixtral")
+    said = notes_of(f"model.name=hf:{folder}", "model.lora.rank=2")
+    assert "stacked weights of experts (model.layers.0.mlp.experts.gate_up_proj, ...)" in said
+
+
+def test_dropout_is_before_the_adapter():
+    model = attach(Net(), section(targets=["first.0"], dropout=0.25))
+    dropped = [module.p for module in model.first.modules() if isinstance(module, nn.Dropout)]
+    assert dropped == [0.25]
