@@ -247,7 +247,9 @@ def test_a_run_says_what_is_trained_and_what_frozen_parameters_need():
     small = "model.args={num_layers: 2, width: 32, num_heads: 2}"
     said = notes_of("model.lora.rank=4", small)
     assert "model.lora: rank 4, alpha 8 on 8 layers (qkv, output, expand); 4.1k trained" in said
-    assert re.search(r"frozen parameters: 37\.8k, 14\d\.\d KiB in fp32 before they are sharded", said)
+    assert re.search(
+        r"frozen parameters: 37\.8k, 14\d\.\d KiB in fp32 before they are sharded", said
+    )
     low = notes_of("model.lora.rank=4", small, "train.precision=bf16")
     assert "in bf16 and fp32 before" in low  # autocast uses embeddings and norms in fp32
     low = notes_of("model.freeze=[blocks.0]", small, "train.precision=bf16", strategy="fsdp")
