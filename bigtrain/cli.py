@@ -91,9 +91,9 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.verify.command import main as run
     elif command == "checkpoint":
         from bigtrain.checkpoint.command import main as run_action
-        from bigtrain.hub.export import export_folder
+        from bigtrain.hub.export import export_folder, merged_checkpoint
 
-        run = partial(run_action, export_folder=export_folder)
+        run = partial(run_action, export_folder=export_folder, merge_state=merged_checkpoint)
     elif command == "init":
         from bigtrain.job.starter import main as run
     elif command == "doctor":

@@ -25,6 +25,10 @@ class ConfigError(BigtrainError, ValueError):
     exit_status = 2
 
 
+class UnfitModelError(ConfigError):
+    """A model cannot be changed as the job asks, however it is constructed."""
+
+
 class UnreadableError(ConfigError):
     """A file, folder or environment variable cannot be used.
 

@@ -22,6 +22,7 @@ _NOT_OURS = {
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by accelerate, which peft imports
 }
 
 

@@ -18,7 +18,7 @@ from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.parameters import bf16_parameter_names, names_of
+from bigtrain.models.parameters import bf16_parameter_names, frozen_low_names, names_of
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
@@ -76,7 +76,7 @@ def build_runner(
         attach_head(workload.loss, model)  # before wrappers change names
         make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and shard parameters
         gradient_hooks = GradientHooks.take(model)  # materialising would drop them
-        bf16_names = () if plan.master_weights else bf16_parameter_names(model)
+        bf16_names = _bf16_names(model, plan)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
@@ -121,6 +121,15 @@ def build_runner(
         assembly.collect_parameters()
         # The runner makes the optimizer last, because sharding has changed the parameters.
         return _recorded_runner(assembly)
+
+
+def _bf16_names(model: nn.Module, plan: Plan) -> list[str]:
+    """The parameters that get bf16 values and no others; engines make other bf16 copies."""
+    if not plan.master_weights:
+        return bf16_parameter_names(model)
+    if not plan.frozen_in_bf16:
+        return []
+    return frozen_low_names(model, bf16_parameters=plan.bf16_parameters)
 
 
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:

@@ -47,8 +47,12 @@ class Materializer:
         self._done: set[str] = set()
         self._read: set[str] = set()
         """Names of tensors of which only this rank's slices were read."""
-        self.saved_parts = None if slices is not None else SavedParts(blueprint, self._done)
-        """Reads parts of saved values; None if ranks hold slices of tensors."""
+        whole = slices is not None or self._double
+        self.saved_parts = None if whole else SavedParts(blueprint, self._done)
+        """Reads parts of saved values; None if ranks hold slices of tensors, or in float64."""
+        for name, parameter in blueprint.model.named_parameters():
+            if name in self._low and parameter.is_meta:  # shards of it get this dtype
+                parameter.data = parameter.data.to(torch.bfloat16)
 
     def __call__(self, names: Collection[str]) -> None:
         """Give the tensors of these names their values, unless they have them."""

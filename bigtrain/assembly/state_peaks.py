@@ -26,7 +26,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
-from bigtrain.models.parameters import bf16_parameter_names
+from bigtrain.models.parameters import low_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise
@@ -395,7 +395,8 @@ def _in_whole_tensors(local: Mapping[str, Held], slices: SlicedState) -> dict[st
 def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> Iterator[_Saved]:
     """The tensors of a model under all their names, with the dtypes in which they are saved."""
     double = plan.precision == "fp64"
-    bf16 = set(bf16_parameter_names(model)) if plan.bf16_parameters else set()
+    low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
+    bf16 = set(low_names(model, bf16_parameters=low, frozen_in_bf16=frozen))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -403,11 +404,11 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
             continue
         first_name = first.setdefault(id(tensor), name)
         low, dtype = first_name in bf16, tensor.dtype
+        trained = name in parameters and tensor.requires_grad
         if double and dtype.is_floating_point:
             dtype = torch.float64
-        elif low and not plan.master_weights:
+        elif low and (not plan.master_weights or (plan.frozen_in_bf16 and not trained)):
             low, dtype = False, torch.bfloat16
-        trained = name in parameters and tensor.requires_grad
         shape = tuple(tensor.shape)
         if slices is not None and name in slices.by_name:
             shape = slices.by_name[name].local_shape(shape, slices.group.rank, slices.group.size)

@@ -59,9 +59,18 @@ class FolderExport(Protocol):
     """Writes a checkpoint as a folder of the Hub; given by the command line (see `hub.export`)."""
 
     def __call__(
-        self, checkpoint: Checkpoint, output: Path, dtype: torch.dtype | None
+        self, checkpoint: Checkpoint, output: Path, dtype: torch.dtype | None, *, merge: bool
     ) -> ExportedFolder:
         """Write the folder."""
+
+
+class StateMerge(Protocol):
+    """Adds adapters to a model's weights; given by the command line (see `hub.export`)."""
+
+    def __call__(
+        self, checkpoint: Checkpoint, state: Mapping[str, StateTensor]
+    ) -> dict[str, StateTensor]:
+        """Return the tensors by their names in the model without adapters."""
 
 
 class ExportedFolder(Protocol):
@@ -79,13 +88,22 @@ class ExportedFolder(Protocol):
     def notes(self) -> tuple[str, ...]:
         """Sentences about tensors that differ from the source's."""
 
+    @property
+    def opened_by(self) -> str:
+        """The library whose `from_pretrained` opens it."""
 
-def main(arguments: list[str], export_folder: FolderExport | None = None) -> int:
+
+def main(
+    arguments: list[str],
+    export_folder: FolderExport | None = None,
+    merge_state: StateMerge | None = None,
+) -> int:
     """Run one action of the command and return the exit status.
 
     Args:
         arguments: the words after `bigtrain checkpoint`.
         export_folder: writes folders of the Hub; None to refuse them.
+        merge_state: merges adapters for a file; None if `export_folder` is None.
 
     Raises:
         ConfigError: there is no checkpoint, or the output file exists already.
@@ -97,7 +115,7 @@ def main(arguments: list[str], export_folder: FolderExport | None = None) -> int
         "inspect": _inspect,
         "verify": _verify,
         "convert": _convert,
-        "export": partial(_export, export_folder=export_folder),
+        "export": partial(_export, export_folder=export_folder, merge_state=merge_state),
         "diff": _diff,
     }
     try:
@@ -298,7 +316,11 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace, export_folder: FolderExport | None) -> int:
+def _export(
+    options: argparse.Namespace,
+    export_folder: FolderExport | None,
+    merge_state: StateMerge | None,
+) -> int:
     checkpoint = Checkpoint(_find(options.path, "export"))
     output, prefix = Path(options.output), f"{options.part}."
     if output.suffix in _OTHER_FILES or (export_folder is None and output.suffix not in _FILES):
@@ -310,6 +332,8 @@ def _export(options: argparse.Namespace, export_folder: FolderExport | None) -> 
         raise ConfigError(f"export: {output} is there already. Give another name, or remove it.")
     if not output.parent.is_dir():
         raise ConfigError(f"export: there is no folder {output.parent}. Make it: mkdir -p")
+    if options.merge and options.part != "model":
+        raise ConfigError("export: --merge is for --part model. Leave one of the two out.")
     dtype = _DTYPES[options.dtype] if options.dtype else None
     if export_folder is not None and output.suffix not in _FILES:
         return _export_folder(options, checkpoint, output, dtype, export_folder)
@@ -323,6 +347,8 @@ def _export(options: argparse.Namespace, export_folder: FolderExport | None) -> 
             f"export: {checkpoint.path} has no {options.part} state, only "
             f"{', '.join(sorted({name.partition('.')[0] for name in checkpoint.tensors}))}."
         )
+    if options.merge and merge_state is not None:
+        state = merge_state(checkpoint, state)
     with _replacing(output) as draft:
         if output.suffix == ".pt":
             tensors = {
@@ -348,7 +374,7 @@ def _export_folder(
             f"export: a folder has the model only, and --part is {options.part}. Give a file that "
             "ends in .safetensors or .pt."
         )
-    made = export_folder(checkpoint, output, dtype)
+    made = export_folder(checkpoint, output, dtype, merge=options.merge)
     if options.as_json:
         about = {"path": str(output), "tensors": made.tensors, "bytes": made.nbytes}
         _write_json({**about, "notes": list(made.notes)})
@@ -356,7 +382,7 @@ def _export_folder(
     sys.stdout.write(f"{output}: {made.tensors} tensors, {format_bytes(made.nbytes)}\n")
     for note in made.notes:
         sys.stdout.write(f"  {note}\n")
-    sys.stdout.write(f"Open it with transformers: from_pretrained('{output}')\n")
+    sys.stdout.write(f"Open it with {made.opened_by}: from_pretrained('{output}')\n")
     return 0
 
 

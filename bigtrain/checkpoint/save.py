@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ from bigtrain.errors import CheckpointError, LostRankError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
+KeptFile = str | bytes | Callable[[Path], Mapping[str, FileRecord]]
+"""The content of a file, or a function that writes it into the folder of a checkpoint whose tensors
+have been written, and returns its record."""
+
 
 def save_checkpoint(
     folder: Path,
@@ -39,7 +43,7 @@ def save_checkpoint(
     context: RunContext,
     *,
     keep: int = 1,
-    texts: Mapping[str, str | bytes] | None = None,
+    texts: Mapping[str, KeptFile] | None = None,
 ) -> Path:
     """Write a whole checkpoint. Collective; see `CheckpointWriting`."""
     writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
@@ -59,7 +63,7 @@ class CheckpointWriting:
         meta: the rest of the state, as JSON values; rank 0's are written.
         context: the context of all ranks.
         keep, best: see `publish`.
-        texts: contents of further files by name; rank 0's are written.
+        texts: further files by name; rank 0's are written.
 
     Raises:
         CheckpointError: the checkpoint cannot be begun; raised on all ranks.
@@ -75,7 +79,7 @@ class CheckpointWriting:
         *,
         keep: int = 1,
         best: bool = False,
-        texts: Mapping[str, str | bytes] | None = None,
+        texts: Mapping[str, KeptFile] | None = None,
     ) -> None:
         self.path = folder / f"step-{step}"
         self._step, self._keep, self._best = step, keep, best
@@ -132,7 +136,7 @@ class CheckpointWriting:
             raise _failure(self._draft.parent, failed[0])
 
         def publish_files() -> Path:
-            small: dict[str, str | bytes] = {**index_texts(self._files), **self._texts}
+            small: dict[str, KeptFile] = {**index_texts(self._files), **self._texts}
             head = {"format": FORMAT, "step": self._step, "torch": torch.__version__}
             small[STATE] = json.dumps({**head, **self._meta}, indent=1)
             every = {
@@ -142,6 +146,9 @@ class CheckpointWriting:
                 for name, record in outcome[2].items()
             }
             for name, text in small.items():
+                if callable(text):
+                    every |= text(self._draft)
+                    continue
                 content = text.encode() if isinstance(text, str) else text
                 write_text(self._draft / name, content)
                 every[name] = file_record(content)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from bigtrain.checkpoint.folders import has_own_lock, sole_writer
-from bigtrain.checkpoint.save import CheckpointWriting
+from bigtrain.checkpoint.save import CheckpointWriting, KeptFile
 from bigtrain.checkpoint.write import HostBuffer
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
@@ -75,7 +75,7 @@ class Saver:
         step: int,
         state: Mapping[str, StateTensor],
         meta: Mapping[str, Any],
-        texts: Mapping[str, str | bytes],
+        texts: Mapping[str, KeptFile],
         *,
         best: bool = False,
         added: AddedBytes | None = None,

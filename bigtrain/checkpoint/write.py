@@ -294,10 +294,12 @@ class FileWriting:
         self._writer.write(file, piece, buffer)
 
 
-def write_tensors(path: Path, state: Mapping[str, StateTensor], context: RunContext) -> None:
-    """Write one file of tensors on rank 0. Collective."""
+def write_tensors(
+    path: Path, state: Mapping[str, StateTensor], context: RunContext
+) -> dict[str, FileRecord]:
+    """Write one file of tensors on rank 0, and return its record there. Collective."""
     files = [tensor_file(path.name, 0, gather_entries(state, context, [0]))]
-    FileWriting(path.parent, files, state, context.rank).finish(context)
+    return FileWriting(path.parent, files, state, context.rank).finish(context)
 
 
 def _copy_extent(buffer: Tensor, extent: Extent, values: Tensor) -> None:

@@ -105,6 +105,12 @@ class Plan:
         """Whether autocast converts fp32 parameters at each use."""
         return self.precision == "bf16" and not self.bf16_parameters
 
+    @cached_property
+    def frozen_in_bf16(self) -> bool:
+        """Whether frozen parameters have no fp32 values: in bf16, if torch implements all parts."""
+        on_torch = all(technique.traits.on_torch for technique in self.techniques.values())
+        return self.precision == "bf16" and on_torch
+
     @property
     def uses_channels_last(self) -> bool:
         """Whether weights are in the channels-last format; sharded ones stay contiguous."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.checkpoint.folders import as_folder
+from bigtrain.checkpoint.save import KeptFile
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
@@ -22,6 +23,7 @@ from bigtrain.core.state import extra_modules, extra_states
 from bigtrain.engine.alongside.average import AVERAGE_SUFFIX, WeightAverage
 from bigtrain.engine.seeds import continue_streams
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.hub.adapter_files import with_adapter_files
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.own_loop.calls import LoopCalls
@@ -105,15 +107,17 @@ class SavedState(LoopCalls):
             self._removed.tell(folder)
         return path
 
-    def _kept_files(self, state: Mapping[str, StateTensor]) -> Mapping[str, str | bytes]:
+    def _kept_files(self, state: Mapping[str, StateTensor]) -> Mapping[str, KeptFile]:
         """The files besides the weights that other libraries need to open the model."""
-        if self.blueprint.files is not None:
-            if not self.context.is_main:  # rank 0 writes them
-                return {}
+        if self.blueprint.files is None:
+            with self.blueprint.given_back():
+                files: Mapping[str, KeptFile] = config_texts(self.runner.module)
+        elif self.context.is_main:  # rank 0 writes them
             dtypes = (t.dtype for name, t in state.items() if name.startswith("model."))
-            return self.blueprint.files(next((d for d in dtypes if d.is_floating_point), None))
-        with self.blueprint.given_back():
-            return config_texts(self.runner.module)
+            files = self.blueprint.files(next((d for d in dtypes if d.is_floating_point), None))
+        else:
+            files = {}
+        return with_adapter_files(self.blueprint.model, files)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Resume from a checkpoint: weights, optimizer, schedule, position, random states.

@@ -27,6 +27,7 @@ from bigtrain.engine.run_loss.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.run_loss.infer_loss import infer_loss
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
+from bigtrain.hub.lora import adapters_of
 from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
@@ -37,11 +38,13 @@ from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, UntoldTask
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models.blueprint import Blueprint
+from bigtrain.models.parameters import low_names
 from bigtrain.models.spec import ModelSpec
 from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
+from bigtrain.units import format_bytes, format_count
 
 MAX_WORKERS = 4
 """The most reader processes of a rank on a GPU, unless `data.workers` sets their number."""
@@ -206,14 +209,13 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
     data, loss, example, notes = _followed_loss(job, plan, data, model, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
-    own_notes = [*dtype_notes(plan, model, blueprint), *neutral_notes(job, model)]
     workload = Workload(
         blueprint.model,
         example,
         loss,
         optimizer,
         blueprint.whole_bytes,
-        notes=(*blueprint.notes, *own_notes, *notes),
+        notes=(*blueprint.notes, *_model_notes(job, plan, model, blueprint), *notes),
     )
     # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
@@ -310,6 +312,12 @@ def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
     ]
 
 
+def _model_notes(job: Job, plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:
+    """Lines on the parameters, and on the optimizer of a job that sets none of its keys."""
+    kept = [*dtype_notes(plan, model, blueprint), *frozen_notes(job, plan, blueprint)]
+    return [*kept, *neutral_notes(job, model)]
+
+
 def dtype_notes(plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:
     """Return a line on the dtypes of the parameters and of the files that they come from."""
     if model.hub is None:
@@ -324,6 +332,41 @@ def dtype_notes(plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]
     if not blueprint.saved_dtypes:
         return [f"{model.hub.key}: initial weights; {kept}"]
     return [f"{model.hub.key}: {' and '.join(blueprint.saved_dtypes)} in the files; {kept}"]
+
+
+def frozen_notes(job: Job, plan: Plan, blueprint: Blueprint) -> list[str]:
+    """Return lines on the adapters and on the frozen parameters of a job that asks for them."""
+    if job.model.lora is None and not job.model.freeze:
+        return []
+    model, lines = blueprint.model, list[str]()
+    named = dict(model.named_parameters())
+    frozen = {name: p for name, p in named.items() if not p.requires_grad}
+    trained = sum(p.numel() for p in named.values() if p.requires_grad)
+    adapters = adapters_of(model)
+    if adapters is not None:
+        words = f"rank {adapters.config.rank}, alpha {adapters.alpha:g}"
+        own = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adapters.targets))
+        lines.append(
+            f"model.lora: {words} on {len(adapters.targets)} layers ({own}); "
+            f"{format_count(trained)} trained parameters"
+        )
+        experts = [name for name, p in frozen.items() if p.dim() == 3 and "experts" in name]
+        if experts:
+            lines.append(
+                f"model.lora: {len(experts)} stacked weights of experts ({experts[0]}, ...) are no "
+                "layers of their own, get no adapter and stay frozen"
+            )
+    used, held = plan.bf16_parameters, plan.frozen_in_bf16
+    low = set(low_names(model, bf16_parameters=used, frozen_in_bf16=held))
+    wide = 8 if plan.precision == "fp64" else 4
+    nbytes = sum(p.numel() * (2 if name in low else wide) for name, p in frozen.items())
+    kept = f"fp{8 * wide}" if not low else "bf16" if low >= frozen.keys() else "bf16 and fp32"
+    count = sum(p.numel() for p in frozen.values())
+    return [
+        *lines,
+        f"frozen parameters: {format_count(count)}, {format_bytes(nbytes)} in {kept} before they "
+        "are sharded or cut; no gradients, no optimizer state",
+    ]
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +14,20 @@ import torch
 from torch import nn
 
 from bigtrain.checkpoint.folders import write_text
-from bigtrain.checkpoint.foreign.state_dicts import saved_state
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.write import write_tensors
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular, read_bytes
+from bigtrain.hub.adapter_files import (
+    BASE_CONFIG,
+    SETTINGS,
+    WEIGHTS,
+    AdapterRecord,
+    merged_state,
+    model_state,
+    peft_state,
+)
 from bigtrain.hub.architecture import Architecture, read_architecture
 from bigtrain.hub.conversion import (
     ConvertedTensors,
@@ -45,6 +55,8 @@ class Exported:
     tensors: int
     nbytes: int
     notes: tuple[str, ...] = ()
+    opened_by: str = "transformers"
+    """The library whose `from_pretrained` opens it."""
 
 
 def export_folder(
@@ -52,9 +64,10 @@ def export_folder(
     output: Path,
     dtype: torch.dtype | None,
     *,
+    merge: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write a folder that from_pretrained of transformers opens.
+    """Write a folder that from_pretrained of transformers opens; of adapters, that of peft.
 
     Memory holds one tensor of the model and the pieces that are being written.
 
@@ -62,28 +75,26 @@ def export_folder(
         checkpoint: a checkpoint of a run whose model was `hf:`, or is one of transformers.
         output: the new folder.
         dtype: dtype of floating-point tensors; None for that of the checkpoint.
+        merge: add adapters to the weights, and write the model; otherwise they are written alone.
         file_bytes: the most bytes of tensors in one file.
 
     Raises:
-        ConfigError: the checkpoint has no configuration of a model of transformers, or its tensors
-            are not those of the model.
+        ConfigError: there are no adapters to merge; the checkpoint has no configuration of a model
+            of transformers, or its tensors are not those of the model.
         CheckpointError: the folder could not be written; nothing is left of it.
     """
+    record = AdapterRecord.read(checkpoint.path)
+    if record is not None and not merge:
+        return _export_adapters(checkpoint, record, output, dtype)
     architecture, origin = _described(checkpoint)
     with torch.device("meta"):
         model = architecture.build(architecture.config)
-    prefix = "model."
-    state = {
-        name.removeprefix(prefix): saved_state(tensor, dtype)
-        for name, tensor in checkpoint.tensors.items()
-        if name.startswith(prefix)
-    }
+    state = model_state(checkpoint, dtype)
+    if merge:
+        state = merged_checkpoint(checkpoint, state)
     names = None if origin is None else origin.names
     saved, notes = reverted(model, _with_ties(model, state, names), names)
-    draft = output.with_name(f".{output.name}.draft")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+    with _replacing(output) as draft:
         size = _write_files(draft, saved, file_bytes)
         dtypes = {name: tensor.dtype for name, tensor in state.items()}
         text = configuration_text(architecture.config, architecture.name, main_dtype(dtypes))
@@ -91,24 +102,73 @@ def export_folder(
         for name in COMPANIONS:
             if is_regular(checkpoint.path / name):
                 (draft / name).write_bytes(read_bytes(checkpoint.path / name, most=1 << 30))
+    return Exported(output, len(saved), size, notes)
+
+
+@contextlib.contextmanager
+def _replacing(output: Path) -> Iterator[Path]:
+    """A folder that gets its name at the end of the `with` block, or is removed.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    draft = output.with_name(f".{output.name}.draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        yield draft
         draft.replace(output)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{output} could not be written: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(output, len(saved), size, notes)
+
+
+def _export_adapters(
+    checkpoint: Checkpoint, record: AdapterRecord, output: Path, dtype: torch.dtype | None
+) -> Exported:
+    state = peft_state(record, model_state(checkpoint, dtype))
+    with _replacing(output) as draft:
+        write_tensors(draft / WEIGHTS, state, RunContext.alone())
+        write_text(draft / SETTINGS, json.dumps(record.settings, indent=2))
+        for name in COMPANIONS:
+            if is_regular(checkpoint.path / name):
+                (draft / name).write_bytes(read_bytes(checkpoint.path / name, most=1 << 30))
+    base = record.settings.get("base_model_name_or_path")
+    note = f"Adapters of {base}; --merge writes the whole model."
+    return Exported(output, len(state), sum(t.nbytes for t in state.values()), (note,), "peft")
+
+
+def merged_checkpoint(
+    checkpoint: Checkpoint, state: Mapping[str, StateTensor]
+) -> dict[str, StateTensor]:
+    """Return the tensors of a checkpoint's model with the adapters added to the weights.
+
+    Raises:
+        ConfigError: the checkpoint has no adapters.
+    """
+    record = AdapterRecord.read(checkpoint.path)
+    if record is None:
+        raise ConfigError(
+            f"export --merge: {checkpoint.path} has no adapters (model.lora). Leave --merge out."
+        )
+    return merged_state(record, state)
 
 
 def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
     path = checkpoint.path / CONFIG
     if not is_regular(path):
+        path = checkpoint.path / BASE_CONFIG
+    if not is_regular(path):
         raise ConfigError(
             f"export: {checkpoint.path} has no {CONFIG}: its model is none of transformers. Give a "
             "file that ends in .safetensors or .pt."
         )
-    settings = read_json_object(path)
-    folder = HubFolder(f"export {checkpoint.path}", checkpoint.path, settings)
-    return read_architecture(folder, {}), Origin.read(checkpoint.path)
+    settings, content = read_json_object(path), read_bytes(path)
+    with tempfile.TemporaryDirectory() as name:  # transformers reads the usual name only
+        (Path(name) / CONFIG).write_bytes(content)
+        folder = HubFolder(f"export {checkpoint.path}", Path(name), settings)
+        return read_architecture(folder, {}), Origin.read(checkpoint.path)
 
 
 def _with_ties(

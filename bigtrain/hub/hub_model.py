@@ -51,6 +51,12 @@ class HubModel:
         own_weights = self.pretrained is None
         return find_folder(self.name, self.key, weights=own_weights)
 
+    @property
+    def source(self) -> str:
+        """The folder's path from the root, or the id."""
+        path = Path(self.name).expanduser()
+        return str(path.resolve()) if path.exists() else self.name
+
     @cached_property
     def architecture(self) -> Architecture:
         """The class and its configuration.

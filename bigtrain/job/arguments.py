@@ -482,6 +482,11 @@ def _add_export_arguments(parser: CommandParser) -> None:
         choices=("fp64", "fp32", "fp16", "bf16"),
         help="dtype of floating-point tensors (default: as saved)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add adapters (model.lora) to the weights; without it a folder has them alone",
+    )
 
 
 def _side_parser(

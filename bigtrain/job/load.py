@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -390,8 +390,9 @@ def _suggest(path: KeyPath, known: list[str], kind: type[BaseModel]) -> str:
 def _fields_at(kind: type[BaseModel], path: KeyPath) -> list[str]:
     for key in path:
         info = kind.model_fields.get(key)
-        inner = info.annotation if info else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kinds = (info.annotation, *get_args(info.annotation)) if info else ()  # X, and X | None
+        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        if inner is None:
             return []
         kind = inner
     return list(kind.model_fields)

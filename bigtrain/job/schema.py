@@ -96,6 +96,34 @@ class ConfigSection(BaseModel):
         return refuse_truth(field.annotation, value, field.metadata)
 
 
+class LoraConfig(ConfigSection):
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), as the library peft has them."""
+
+    rank: int = Field(ge=1)
+    """Columns of the matrices A and B of each adapter."""
+    alpha: float | None = Field(None, gt=0)
+    """An adapter adds alpha / rank times B A to its weight; by default twice the rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability of dropout before A."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Modules that get an adapter: names, last parts of names, or patterns (`layers.[0-3].*_proj`).
+    `all-linear`: every linear layer but the head."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules, named in the same way, that are trained themselves and saved with the adapters."""
+
+    @field_validator("targets", "modules_to_save", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("targets")
+    @classmethod
+    def _has_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("needs a name or pattern, such as all-linear (got an empty list)")
+        return value
+
+
 class ModelConfig(ConfigSection):
     """The model."""
 
@@ -112,6 +140,11 @@ class ModelConfig(ConfigSection):
     pretrained_except: tuple[str, ...] = ()
     """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
     a head for other classes."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters, or of modules that hold them, that are not trained. `!`
+    before a pattern trains them; the last pattern that fits decides: `['*', '!head']`."""
+    lora: LoraConfig | None = None
+    """Train adapters, and freeze everything else: `model.lora.rank=8`."""
     loss: str | None = None
     """`package.module:function`, a mean loss of (output, target); by default the task's loss."""
     chunked_loss: bool | None = None
@@ -125,10 +158,24 @@ class ModelConfig(ConfigSection):
     head: str | None = None
     """The name of the linear layer that makes the logits; by default it is found."""
 
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
     @field_validator("pretrained", mode="before")
     @classmethod
     def _no_weights(cls, value: object) -> object:
         return "none" if value is False or value == "false" else value
+
+    @model_validator(mode="after")
+    def _frozen_once(self) -> ModelConfig:
+        if self.lora is not None and self.freeze:
+            raise ValueError(
+                f"{as_word('freeze', self.freeze)}: with model.lora all but the adapters and "
+                "model.lora.modules_to_save is frozen. Leave model.freeze out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> ModelConfig:

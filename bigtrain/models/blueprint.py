@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.errors import ConfigError, UnfitModelError, did_you_mean
 from bigtrain.models.caches import NOTE, switch_off_caches, switch_on_caches
 from bigtrain.models.init_recorder import InitRecorder
 from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
@@ -84,6 +84,8 @@ class Blueprint:
     """For each random operation, the name that its seed is made from."""
     _first_names: dict[str, str] = field(default_factory=dict)
     """Every name of every tensor -> its first one; complete even if other stages are dropped."""
+    _seed_name: Callable[[str], str] = str
+    """The name that stands for a tensor's in its seed."""
     _uncached: list[Any] = field(default_factory=list)
     """Configurations whose `use_cache` was switched off."""
 
@@ -145,7 +147,7 @@ class Blueprint:
         """Describe the model again; a module that was passed already built is copied."""
         if self._make is None:
             return Blueprint.of(copy.deepcopy(self.model))
-        twin = describe(self._make)
+        twin = describe(self._make, self._seed_name)
         twin.values = self.values
         return twin
 
@@ -280,7 +282,7 @@ class Blueprint:
         return view_storage(storage, spec)
 
 
-def describe(make: Callable[[], nn.Module]) -> Blueprint:
+def describe(make: Callable[[], nn.Module], seed_name: Callable[[str], str] = str) -> Blueprint:
     """Run a model's constructor on the meta device and record how to compute the values.
 
     If that is impossible (the constructor reads random values, draws on the CPU, uses an
@@ -288,12 +290,15 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
 
     Args:
         make: builds the model; called once, or once on meta and once on the CPU.
+        seed_name: returns the name that the seed of a tensor is made from, given its first name.
 
     Raises:
         ConfigError: the result is not a module, or has parameters without a shape.
     """
     try:
-        return _describe_on_meta(make)
+        return _describe_on_meta(make, seed_name)
+    except UnfitModelError:
+        raise
     except CannotDefer as finding:
         reason = str(finding)
     except Exception as error:
@@ -312,7 +317,7 @@ def as_blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blue
     return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
 
 
-def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
+def _describe_on_meta(make: Callable[[], nn.Module], seed_name: Callable[[str], str]) -> Blueprint:
     with kept_random_state() as state:
         with InitRecorder() as recorder:
             model = make()
@@ -333,17 +338,17 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
             raise CannotDefer(f"it puts {name!r} on {tensor.device} itself")
     for name in _loose_tensors(model):
         raise CannotDefer(f"it keeps a tensor at {name!r} that is no parameter or buffer")
-    blueprint = Blueprint(model, _make=make, _recording=recording)
+    blueprint = Blueprint(model, _make=make, _recording=recording, _seed_name=seed_name)
     first = {id(tensor): name for name, tensor in tensors.items()}
     blueprint._first_names = {name: first[id(t)] for name, t in named_tensors(model).items()}
     for name, tensor in tensors.items():
         spec = recording.spec(tensor)
         closure = recording.closure(spec.storage)
         blueprint._origins[name] = _Origin(spec, closure)
-        draws = 0
+        draws, own = 0, seed_name(name)
         for index in closure:
             if recording.operations[index].random and index not in blueprint._owners:
-                blueprint._owners[index] = f"{name}#{draws}" if draws else name
+                blueprint._owners[index] = f"{own}#{draws}" if draws else own
                 draws += 1
     return blueprint
 

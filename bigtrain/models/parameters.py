@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model by name, and which of them may be bf16."""
+"""Parameters and buffers of a model by name, and which of them are bf16."""
 
 from __future__ import annotations
 
@@ -42,3 +42,55 @@ def bf16_parameter_names(model: nn.Module) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.dtype == torch.float32 and id(parameter) not in in_norms
     ]
+
+
+_AUTOCAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def low_names(model: nn.Module, *, bf16_parameters: bool, frozen_in_bf16: bool) -> list[str]:
+    """Return the names of parameters that layers have in bf16.
+
+    Nothing updates a frozen parameter, so it needs no fp32 value. Where autocast converts weights
+    at each use, frozen ones of the layers that it does this for are bf16 all the time: the numbers
+    are the same. Others, such as those of norms and embeddings, are used in fp32 there.
+
+    Args:
+        model: with `requires_grad` of its parameters as in the run.
+        bf16_parameters: see `Plan.bf16_parameters`.
+        frozen_in_bf16: see `Plan.frozen_in_bf16`.
+    """
+    if bf16_parameters:
+        return bf16_parameter_names(model)
+    if not frozen_in_bf16:
+        return []
+    converted = _converted(model)
+    return [name for name in bf16_parameter_names(model) if name in converted]
+
+
+def frozen_low_names(model: nn.Module, *, bf16_parameters: bool) -> list[str]:
+    """Return the names of frozen parameters that have no fp32 value; see `low_names`."""
+    names = low_names(model, bf16_parameters=bf16_parameters, frozen_in_bf16=True)
+    return [name for name in names if not model.get_parameter(name).requires_grad]
+
+
+def _converted(model: nn.Module) -> set[str]:
+    """The names of frozen parameters that only layers use whose weights autocast converts."""
+    elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if not _is_autocast(module)
+    }
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):  # it reads its layers' weights itself
+            elsewhere.update(map(id, module.parameters()))
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and id(parameter) not in elsewhere
+    }
+
+
+def _is_autocast(module: nn.Module) -> bool:
+    is_conv1d = type(module).__module__ == "transformers.pytorch_utils"
+    return isinstance(module, _AUTOCAST_LAYERS) or is_conv1d

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import nn
+
 from bigtrain.errors import ConfigError
 from bigtrain.hub.folder import HF
 from bigtrain.hub.hub_model import INITIAL, HubModel
-from bigtrain.job.schema import ModelConfig
+from bigtrain.hub.lora import adapters_of, attach, plain_name
+from bigtrain.job.schema import LoraConfig, ModelConfig
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
+from bigtrain.models.freeze import freeze
 from bigtrain.models.pretrained import use_pretrained
 
 
@@ -98,24 +103,68 @@ class ModelSpec:
             vocabulary = num_classes if sequence_length is not None else None
             self.hub.check(vocabulary)
             labels = {} if sequence_length is not None else self.hub.classes(num_classes)
-            return _hub_blueprint(self.hub, labels)
-        defaults = model_defaults(
-            config.name, num_classes=num_classes, sequence_length=sequence_length
-        )
-        args = {**defaults, **config.args}
-        blueprint = describe(lambda: make_model(config.name, args))
-        if config.pretrained is not None and self.begins_with_values:
-            use_pretrained(blueprint, config.name, config.pretrained, config.pretrained_except)
+            blueprint = _hub_blueprint(self.hub, labels, config.lora)
+        else:
+            defaults = model_defaults(
+                config.name, num_classes=num_classes, sequence_length=sequence_length
+            )
+            blueprint = _blueprint(config, {**defaults, **config.args}, self.begins_with_values)
+        if config.freeze:
+            blueprint.change(lambda model: freeze(model, config.freeze))
         return blueprint
 
 
-def _hub_blueprint(hub: HubModel, labels: Mapping[str, Any]) -> Blueprint:
+def _blueprint(config: ModelConfig, args: Mapping[str, Any], has_values: bool) -> Blueprint:  # noqa: FBT001
+    """Describe a model that is not of the Hub, with adapters if the job asks for them."""
+
+    def make() -> nn.Module:
+        return make_model(config.name, args)
+
+    lora, source = config.lora, config.pretrained if has_values else None
+    if source is None:
+        return _adapted(make, lora, config.name)
+    blueprint = _adapted(make, lora, config.name)
+    plain = blueprint if lora is None else describe(make)
+    use_pretrained(plain, config.name, source, config.pretrained_except)
+    blueprint.values = _adapted_names(blueprint.model, plain.values)
+    return blueprint
+
+
+def _hub_blueprint(hub: HubModel, labels: Mapping[str, Any], lora: LoraConfig | None) -> Blueprint:
     """Describe a model of the Hub: each tensor has a saved value, or an initial one."""
     if labels and not labels.keys() & hub.args.keys():
         hub = replace(hub, args={**hub.args, **labels})
-    blueprint = describe(hub.architecture.make)
-    saved = hub.values(blueprint.model) if hub.has_weights else None
-    if saved is not None:
-        blueprint.values, blueprint.saved_dtypes = saved.values, saved.dtypes
+    blueprint = _adapted(hub.architecture.make, lora, hub.source, hub.architecture.name)
+    saved = None
+    if hub.has_weights:
+        # Adapters change the names of the tensors, and the files have those of the plain model.
+        saved = hub.values(blueprint.model if lora is None else _on_meta(hub))
+        blueprint.values = _adapted_names(blueprint.model, saved.values)
+        blueprint.saved_dtypes = saved.dtypes
     blueprint.files = hub.saved_files(saved).files
     return blueprint
+
+
+def _on_meta(hub: HubModel) -> nn.Module:
+    with torch.device("meta"):
+        return hub.architecture.build(hub.architecture.config)
+
+
+def _adapted(
+    make: Callable[[], nn.Module],
+    lora: LoraConfig | None,
+    base: str,
+    class_name: str | None = None,
+) -> Blueprint:
+    """Describe a model with its adapters; other tensors have the values that they have without."""
+    if lora is None:
+        return describe(make)
+    return describe(lambda: attach(make(), lora, base, class_name), plain_name)
+
+
+def _adapted_names(model: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return values by the names that the tensors have in a model with adapters."""
+    adapters = adapters_of(model)
+    if adapters is None:
+        return values
+    return {adapters.adapted_name(name): value for name, value in values.items()}

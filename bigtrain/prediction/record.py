@@ -30,7 +30,7 @@ from bigtrain.memory.timeline import Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.compiled import programs_for_every_size
-from bigtrain.models.parameters import bf16_parameter_names
+from bigtrain.models.parameters import low_names
 from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
 from bigtrain.optim.update import state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
@@ -163,7 +163,8 @@ def _fake_model(
     """The model without values, with the dtypes, memory format and slices of the run."""
     plan = resolved.plan
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
-    for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
+    low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
+    for name in low_names(fake, bf16_parameters=low, frozen_in_bf16=frozen):
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
     if plan.uses_channels_last:

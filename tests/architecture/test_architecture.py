@@ -80,7 +80,7 @@ CHECKPOINT_ACTIONS = {
     "inspect": {"--tensors"},
     "verify": set(),
     "convert": {"--step", "--samples", "--tie", "--key", "--strip"},
-    "export": {"--part", "--dtype"},
+    "export": {"--part", "--dtype", "--merge"},
     "diff": {"--exit-code"},
 }
 HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")

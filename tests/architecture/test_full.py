@@ -31,6 +31,10 @@ FULL = {
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 10,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 10,
     "hub/test_ranks_hub.py::test_every_family_trains_and_opens_again": 14,
+    "hub/test_ranks_lora.py::test_a_fault_of_another_project_would_be_found": 3,
+    "hub/test_ranks_lora.py::test_adapters_are_those_of_a_plain_loop": 25,
+    "hub/test_ranks_lora.py::test_every_case_is_opened_again": 4,
+    "hub/test_ranks_lora.py::test_their_peaks_are_predicted": 5,
     "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised"
     "_as_usual": 61,

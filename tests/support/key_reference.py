@@ -104,6 +104,10 @@ def rows_of(cls: type[BaseModel], prefix: str) -> list[str]:
         values = values_of(field.annotation, field.metadata)
         cells = (f"`{prefix}{name}`", values, default_of(field), texts.get(name, ""))
         lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+        # A section that may be left out; roles have tables of their own.
+        for inner in () if cls is StrategyConfig else get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                lines += rows_of(inner, f"{prefix}{name}.")[2:]
     return lines
 
 

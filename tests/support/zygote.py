@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from support.zygote_python import SUFFIX
 
-Flavour = Literal["plain", "deepspeed"]
+Flavour = Literal["plain", "deepspeed", "hub"]
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]

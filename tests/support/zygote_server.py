@@ -55,6 +55,7 @@ def flavours() -> dict[str, list[str]]:
             "deepspeed.runtime.zero.stage3",
             "deepspeed.runtime.zero.stage_1_and_2",
         ],
+        "hub": ["transformers", "peft", "transformers.models.llama.modeling_llama"],
     }
 
 

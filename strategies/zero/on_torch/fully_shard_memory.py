@@ -104,17 +104,26 @@ class _Sizes:
         """Bytes of an element of a gathered unit."""
         return 2 if self.plan.bf16_parameters else self.shard_width
 
+    @property
+    def frozen_width(self) -> int:
+        """Bytes of an element of a frozen parameter's shard: it has no fp32 value in bf16 runs."""
+        return self.used_width if self.plan.frozen_in_bf16 else self.shard_width
+
     def shard(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Bytes of a rank's shard: each rank has equally many rows, the last ranks padded."""
         key = (id(unit), trained)
         if key not in self._known:  # the unit is stored too, so that no other gets its id
-            elements = sum(
-                math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
-                for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
-                if wanted or not trained
+            nbytes = sum(
+                (self.shard_width if is_trained else self.frozen_width) * self._padded(shape)
+                for shape, is_trained in zip(unit.shapes, unit.trained, strict=True)
+                if is_trained or not trained
             )
-            self._known[key] = unit, self.shard_width * elements
+            self._known[key] = unit, nbytes
         return self._known[key][1]
+
+    def _padded(self, shape: tuple[int, ...]) -> int:
+        """The elements of a rank's shard of a parameter."""
+        return math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
 
     def first_shards(self, units: Sequence[BlockTicks]) -> int:
         """Bytes by which sharding the units one by one exceeds the whole model at the most.
@@ -125,7 +134,10 @@ class _Sizes:
         for unit in units:
             shard = self.shard(unit)
             most = max(most, excess + shard)
-            excess += shard - self.shard_width * sum(math.prod(shape) for shape in unit.shapes)
+            excess += shard - sum(
+                (self.shard_width if is_trained else self.frozen_width) * math.prod(shape)
+                for shape, is_trained in zip(unit.shapes, unit.trained, strict=True)
+            )
         return most
 
     @property
@@ -144,7 +156,7 @@ class _Sizes:
 
     def whole(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit after it is copied out of the flat buffer."""
-        return self.shard(unit) * self.ranks * self.used_width // self.shard_width
+        return sum(map(self._padded, unit.shapes)) * self.ranks * self.used_width
 
     def copied(self, unit: BlockTicks) -> int:
         """Bytes in addition to a whole unit at the most, while one rank copies its parameters.
@@ -155,10 +167,11 @@ class _Sizes:
         if not self.alone:
             return 0
         done = last = most = 0
-        for shape in unit.shapes:
+        for shape, is_trained in zip(unit.shapes, unit.trained, strict=True):
             elements = math.prod(shape)
-            copies = [self.shard_width * elements] if self.on_host else []
-            copies += [self.used_width * elements] if self.used_width != self.shard_width else []
+            width = self.shard_width if is_trained else self.frozen_width
+            copies = [width * elements] if self.on_host else []
+            copies += [self.used_width * elements] if self.used_width != width else []
             most = max(most, done + last + sum(copies))
             done, last = done + self.used_width * elements, copies[-1] if copies else 0
             most = max(most, done + last)

@@ -69,7 +69,9 @@ class ShardedOptimizer(Zero):
         share = math.ceil(profile.trained_elements / plan.dp)
         # fp32 elements for each element of the share: the state, and in bf16 the parameter itself.
         state_slots = profile.state_slots + (1 if plan.bf16_parameters else 0)
-        kept_fraction = forecast.states.optimizer / max(1, profile.optimizer_bytes)
+        kept_fraction = float(plan.offload_tiers.optimizer == "device")
+        if profile.optimizer_bytes:  # SGD has no state, and yet each rank has its fp32 share
+            kept_fraction = forecast.states.optimizer / profile.optimizer_bytes
         optimizer = size * share * state_slots + profile.state_scalars / plan.dp
         states = replace(forecast.states, optimizer=round(optimizer * min(1.0, kept_fraction)))
         step = forecast.step

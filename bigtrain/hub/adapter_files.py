@@ -1,0 +1,215 @@
+"""Adapters in the files of the library peft, and merged into the weights of their model.
+
+adapter_config.json          peft's settings
+adapter_model.safetensors    A and B of each adapter, and the modules that are trained themselves
+adapters.json                the layers that have adapters: written by a run for `export`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.checkpoint.foreign.state_dicts import open_state_dict, saved_state
+from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.checkpoint.save import KeptFile
+from bigtrain.checkpoint.write import FileRecord, write_tensors
+from bigtrain.errors import ConfigError, UnreadableError
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import is_regular
+from bigtrain.hub.folder import CONFIG
+from bigtrain.hub.lora import ADAPTER, BASE, Adapters, adapters_of
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor, whole_extents
+
+SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+RECORD = "adapters.json"
+BASE_CONFIG = "base_config.json"
+"""The configuration of the model that has the adapters."""
+_FORMAT = 1
+_PREFIX = "base_model.model."
+"""peft writes it before the name of each tensor."""
+_MATRICES = re.compile(
+    rf"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])\.{ADAPTER}(?P<end>\.weight)?"
+)
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """The adapters of a checkpoint: everything that its tensors do not tell."""
+
+    targets: tuple[str, ...]
+    trained: tuple[str, ...]
+    transposed: tuple[str, ...]
+    scale: float
+    settings: Mapping[str, Any]
+    """The content of adapter_config.json."""
+
+    @classmethod
+    def of(cls, adapters: Adapters) -> AdapterRecord:
+        """Return the record of a run's adapters."""
+        kept = (adapters.targets, adapters.trained, adapters.transposed, adapters.scale)
+        return cls(*kept, peft_settings(adapters))
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterRecord | None:
+        """Read the record of a checkpoint; None if its model has no adapters.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        path = folder / RECORD
+        if not is_regular(path):
+            return None
+        try:
+            record = read_json_object(path)
+            if record["format"] != _FORMAT:
+                raise ValueError(
+                    f"its format is {record['format']}, and this version reads {_FORMAT}"
+                )
+            keys = ("targets", "trained", "transposed")
+            targets, trained, transposed = (tuple(map(str, record[key])) for key in keys)
+            scale, settings = float(record["scale"]), dict(record["settings"])
+            return cls(targets, trained, transposed, scale, settings)
+        except (UnreadableError, KeyError, TypeError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"export: {path} is not readable: {reason}.") from None
+
+    def text(self) -> str:
+        """Return the content of the file."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+
+
+def peft_settings(adapters: Adapters) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    config = adapters.config
+    return {
+        "peft_type": "LORA",
+        "task_type": _task_type(adapters.class_name),
+        "base_model_name_or_path": adapters.base,
+        "r": config.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": list(adapters.shortest),
+        "modules_to_save": list(adapters.trained) or None,
+        "fan_in_fan_out": bool(adapters.transposed) and adapters.transposed == adapters.targets,
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _task_type(class_name: str | None) -> str | None:
+    """Return peft's word for a class of transformers; None where it would add a head."""
+    if class_name is None:
+        return None
+    if class_name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "CAUSAL_LM"
+    return "SEQ_2_SEQ_LM" if class_name.endswith("ForConditionalGeneration") else None
+
+
+def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[str, KeptFile]:
+    """Add the files of adapters to those that a checkpoint has besides its tensors.
+
+    Args:
+        model: the model of a run.
+        files: the files of the model by name. Its configuration gets another name: beside one,
+            transformers would take the checkpoint's own tensors for those of the plain model.
+    """
+    adapters = adapters_of(model)
+    if adapters is None:
+        return dict(files)
+    record = AdapterRecord.of(adapters)
+
+    def write(folder: Path) -> Mapping[str, FileRecord]:
+        state = peft_state(record, open_state_dict(folder).model)
+        return write_tensors(folder / WEIGHTS, state, RunContext.alone())
+
+    renamed = {BASE_CONFIG if name == CONFIG else name: file for name, file in files.items()}
+    own: dict[str, KeptFile] = {
+        SETTINGS: json.dumps(record.settings, indent=2),
+        RECORD: record.text(),
+        WEIGHTS: write,
+    }
+    return {**renamed, **own}
+
+
+def model_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, StateTensor]:
+    """Return the tensors of a checkpoint's model by name."""
+    return {
+        name.removeprefix("model."): saved_state(tensor, dtype)
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith("model.")
+    }
+
+
+def peft_state(record: AdapterRecord, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+    """Return the trained tensors of a model under the names of peft's file."""
+    found = {}
+    for name, tensor in state.items():
+        matrix = _MATRICES.fullmatch(name)
+        if matrix is not None and matrix["module"] in record.targets:
+            kind = f"lora_{matrix['kind'] or ''}{matrix['letter']}{matrix['end'] or ''}"
+            found[f"{_PREFIX}{matrix['module']}.{kind}"] = tensor
+        elif any(name.startswith(f"{module}.") for module in record.trained):
+            found[f"{_PREFIX}{name}"] = tensor
+    return found
+
+
+def merged_state(record: AdapterRecord, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+    """Return a model's tensors with the adapters added to their weights, under the plain names.
+
+    The sum is computed in fp32, a tensor at a time, when it is read.
+    """
+    found = {}
+    for name, tensor in state.items():
+        matrix = _MATRICES.fullmatch(name)
+        if matrix is not None and matrix["module"] in record.targets:
+            continue
+        module, between, own = name.rpartition(f".{BASE}.")
+        if not between or module not in record.targets:
+            found[name] = tensor
+        elif own != "weight":
+            found[f"{module}.{own}"] = tensor
+        else:
+            found[f"{module}.{own}"] = _merged(record, state, module, tensor)
+    return found
+
+
+def _merged(
+    record: AdapterRecord, state: Mapping[str, StateTensor], module: str, weight: StateTensor
+) -> StateTensor:
+    first, second = (_matrix(state, module, letter) for letter in "AB")
+    is_embedding = f"{module}.lora_embedding_A.{ADAPTER}" in state
+
+    def values() -> Tensor:
+        a, b = (tensor.values().view(tensor.shape).float() for tensor in (first, second))
+        added = b @ a * record.scale
+        if is_embedding or module in record.transposed:
+            added = added.T
+        own = weight.values().view(weight.shape).float()
+        return (own + added).to(weight.dtype).reshape(-1)
+
+    return StateTensor(weight.dtype, weight.shape, whole_extents(weight.shape), values)
+
+
+def _matrix(state: Mapping[str, StateTensor], module: str, letter: str) -> StateTensor:
+    names = (
+        f"{module}.lora_{letter}.{ADAPTER}.weight",
+        f"{module}.lora_embedding_{letter}.{ADAPTER}",
+    )
+    found = next((state[name] for name in names if name in state), None)
+    if found is None:
+        raise ConfigError(
+            f"export: the checkpoint has no adapter {names[0]}, which its {RECORD} names. Give "
+            "another checkpoint."
+        )
+    return found

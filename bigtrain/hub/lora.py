@@ -1,0 +1,303 @@
+"""Low-rank adapters (LoRA) on a model, with the modules of the library peft.
+
+peft's layers are used as they are: they hold the frozen layer as `base_layer`, and the matrices A
+and B. Its wrapper for `modules_to_save` is not: it keeps a second, frozen copy of each such module,
+which nothing reads.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from bigtrain.errors import UnfitModelError, as_word, did_you_mean
+from bigtrain.hub.libraries import import_library
+from bigtrain.job.schema import LoraConfig
+
+ALL_LINEAR = "all-linear"
+"""The target that means every linear layer but the head."""
+BASE = "base_layer"
+"""The attribute of an adapted layer that holds the frozen one."""
+ADAPTER = "default"
+"""The name of the only adapter of a run."""
+_KEY = "model.lora"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The modules of a model that have adapters, and those that are trained themselves."""
+
+    config: LoraConfig
+    targets: tuple[str, ...]
+    trained: tuple[str, ...]
+    transposed: tuple[str, ...]
+    """The targets whose weight is stored as its transpose (Conv1D)."""
+    shortest: tuple[str, ...]
+    """The targets for peft: ends of names, if they name the same modules."""
+    base: str | None = None
+    """The folder or id of the model without adapters."""
+    class_name: str | None = None
+    """Its class, if it is one of transformers."""
+
+    @property
+    def alpha(self) -> float:
+        """See `LoraConfig.alpha`."""
+        alpha = 2 * self.config.rank if self.config.alpha is None else self.config.alpha
+        return int(alpha) if alpha == int(alpha) else alpha
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.config.rank
+
+    def adapted_name(self, name: str) -> str:
+        """Return the name in the adapted model of a tensor of the model without adapters."""
+        module, _, own = name.rpartition(".")
+        return f"{module}.{BASE}.{own}" if module in self.targets else name
+
+
+def attach(
+    model: nn.Module, config: LoraConfig, base: str | None = None, class_name: str | None = None
+) -> nn.Module:
+    """Freeze a model and add adapters to the layers that the job names.
+
+    Args:
+        model: the model, on any device; it is changed.
+        config: the section `model.lora`.
+        base: the folder or id of the model, for peft's file.
+        class_name: its class, if it is one of transformers.
+
+    Returns:
+        `model`. Its attribute `lora_adapters` says which modules were changed.
+
+    Raises:
+        ConfigError: peft is not installed, or a name or pattern does not fit the model.
+    """
+    peft = import_library("peft", f"{_KEY}.rank={config.rank}")
+    saved = _matching(model, config.modules_to_save, f"{_KEY}.modules_to_save")
+    shared = _shared_modules(model)
+    _check_saved(saved, shared)
+    targets = _targets(model, config, saved, shared)
+    modules = dict(model.named_modules())
+    adapters = Adapters(
+        config,
+        tuple(targets),
+        tuple(saved),
+        tuple(name for name in targets if _kind(modules[name]) == "conv1d"),
+        tuple(_shortest(targets, modules)),
+        base,
+        class_name,
+    )
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=adapters.alpha,
+        lora_dropout=config.dropout,
+        target_modules="|".join(re.escape(name) for name in targets),
+    )
+    with warnings.catch_warnings():
+        # It warns of each Conv1D whose weight is transposed, and does the right thing.
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    for name in saved:
+        model.get_submodule(name).requires_grad_(True)
+    model.lora_adapters = adapters  # type: ignore[assignment]
+    return model
+
+
+def _shortest(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return ends of names that name just these modules, as peft compares them; else the names."""
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in targets)
+    meant = {name for name in modules if name.rpartition(".")[2] in ends}
+    return list(ends) if meant == set(targets) else list(targets)
+
+
+def adapters_of(model: nn.Module) -> Adapters | None:
+    """Return the adapted modules of a model; None if it has no adapters."""
+    found = getattr(model, "lora_adapters", None)
+    return found if isinstance(found, Adapters) else None
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a tensor of an adapted model has in the model without adapters."""
+    return name.replace(f".{BASE}.", ".")
+
+
+def _check_saved(saved: Sequence[str], shared: Mapping[str, str]) -> None:
+    """Refuse to train one of the two uses of a tied parameter."""
+    for module, other in shared.items():
+        holder = next((one for one in saved if module == one or module.startswith(f"{one}.")), None)
+        if holder is not None:
+            raise UnfitModelError(
+                f"{_KEY}.modules_to_save={holder}: the weight of {module} is also {other}, which "
+                f"would be trained with it. Leave it out of {_KEY}.modules_to_save, or untie them "
+                "(for transformers: model.args.tie_word_embeddings=false)."
+            )
+
+
+def _targets(
+    model: nn.Module, config: LoraConfig, saved: Sequence[str], shared: Mapping[str, str]
+) -> list[str]:
+    """Return the names of the modules that get an adapter, in the order of the model."""
+    modules = dict(model.named_modules())
+    found: dict[str, str] = {}
+    for pattern in config.targets:
+        if pattern == ALL_LINEAR:
+            names = list(_linear_layers(model))
+            if not names:
+                raise UnfitModelError(
+                    f"{_KEY}.targets={ALL_LINEAR}: {type(model).__name__} has no linear layer "
+                    f"besides its head. Name modules in {_KEY}.targets."
+                )
+        else:
+            names = _matching(model, [pattern], f"{_KEY}.targets")
+            names = _adaptable(modules, names, pattern)
+        found |= {name: found.get(name, pattern) for name in names}
+    for name, pattern in found.items():
+        _check_target(modules, name, pattern, saved, shared)
+    return [name for name in modules if name in found]
+
+
+def _adaptable(modules: Mapping[str, nn.Module], names: Sequence[str], pattern: str) -> list[str]:
+    """Return those that can take an adapter.
+
+    A pattern with wildcards passes over others; the name of a single kind of module does not.
+    """
+    fitting = [name for name in names if _kind(modules[name]) is not None]
+    others = [name for name in names if name not in fitting]
+    if others and (not fitting or not _is_wild(pattern)):
+        inside = [
+            name for name in modules if name.startswith(f"{others[0]}.") and _kind(modules[name])
+        ]
+        raise UnfitModelError(
+            f"{_KEY}.targets={pattern}: {others[0]} is a {type(modules[others[0]]).__name__}, and "
+            "adapters are for Linear, Embedding and GPT-2's Conv1D. "
+            + (f"Use {inside[0].rpartition('.')[2]}." if inside else "Name such layers.")
+        )
+    return fitting
+
+
+def _is_wild(pattern: str) -> bool:
+    return any(letter in pattern for letter in "*?[")
+
+
+def _kind(module: nn.Module) -> str | None:
+    """Return the kind of a layer that can take an adapter; None for all others."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    is_theirs = type(module).__module__ == "transformers.pytorch_utils"
+    return "conv1d" if is_theirs and type(module).__name__ == "Conv1D" else None
+
+
+def _linear_layers(model: nn.Module) -> Iterator[str]:
+    """The names of the linear layers but the head, and but those that are not called as layers."""
+    head = _head_of(model)
+    uncalled = _uncalled(model)
+    for name, module in model.named_modules():
+        if _kind(module) in ("linear", "conv1d") and name not in uncalled and module is not head:
+            yield name
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    """Return the output layer: the one that transformers names, else the last linear layer."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if isinstance(head, nn.Module):
+        return head
+    top = [module for module in model.children() if _kind(module) == "linear"]
+    return top[-1] if top else None
+
+
+def _uncalled(model: nn.Module) -> set[str]:
+    """The names of linear layers whose weights nn.MultiheadAttention reads without calling them."""
+    return {
+        f"{name}.out_proj" if name else "out_proj"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+
+
+def _shared_modules(model: nn.Module) -> dict[str, str]:
+    """For each module with a tied parameter, another name of that parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    shared = {}
+    for several in names.values():
+        for name in several:
+            other = next((one for one in several if one != name), None)
+            if other is not None:
+                shared[name.rpartition(".")[0]] = other
+    return shared
+
+
+def _check_target(
+    modules: Mapping[str, nn.Module],
+    name: str,
+    pattern: str,
+    saved: Sequence[str],
+    shared: Mapping[str, str],
+) -> None:
+    key = f"{_KEY}.targets={pattern}"
+    inside = next((one for one in saved if name == one or name.startswith(f"{one}.")), None)
+    if inside is not None:
+        raise UnfitModelError(
+            f"{key} names {name}, and {_KEY}.modules_to_save trains {inside} itself. Leave one of "
+            "the two out."
+        )
+    if name in shared:
+        raise UnfitModelError(
+            f"{key}: the weight of {name} is also {shared[name]}, and an adapter would change one "
+            f"of the two. Leave {name} out of {_KEY}.targets, or untie them (for transformers: "
+            "model.args.tie_word_embeddings=false)."
+        )
+    parent = modules.get(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        raise UnfitModelError(
+            f"{key}: nn.MultiheadAttention reads the weight of {name} without calling it, so an "
+            f"adapter would have no effect. Leave it out of {_KEY}.targets."
+        )
+    if isinstance(modules[name], nn.Embedding) and modules[name].sparse:
+        raise UnfitModelError(
+            f"{key}: {name} is an Embedding with sparse=True, whose gradient an adapter does not "
+            "have. Set sparse=False."
+        )
+
+
+def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
+    """Return the names of modules that fit any pattern, without those inside another of them.
+
+    Raises:
+        ConfigError: a pattern fits no module.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found: set[str] = set()
+    for pattern in patterns:
+        fitting = [name for name in names if _fits(name, pattern)]
+        if not fitting:
+            ends = list(dict.fromkeys([*(name.rpartition(".")[2] for name in names), *names]))
+            layers = dict.fromkeys(
+                name.rpartition(".")[2] for name, one in model.named_modules() if _kind(one)
+            )
+            raise UnfitModelError(
+                f"{as_word(key, [pattern])}: no module of {type(model).__name__} fits it"
+                f"{did_you_mean(pattern, ends)} Its layers are {', '.join(layers)}."
+            )
+        found.update(fitting)
+    return [name for name in names if name in found and not _has_above(name, found)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module's name, or the end of it after a dot, fits a pattern."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _has_above(name: str, names: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in names for end in range(1, len(parts)))
