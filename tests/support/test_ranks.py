@@ -109,6 +109,19 @@ def test_a_training_changes_nothing_for_the_next_call(strategy, mesh):
     assert run_ranks(train_and_name_process, 2, strategy, **mesh) == first
 
 
+def process_on_rank_0(context, change):
+    return process(context, change if context.rank == 0 else None)
+
+
+def test_a_process_stays_the_same_rank():
+    """torch caches a rank's shards by the mesh alone, so another rank would get wrong ones."""
+    first = run_ranks(process, 2)
+    run_ranks(process_on_rank_0, 2, "a switch")
+    again = run_ranks(process, 2)
+    assert again[0] not in first
+    assert again[1] == first[1]
+
+
 def test_a_call_that_fails_ends_its_ranks():
     first = run_ranks(process, 2)
     with pytest.raises(RankFailure, match="ValueError: no"):
