@@ -256,6 +256,7 @@ def commands() -> list[tuple[str, list[str]]]:
 OPTIONS = {
     "train": lambda given: arguments.train_arguments(given, starts_ranks=True),
     "plan": arguments.plan_arguments,
+    "check": arguments.peak_check_arguments,
     "compare": arguments.compare_arguments,
     "speedup": arguments.speedup_arguments,
     "verify": arguments.verify_arguments,
@@ -289,7 +290,7 @@ def test_commands_in_the_pages_can_be_read(page, words, tmp_path, monkeypatch):
     (tmp_path / "path.yaml").write_text(strategy_text)
     monkeypatch.chdir(tmp_path)
     words = as_train_command(words)
-    if SCRIPTS & set(words) or words == ["bigtrain", "train"]:
+    if SCRIPTS & set(words) or words in (["bigtrain", "train"], ["bigtrain", "check"]):
         return
     if words[0] == "python":
         assert (ROOT / words[1]).exists() or words[1].startswith("-"), words

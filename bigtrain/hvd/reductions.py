@@ -433,7 +433,7 @@ def sparse_allreduce_async(
     """Start an average or sum of sparse tensors; only their stored rows are sent. Collective.
 
     Args:
-        tensor: a tensor in sparse sparse_coo layout; ranks may store different rows.
+        tensor: a sparse tensor (torch.sparse_coo); ranks may store different rows.
         name: the name in messages.
         op: `hvd.Average` or `hvd.Sum`.
         process_set: the ranks that take part.

@@ -29,7 +29,7 @@ MESSAGES = {
     ("Mixed", "oss"): r"float64, which strategy oss does not support.*--strategy fsdp",
     ("Empty", "zero3"): r"e\.weight has no elements \(\[0, 16\]\).*--strategy fsdp",
     ("PostHook", "zero2"): r"b\.bias has a hook .*post_accumulate.*--strategy fsdp",
-    ("TensorExtra", "ddp"): r"_extra_state: get_extra_state gives a Tensor .*JSON",
+    ("TensorExtra", "ddp"): r"_extra_state: get_extra_state returned a Tensor .*JSON",
 }
 
 

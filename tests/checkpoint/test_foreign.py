@@ -225,7 +225,7 @@ def test_a_version_that_was_never_tried_is_named(tmp_path):
 def test_incomplete_and_foreign_layouts_of_deepspeed_are_refused(tmp_path):
     source = zero_folder(tmp_path / "source", 2)
     os.remove(source / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    with pytest.raises(CheckpointError, match=r"states of 1 ranks, and 2 wrote it. Copy the"):
+    with pytest.raises(CheckpointError, match=r"states of 1 ranks, and 2 ranks wrote .*Copy the"):
         open_source(source)
     (source / "layer_01-model_states.pt").touch()
     with pytest.raises(CheckpointError, match=r"by a pipeline or with tensor parallelism"):

@@ -65,7 +65,12 @@ def test_what_does_not_work_has_a_reason_and_nothing_else_has_one(rows):
         ("oss", "cut_1f1b", False, "takes a whole model"),
         ("ddp", "cut_1f1b", True, ""),
         ("oss", "optimizer_disk", False, "fairscale keeps all its states"),
-        ("single_activations_disk", "recompute_selective", False, "leave one of the two out"),
+        (
+            "single_activations_disk",
+            "recompute_selective",
+            False,
+            "or leave strategy.offload.activations out",
+        ),
         ("zero_bubble", "recompute_selective", False, "two for each micro-batch"),
         ("single", "accumulation", True, ""),
         ("single", "bf16", True, ""),

@@ -177,7 +177,7 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         ("train: {seed: 2020-99-99}\n", [], r"job\.yaml:1: not valid YAML: .* is no timestamp"),
         ("train: {5: 1}\n", [], r"job\.yaml:1: the key 5 is a int, and keys are words"),
         ("train: {null: 1}\n", [], r"job\.yaml:1: the key null is a null, and keys are words"),
-        ("strategy: {name: 5}\n", [], r"job\.yaml:1: strategy\.name: 5 names none"),
+        ("strategy: {name: 5}\n", [], r"job\.yaml:1: strategy\.name: 5 names no strategy"),
         ("{}", ["train.seed=!!int x"], r"^train\.seed=!!int x: not a value \('x' is no int\)"),
         ("{}", ["a" + ".a" * 400 + "=1"], r"is not an option"),
         ("{}", ["mesh=1", "mesh.pp=2"], r"mesh is set as a whole, and mesh\.pp in addition"),

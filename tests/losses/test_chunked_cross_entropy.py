@@ -337,7 +337,9 @@ def test_a_linear_layer_with_another_forward_is_no_head():
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002
             return super().forward(input) / 2
 
-    with pytest.raises(ConfigError, match=r"model\.head=0 is a Half.*its own forward"):
+    with pytest.raises(
+        ConfigError, match=r"model\.head=0 is a Half.*whose forward is not replaced"
+    ):
         check_head("0", nn.Sequential(Half(2, 2)))
 
 

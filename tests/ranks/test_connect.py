@@ -112,7 +112,7 @@ def test_pick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="mesh.backend='ucc' is not known"):
         pick_backend("ucc", cpu)  # type: ignore[arg-type]
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    with pytest.raises(ConfigError, match="mpi is not in this build .* use mesh.backend=gloo"):
+    with pytest.raises(ConfigError, match="mpi is not in this build .* Use mesh.backend=gloo"):
         pick_backend("mpi", cpu)
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
     assert pick_backend("mpi", cpu) == "mpi"

@@ -186,7 +186,7 @@ def test_the_outer_state_is_in_the_forecast(keys):
         (
             "",
             {"every": 2, "fragments": 3},
-            "fragments=3 are synchronized within strategy.replicate.every=2",
+            "fragments=3 are more than strategy.replicate.every=2 steps",
         ),
         ("", {"delay": 1}, "delay=1 applies an outer gradient late"),
         (

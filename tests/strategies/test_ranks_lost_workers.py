@@ -127,7 +127,7 @@ def test_the_others_make_all_their_steps(tmp_path, when, staleness, capfd):
     assert "bigtrain: worker 1 (rank 2) was lost in step " in errors
     assert "2 of 3 workers continue without its samples" in errors
     job = job_from_keys("parameter_server_async", {OPTION + "replay": str(tmp_path)})
-    with pytest.raises(ConfigError, match="a run that lost a worker, which its log cannot repeat"):
+    with pytest.raises(ConfigError, match="a run that lost a worker, which a replay cannot repeat"):
         make_plan(job, 4, "cpu")
 
 

@@ -4,10 +4,10 @@ After each step the replicas of a ring form pairs: (0, 1), (2, 3), ... after eve
 ..., (n-1, 0) after odd ones. Each pair averages its two models. No rank waits for more than one
 other rank.
 
-Memory: as one process, and the neighbour's parameters once more. Communication: the parameters,
-sent to one neighbour and received from it, once a step. Constraints: the losses are not those of
-one process; an even number of replicas; whole models. Example: bigtrain train -n 2 --strategy
-gossip.yaml
+Memory: as one process, and the neighbour's parameters once more.
+Communication: the parameters, sent to one neighbour and received from it, once a step.
+Constraints: the losses are not those of one process; an even number of replicas; whole models.
+Example: bigtrain train -n 2 --strategy gossip.yaml
 """
 
 from collections.abc import Mapping

@@ -69,11 +69,11 @@ def state() -> State:
         compared[name] = attributes = dict(vars(sys.modules[name]))
         # Caches of bigtrain grow in use; its tables, in capitals, do not.
         is_cached = name.startswith("bigtrain")
-        lengths = compared[f"lengths in {name}"] = {}
+        contents = compared[f"contents in {name}"] = {}
         for key, value in attributes.items():
             if type(value) in _CONTAINERS:
                 if not key.startswith("__") and (key.isupper() or not is_cached):
-                    lengths[key] = len(value)
+                    contents[key] = tuple(value.values() if type(value) is dict else value)
             elif isinstance(value, type) and value.__module__ == name:
                 compared[f"{name}.{value.__qualname__}"] = _attributes(value)
     for name in _PATCHED:
@@ -111,6 +111,8 @@ def changes(before: State, after: State) -> list[str]:
 
 
 def _is_same(before: Any, after: Any) -> bool:
+    if type(before) is tuple and type(after) is tuple:  # the contents of a list, dict or set
+        return len(before) == len(after) and all(map(is_, before, after))
     return before is after or (type(before) in _PLAIN and before == after)
 
 

@@ -98,14 +98,14 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                ranks.append(_take(flavour, environ, fresh=fresh))
+                ranks.append(_take(flavour, environ, rank, fresh=fresh))
                 is_last = fresh or rank >= _KEPT
                 where = (rank, world_size, folder, os.getcwd(), list(sys.path), environ)
                 ranks[rank].send(Call(*where, options, seed, function, is_last))
             until = time.monotonic() + timeout_s
             results = _collect(ranks, folder, until, timeout_s, killed)
             if not fresh and not killed:
-                _waiting.setdefault(ranks[0].kind, [])[:0] = ranks[:_KEPT]
+                _waiting.setdefault(ranks[0].kind, {}).update(enumerate(ranks[:_KEPT]))
                 del ranks[:_KEPT]
             return results
         finally:
@@ -157,27 +157,30 @@ class _Rank:
         self._line.close()
 
 
-_waiting: dict[tuple[str, frozenset[tuple[str, str]]], list[_Rank]] = {}
+_waiting: dict[tuple[str, frozenset[tuple[str, str]]], dict[int, _Rank]] = {}
 
 
-def _take(flavour: Flavour, environ: dict[str, str], *, fresh: bool) -> _Rank:
-    """Return an idle unchanged rank, or a new one."""
+def _take(flavour: Flavour, environ: dict[str, str], number: int, *, fresh: bool) -> _Rank:
+    """Return an idle unchanged process that has only been rank `number`, or a new one.
+
+    torch caches the shards of a rank by the mesh, and the mesh of another rank is equal to it.
+    """
     kind = (flavour, frozenset(environ.items()))
     for other in [other for other in _waiting if other[0] == flavour and other != kind]:
-        for rank in _waiting.pop(other):  # a process reads some variables only once
+        for rank in _waiting.pop(other).values():  # a process reads some variables only once
             rank.end()
-    while not fresh and _waiting.get(kind):
-        rank = _waiting[kind].pop(0)
-        if rank.is_as_new():
-            return rank
-        rank.end()
+    idle = None if fresh else _waiting.get(kind, {}).pop(number, None)
+    if idle is not None:
+        if idle.is_as_new():
+            return idle
+        idle.end()
     return _Rank(flavour, environ)
 
 
 def end_waiting_ranks() -> None:
     """End the processes that wait for another call."""
     for ranks in _waiting.values():
-        for rank in ranks:
+        for rank in ranks.values():
             rank.end()
     _waiting.clear()
 

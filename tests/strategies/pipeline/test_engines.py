@@ -25,9 +25,9 @@ REFUSED = {
         {"checkpoint": "except_last", "strategy.replicate": "ddp"},
     ),
     "does not say on how many": (FAIRSCALE, 1, {"devices": None}),
-    "engine=fairscale has one on each device": (FAIRSCALE, 1, {"stages_per_rank": 2}),
+    "engine=fairscale puts one stage on each device": (FAIRSCALE, 1, {"stages_per_rank": 2}),
     "at names 2 places, and strategy.cut.devices=2 has 1 cuts": (FAIRSCALE, 1, {"at": ["a", "b"]}),
-    "zero shards the states of a model on one device": (
+    "zero shards the states of a model that is on one": (
         FAIRSCALE, 2, {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"},
     ),
     "DeepSpeed's pipelines have 1f1b only": (DEEPSPEED, 2, {"schedule": "gpipe"}),
