@@ -317,7 +317,6 @@ STARTED = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("words", STARTED, ids=" ".join)
 def test_the_train_commands_of_the_readme_run_dry(words, tmp_path):
     done = forked_cli([*words[1:], "--dry-run"], cwd=tmp_path)

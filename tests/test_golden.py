@@ -21,7 +21,6 @@ def test_some_of_what_is_known_without_running_is_what_it_was(part: str) -> None
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.full
 def test_what_is_known_without_running_is_what_it_was() -> None:
     command = [sys.executable, str(CHECK)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)

@@ -28,7 +28,6 @@ def test_some_inputs_of_each_kind_end_in_a_line_or_run(tmp_path: Path) -> None:
     assert {row["status"] for row in rows} == {0, 2}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("seed", [22, 23])
 def test_hundreds_of_inputs_end_in_a_line_or_run(tmp_path: Path, seed: int) -> None:
     rows = rows_of(tmp_path, range(450), seed)

@@ -39,7 +39,6 @@ def test_a_fault_of_each_kind_changes_no_number(runs: Any, number: int) -> None:
     assert outcome.continued_from is not None
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("first", [0, 5])
 def test_faults_at_random_change_no_number(runs: Any, first: int) -> None:
     for number in range(first, first + 5):  # one of each strategy

@@ -168,7 +168,6 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_train_over_two_hosts(as_root, tmp_path, launcher):
     for program in ("munged", "slurmctld", "slurmd", "srun") if launcher == "srun" else ():

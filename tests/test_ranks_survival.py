@@ -183,7 +183,6 @@ def test_a_rank_that_is_gone_is_done_without(run_folder: RunFolder, expected: An
     assert [row[1] for row in curve] == pytest.approx([row[1] for row in expected], rel=0.02)
 
 
-@pytest.mark.full
 def test_a_rank_that_stands_still_is_ended(run_folder: RunFolder, expected: Any) -> None:
     words = run_folder.words(mesh__timeout=2)
     command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", "--restarts", "1", *words]
@@ -210,9 +209,7 @@ def test_ranks_that_torchrun_starts_again_go_on(run_folder: RunFolder, expected:
     assert run_folder.curve() == expected
 
 
-@pytest.mark.parametrize(
-    ("rank", "asynchronous"), [(1, "true"), pytest.param(0, "false", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("rank", "asynchronous"), [(1, "true"), (0, "false")])
 def test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named(
     run_folder: RunFolder, rank: int, asynchronous: str
 ) -> None:

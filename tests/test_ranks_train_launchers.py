@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 from support.cluster import find, free_port, slurm
-from support.full import fewer
 from support.programs import ROOT, Finished, finish, run, start
 from support.zygote import interpreter
 
 pytestmark = pytest.mark.launcher
 
 TRAIN = str(ROOT / "bigtrain" / "train.py")
-LAUNCHERS_IN_FULL = ["deepspeed", "openmpi", "mpich"]
-"""`ranks/test_ranks_launchers.py` connects ranks under these in every run."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,7 @@ def command(launcher: str, script: list[str]) -> list[str]:
     return [find("mpiexec.hydra"), "-n", "2", *python]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun", *fewer(LAUNCHERS_IN_FULL, 0)])
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "deepspeed", "openmpi", "mpich"])
 def test_two_ranks_train_under(request, launcher, words, expected, tmp_path):
     variables = request.getfixturevalue("cluster") if launcher == "srun" else None
     script = [TRAIN, "--strategy", "ddp", *words, f"log.dir={tmp_path}", "log.name=r"]

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.errors import ConfigError
@@ -63,9 +65,12 @@ class SavedForecast:
         if not isinstance(values, dict) or values.get("format") != FORECAST_FORMAT:
             raise ConfigError(f"--against {path}: it is no forecast of this version. {fix}")
         try:
-            return cls(**values)
-        except TypeError:
-            raise ConfigError(f"--against {path}: it lacks a part of a forecast. {fix}") from None
+            return TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError as error:
+            part = ".".join(str(name) for name in error.errors()[0]["loc"])
+            raise ConfigError(
+                f"--against {path}: {part} is missing, or is not what a forecast has. {fix}"
+            ) from None
 
 
 def main(arguments: list[str]) -> int:

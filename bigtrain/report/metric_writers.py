@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from bigtrain.errors import ConfigError, UnreadableError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import is_there, read_text
+from bigtrain.job.import_path import first_line
 from bigtrain.job.schema import LogConfig
 
 WANDB_RUN = "wandb.json"
@@ -95,10 +96,9 @@ class WandbWriter:
                 resume="allow" if run_id else None,
             )
         except Exception as error:  # no account, no network, a project that is not theirs
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"log.wandb={project}: wandb cannot begin a run: {first_line}. Run `wandb login`, "
-                "or set WANDB_MODE=offline to keep the figures on this machine."
+                f"log.wandb={project}: wandb cannot begin a run: {first_line(error)}. Run "
+                "`wandb login`, or set WANDB_MODE=offline to keep the figures on this machine."
             ) from None
         path.write_text(json.dumps({"id": self._run.id, "project": project}) + "\n", "utf-8")
         self._run.define_metric("step")

@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import is_there, read_text
+from bigtrain.job.import_path import first_line
 from bigtrain.job.schema import Job
 from bigtrain.machine.residuals import record_residuals, step_uncertainty
 from bigtrain.memory.timeline import Peak
@@ -327,8 +329,7 @@ class RunLog:
                 f"{lines} lines so far; its checkpoints{lost} are lost."
             )
             self._keep_plan()
-            for writer in self._writers:
-                writer.close()
+            self._close_writers()
             self._writers = self._open_writers(0)
         for name, file in list(self._files.items()):
             path = self.folder / name
@@ -369,8 +370,24 @@ class RunLog:
 
     def _write_figures(self, group: str, values: Mapping[str, Any], step: int) -> None:
         figures = figures_of(values) if self._writers else {}
-        for writer in self._writers:
-            writer.write(group, figures, step)
+        for writer in list(self._writers):
+            self._guarded(writer, partial(writer.write, group, figures, step))
+
+    def _guarded(self, writer: MetricWriter, call: Callable[[], None]) -> None:
+        """Call a writer; one that fails gets no more figures, and the run continues."""
+        try:
+            call()
+        except Exception as error:  # a full disk, a lost service: whatever a tracker raises
+            self._writers.remove(writer)
+            self.print_line(
+                f"warning: {type(writer).__name__} failed and gets no more figures: "
+                f"{type(error).__name__}: {first_line(error)}. The run continues; metrics.jsonl "
+                "has all of them."
+            )
+
+    def _close_writers(self) -> None:
+        for writer in list(self._writers):
+            self._guarded(writer, writer.close)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
@@ -395,8 +412,7 @@ class RunLog:
         for file in self._files.values():
             file.close()
         self._locks.close()
-        for writer in self._writers:
-            writer.close()
+        self._close_writers()
 
 
 def _contents(file: FileIO) -> bytes:

@@ -54,7 +54,7 @@ def test_it_is_the_best_of_all(seed):
         assert lowest_peak(menu, tail, waiting).peak <= answer.peak
 
 
-@pytest.mark.parametrize("blocks", [60, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("blocks", [60, 200])
 def test_many_different_blocks_with_five_choices_are_chosen_for_in_seconds(blocks):
     rng = random.Random(1)
     menu = [

@@ -101,7 +101,6 @@ def test_forty_random_damages_are_refused_and_nothing_of_them_is_loaded(written,
     assert sum(count_refused_damages(written, tmp_path, 40, 5).values()) == 40
 
 
-@pytest.mark.full
 def test_a_thousand_random_damages_are_refused(written, tmp_path, capsys):
     counts = count_refused_damages(written, tmp_path, 1000, 6)
     with capsys.disabled():

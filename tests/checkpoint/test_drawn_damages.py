@@ -16,7 +16,6 @@ def test_two_damages_of_each_kind_are_refused_and_gone_back_from() -> None:
     assert {row["damages"] for row in report["by_kind"].values()} == {2}
 
 
-@pytest.mark.full
 def test_a_thousand_damages_are_refused_and_gone_back_from() -> None:
     report = damages.damage_all(1000, seed=12)
     assert report["failures"] == []

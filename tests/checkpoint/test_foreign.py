@@ -411,7 +411,6 @@ print((peak() - before) // 1024)
 """
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM exists only on Linux")
 def test_a_process_that_converts_grows_by_a_few_pieces(tmp_path):
     """The process's peak grows little, too, for 512 MiB of weights in tensors of 16 MiB."""

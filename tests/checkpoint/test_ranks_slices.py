@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.full import fewer
 from support.nets import BlockConv
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -167,9 +166,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, run_on_rank_0(("single", {"dp": 1}), folder)
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(more, marks=pytest.mark.full) for more in MORE)]
-)
+@pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_slices_are_saved_whole_and_opened_from_whole_ones(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
@@ -187,7 +184,7 @@ def test_slices_are_saved_whole_and_opened_from_whole_ones(
             assert again[name][0][1] == pytest.approx(losses, rel=1e-11), name
 
 
-@pytest.mark.parametrize("case", fewer(OTHERS, 1))
+@pytest.mark.parametrize("case", OTHERS)
 def test_other_strategies_open_what_slices_have_saved_and_the_other_way_round(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
@@ -249,9 +246,7 @@ def options_in_one_process(
     return losses
 
 
-@pytest.mark.parametrize(
-    "part", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("part", [0, 1, 2])
 def test_what_optimizers_keep_in_slices_is_saved_and_opened(tmp_path: Path, part: int) -> None:
     chosen = [*OPTIONS][part::3]
     ranks = run_ranks(options, 2, tmp_path, chosen, tp=2, timeout_s=120)

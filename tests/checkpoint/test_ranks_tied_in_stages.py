@@ -39,9 +39,9 @@ class WideTied(nn.Module):
     ("strategy", "ranks", "tp"),
     [
         ("1f1b_zero1", 4, 1),
-        pytest.param("1f1b_zero2", 4, 1, marks=pytest.mark.full),
-        pytest.param("pipeline_deepspeed_zero1", 4, 1, marks=pytest.mark.full),
-        pytest.param("3d", 8, 2, marks=pytest.mark.full),
+        ("1f1b_zero2", 4, 1),
+        ("pipeline_deepspeed_zero1", 4, 1),
+        ("3d", 8, 2),
     ],
 )
 def test_it_is_saved_once_and_goes_on_under_any_strategy(

@@ -316,7 +316,6 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
     assert first_row["losses"] == two["losses"]
 
 
-@pytest.mark.full
 def test_largest_is_where_it_stops_fitting(tmp_path):
     words = ("--strategies", "single", "--cap", "40MiB", "--largest", "micro_batch_size", "--json")
     words = (*words, *LENET, "train.global_batch_size=128")

@@ -155,13 +155,7 @@ def sent_bytes(context, strategy, keys) -> list[int]:
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [
-        pytest.param(
-            case, ranks, marks=[pytest.mark.full] * (ranks != row[2][0] or number % 2 == 1)
-        )
-        for number, (case, row) in enumerate(CASES.items())
-        for ranks in row[2]
-    ],
+    [(case, ranks) for case, row in CASES.items() for ranks in row[2]],
 )
 def test_all_ranks_together_send_what_the_formula_says(case, ranks):
     strategy, keys, _, formula = CASES[case]

@@ -12,13 +12,12 @@ from support.cut_runs import (
     trace_case,
 )
 from support.cutting_nets import CASES
-from support.full import fewer
 
 from bigtrain.cutting.cut import cut_at
 
 
 @RECOMPUTED
-@pytest.mark.parametrize("name", fewer(CASES, len(CASES) * 2 // 3))
+@pytest.mark.parametrize("name", CASES)
 def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
     model, traced_model, batches = trace_case(CASES[name])
     points, refused = common_points(traced_model, batches[0])
@@ -29,7 +28,7 @@ def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
 
 
 @RECOMPUTED
-@pytest.mark.parametrize("name", fewer(CASES, len(CASES) // 3))
+@pytest.mark.parametrize("name", CASES)
 def test_four_stages_change_nothing(name: str) -> None:
     model, traced_model, batches = trace_case(CASES[name])
     points, _ = common_points(traced_model, batches[0])

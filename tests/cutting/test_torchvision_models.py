@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.zoo import FAMILIES, NAMES, QUICK, SEGMENTATION, each_model, family_of
+from support.zoo import FAMILIES, NAMES, SEGMENTATION, family_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision import models
@@ -148,7 +148,7 @@ def fresh(model: nn.Module, *, numbers: bool) -> nn.Module:
     return copy.deepcopy(model) if numbers else fake_model(model, CPU, double=False)
 
 
-@pytest.mark.parametrize("name", each_model(QUICK))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore:The given NumPy array:UserWarning")
 def test_a_cut_model_is_the_whole_model(name: str) -> None:
     torch.manual_seed(0)

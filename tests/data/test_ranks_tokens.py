@@ -179,20 +179,15 @@ def plain_loop(job: Job) -> tuple[list[float], float, list[int]]:
 STRATEGIES = [
     ("gpt", "ddp", 2, {}),
     ("gpt", "1f1b", 2, {"pp": 2}),
-    *(
-        pytest.param("llama", name, ranks, axes, marks=pytest.mark.full)
-        for name, ranks, axes in (
-            ("single", 1, {}),
-            ("ddp", 4, {}),
-            ("fsdp", 2, {}),
-            ("zero2", 2, {}),
-            ("zero3", 2, {}),
-            ("tensor", 2, {"tp": 2}),
-            ("1f1b", 2, {"pp": 2}),
-            ("zero_bubble", 2, {"pp": 2}),
-            ("1f1b+fsdp", 4, {"pp": 2}),
-        )
-    ),
+    ("llama", "single", 1, {}),
+    ("llama", "ddp", 4, {}),
+    ("llama", "fsdp", 2, {}),
+    ("llama", "zero2", 2, {}),
+    ("llama", "zero3", 2, {}),
+    ("llama", "tensor", 2, {"tp": 2}),
+    ("llama", "1f1b", 2, {"pp": 2}),
+    ("llama", "zero_bubble", 2, {"pp": 2}),
+    ("llama", "1f1b+fsdp", 4, {"pp": 2}),
 ]
 
 

@@ -16,7 +16,6 @@ from bigtrain.doctor import checks, command
 from bigtrain.doctor.checks import CHECKS, Check, CheckedRun, forecast_holds, same_losses
 from bigtrain.units import MIB
 
-FULL = pytest.mark.full
 ROW = ComparisonRow(
     "single", 1, "ok", peak_bytes=1000, predicted_peak_bytes=1004, losses=(5.0, 4.0)
 )
@@ -119,7 +118,7 @@ def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("only", ["recompute_full", pytest.param(None, marks=FULL)])
+@pytest.mark.parametrize("only", ["recompute_full", None])
 def test_checks_run_by_the_command_and_leave_one_file(tmp_path, monkeypatch, capsys, only) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = [

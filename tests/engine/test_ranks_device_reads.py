@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.device_reads import DeviceReads
-from support.full import in_turn
 from support.nets import BlockLM, tokens
 from support.parity import adamw
 from support.ranks import run_ranks
@@ -79,7 +79,7 @@ def reads(
     return places
 
 
-@pytest.mark.parametrize(("micro_batches", "check"), in_turn([1, 3], [True, False]))
+@pytest.mark.parametrize(("micro_batches", "check"), [*product([1, 3], [True, False])])
 def test_replicas_wait_for_the_loss_and_for_the_norm(micro_batches, check):
     for rank in run_ranks(partial(reads, check=check), 2, REPLICAS, micro_batches):
         assert {name: waits(places) for name, places in rank.items()} == dict.fromkeys(
@@ -103,7 +103,7 @@ def test_engines_of_others_wait_as_often(check):
         assert counts == {name: 1 if name in once else 2 for name in ENGINES}
 
 
-@pytest.mark.parametrize(("micro_batches", "check"), in_turn([4, 8], [True, False]))
+@pytest.mark.parametrize(("micro_batches", "check"), [*product([4, 8], [True, False])])
 def test_of_a_pipeline_the_rank_with_the_loss_waits_once_more(micro_batches, check):
     first, last = run_ranks(partial(reads, check=check), 2, PIPELINES, micro_batches, pp=2)
     for name in PIPELINES:

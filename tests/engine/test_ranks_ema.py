@@ -185,9 +185,7 @@ LONGER = [
 ]
 
 
-@pytest.mark.parametrize(
-    "strategy", [*STRATEGIES, *(pytest.param(s, marks=pytest.mark.full) for s in LONGER)]
-)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *LONGER])
 def test_an_average_is_that_of_a_plain_loop(strategy, tmp_path):
     axes = {"1f1b": {"pp": 2}, "gpipe": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2

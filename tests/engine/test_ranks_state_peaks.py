@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.full import fewer
 from support.nets import DeepResidual
 from support.parity import adamw
 from support.ranks import run_ranks
@@ -107,9 +106,7 @@ MORE: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [*fewer(CASES, 5), *(pytest.param(more, marks=pytest.mark.full) for more in MORE)]
-)
+@pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_a_save_and_a_resume_hold_what_was_forecast(tmp_path: Path, case: str) -> None:
     ranks, pp, strategy, keys = {**CASES, **MORE}[case]
     if strategy.endswith("_disk"):

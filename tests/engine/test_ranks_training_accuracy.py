@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from support.full import fewer
 from support.ranks import run_ranks
 
 from bigtrain.assembly.make_plan import make_plan
@@ -82,7 +81,7 @@ def test_one_rank_counts_what_a_plain_loop_counts(strategy, plain):
     assert len(set(plain)) > 2
 
 
-@pytest.mark.parametrize("strategy", fewer(TWO, 3))
+@pytest.mark.parametrize("strategy", TWO)
 def test_ranks_micro_batches_and_stages_count_the_global_batch(strategy, plain):
     stages = 2 if any(word in strategy for word in ("1f1b", "gpipe", "pipeline")) else 1
     accuracies = run_ranks(shares, 2, strategy, TWO[strategy], pp=stages)

@@ -168,7 +168,6 @@ def test_a_model_of_the_hub_trains_and_opens_again(strategy, tmp_path):
     check_each(tmp_path, strategy, 2, FEW)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3", "1f1b", "tensor"])
 def test_every_family_trains_and_opens_again(strategy, ranks, tmp_path):

@@ -62,8 +62,8 @@ DOUBLE = ("ddp", "fsdp", "1f1b", "tensor")
     [
         ("fsdp", 2, ["gpt"], False),
         ("1f1b", 2, ["path", "frozen last"], False),
-        *(pytest.param(*one, EVERY_CASE, False, marks=pytest.mark.full) for one in GRID),
-        *(pytest.param(one, 2, EVERY_CASE, True, marks=pytest.mark.full) for one in DOUBLE),
+        *((*one, EVERY_CASE, False) for one in GRID),
+        *((one, 2, EVERY_CASE, True) for one in DOUBLE),
     ],
 )
 def test_adapters_are_those_of_a_plain_loop(strategy, ranks, names, double, tmp_path):
@@ -123,10 +123,7 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     torch.testing.assert_close(logits(itself), expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(one, marks=[] if one == "not averaged" else pytest.mark.full) for one in FAULTS],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_another_project_would_be_found(fault, tmp_path):
     name, strategy = "gpt", "ddp" if fault == "not averaged" else "fsdp"
     keys = {"memory.predict": False}
@@ -164,7 +161,6 @@ def test_frozen_weights_in_bf16_change_no_number(tmp_path, monkeypatch):
     assert saved.tensors["model.blocks.0.mlp.expand.base_layer.weight"].dtype == torch.float32
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1_torch", "1f1b", "tensor"])
 def test_their_peaks_are_predicted(strategy, tmp_path):
     names, low = ["gpt", "path"], {"train.precision": "bf16"}
@@ -178,7 +174,6 @@ def test_their_peaks_are_predicted(strategy, tmp_path):
                 assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), (name, keys)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3", "1f1b", "tensor"])
 def test_every_case_is_opened_again(strategy, tmp_path):
     names = [name for name, case in lora_runs.CASES.items() if case.lora]

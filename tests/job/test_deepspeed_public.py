@@ -90,7 +90,6 @@ def two_steps(context, path):
         return [(result.loss, result.lr) for result in results]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", TRAINING)
 def test_what_is_not_refused_trains(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():

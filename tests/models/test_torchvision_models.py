@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision.models
-from support.zoo import CLASSIFICATION, each_model
+from support.zoo import CLASSIFICATION, NAMES
 from torch import nn
 
 from bigtrain.errors import ConfigError
@@ -30,7 +30,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("name", each_model())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_torchvision_model_is_deferred_and_initialised_as_usual(name: str) -> None:
     blueprint = describe(lambda: make_model(name, {}))
     assert blueprint.deferred, blueprint.reason

@@ -125,13 +125,9 @@ CASES = [
     *(("pipeline_deepspeed", 2), ("parameter_server", 3), ("1f1b_fsdp", 4), ("zero1", 2)),
     *(("sync_sgd", 2), ("local_sgd", 2), ("dualpipev", 2), ("layer_split", 2)),
 ]
-CHEAP = {("ddp", 2), ("fsdp", 2), ("1f1b", 2), ("tensor", 2), ("zero3", 2), ("ddp", 3)}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [pytest.param(*c, marks=[] if c in CHEAP else [pytest.mark.full]) for c in CASES],
-)
+@pytest.mark.parametrize(("strategy", "ranks"), CASES)
 def test_every_rank_has_the_figures_of_all_rows(strategy: str, ranks: int) -> None:
     axes = axes_of(strategy, ranks)
     parts = ranks // axes.get("pp", 1) // axes.get("tp", 1) - (strategy == "parameter_server")

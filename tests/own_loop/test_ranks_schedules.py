@@ -122,16 +122,9 @@ CASES = [
 ]
 OWN_NUMBERS = ("parameter_server_async", "local_sgd")
 """For these only the rates are compared."""
-CHEAP = ("ddp", "fsdp", "1f1b", "zero2", "tensor")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "keys"),
-    [
-        pytest.param(*case, marks=[] if case[0] in CHEAP and not case[2] else [pytest.mark.full])
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("strategy", "ranks", "keys"), CASES)
 def test_a_scheduler_moves_what_updates(
     strategy: str, ranks: int, keys: dict[str, Any], tmp_path: Path
 ) -> None:

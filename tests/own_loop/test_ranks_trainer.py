@@ -132,7 +132,6 @@ CASES = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("first", "second", "precision"), CASES)
 def test_it_equals_a_plain_loop_and_goes_on_under_another_strategy(
     first: str, second: str, precision: str, tmp_path: Path

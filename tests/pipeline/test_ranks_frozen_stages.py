@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from support.frozen_stages import FROZEN, chain_losses, chain_plain, chain_resumed
-from support.full import fewer
 from support.ranks import run_ranks
 from support.value_losses import CASES, plain_losses, strategy_losses
 
@@ -33,7 +32,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "pp", "strategy", "names"), fewer(MESHES, 4))
+@pytest.mark.parametrize(("ranks", "pp", "strategy", "names"), MESHES)
 def test_stages_without_trained_parameters(
     ranks: int, pp: int, strategy: str, names: list[str]
 ) -> None:
@@ -58,7 +57,7 @@ def resume_chains(context: RunContext, folder: str) -> Any:
     return {frozen: chain_resumed(context, frozen, Path(folder)) for frozen in ("first", "last")}
 
 
-@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("pp", [1, 2])
 def test_their_checkpoints_go_on_under_other_strategies(tmp_path: Path, pp: int) -> None:
     """Saved by a pipeline of two stages; read by one process and by replicas."""
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in ("first", "last")}
@@ -79,7 +78,7 @@ def value_loss_results(context: RunContext, strategies: list[str]) -> Any:
 
 @pytest.mark.parametrize(
     "strategies",
-    [["1f1b", "zero_bubble"], pytest.param(["gpipe", "layer_split"], marks=pytest.mark.full)],
+    [["1f1b", "zero_bubble"], ["gpipe", "layer_split"]],
 )
 def test_losses_that_ask_for_values_and_outputs_that_change(strategies: list[str]) -> None:
     for results in run_ranks(value_loss_results, 2, strategies, pp=2):

@@ -36,7 +36,6 @@ def on_torch(candidate: Candidate) -> Candidate:
     )
 
 
-@pytest.mark.full
 def test_the_search_finds_the_fastest_plan() -> None:
     """Evaluate every candidate: the search may miss the fastest by at most the slack."""
     planned = ask(bf16_question())

@@ -78,9 +78,7 @@ DRAWS = [("gpt", 2), ("vit", 2), ("resnet", 0)]
 MORE = [(name, seed) for name in MODELS for seed in range(3) if (name, seed) not in DRAWS]
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [*DRAWS, *(pytest.param(*more, marks=pytest.mark.full) for more in MORE)]
-)
+@pytest.mark.parametrize(("name", "seed"), [*DRAWS, *MORE])
 def test_a_plan_is_forecast_as_its_run(name: str, seed: int) -> None:
     draw = random.Random(f"{name} {seed}")
     devices = draw.choice([1, 2, 4, 8])

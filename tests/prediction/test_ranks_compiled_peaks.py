@@ -68,7 +68,6 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_compiled_blocks_is_foretold(case: str) -> None:
     world_size, strategy, model, keys = CASES[case]

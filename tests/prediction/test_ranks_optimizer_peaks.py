@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.full import fewer
 from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -129,13 +128,12 @@ CHEAP: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", fewer(CHEAP, 3))
+@pytest.mark.parametrize("strategy", CHEAP)
 def test_a_step_is_forecast_as_the_optimizer_takes_it(strategy):
     names, keys = CHEAP[strategy]
     check(strategy, names, keys)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("micro_batch", [None, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_optimizer_of_torch_on_every_engine(strategy, micro_batch):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.full import fewer
 from support.nets import BlockConv, TinyConv, TinyLM
 from support.parity import adamw, sgd
 from support.peaks import images, peaks, repeat_if_above, text, wide_model
@@ -156,7 +155,7 @@ def peaks_alone(context, strategy, keys):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
-@pytest.mark.parametrize("case", fewer(ALONE, 3))
+@pytest.mark.parametrize("case", ALONE)
 def test_on_one_rank_fully_shard_copies_without_buffers_of_an_exchange(case, strategy):
     (result,) = run_ranks(peaks_alone, 1, strategy, ALONE[case], force_group=True)
     for predicted, measured, note in result:
@@ -212,7 +211,7 @@ def peaks_in_slices(context: RunContext, cases: dict[str, Any], mesh: dict[str, 
     }
 
 
-@pytest.mark.parametrize("case", fewer(IN_SLICES, 2))
+@pytest.mark.parametrize("case", IN_SLICES)
 def test_each_rank_of_slices_has_the_peak_that_was_predicted(case: str) -> None:
     mesh, strategies = IN_SLICES[case]
     ranks = math.prod(mesh.values())

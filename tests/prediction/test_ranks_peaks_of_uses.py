@@ -97,11 +97,11 @@ def peaks_of_all(context, strategy, names, precision):
 CASES = [
     ("zero3", "fp32", UNDER_DEEPSPEED),
     ("fsdp", "fp32", UNDER_FSDP),
-    pytest.param("zero3", "bf16", UNDER_DEEPSPEED, marks=pytest.mark.full),
-    pytest.param("fsdp", "bf16", UNDER_FSDP, marks=pytest.mark.full),
-    pytest.param("fsdp_zero2", "fp32", UNDER_FSDP, marks=pytest.mark.full),
-    pytest.param("ddp", "fp32", tuple(NETS), marks=pytest.mark.full),
-    pytest.param("zero2", "fp32", UNDER_DEEPSPEED, marks=pytest.mark.full),
+    ("zero3", "bf16", UNDER_DEEPSPEED),
+    ("fsdp", "bf16", UNDER_FSDP),
+    ("fsdp_zero2", "fp32", UNDER_FSDP),
+    ("ddp", "fp32", tuple(NETS)),
+    ("zero2", "fp32", UNDER_DEEPSPEED),
 ]
 
 

@@ -90,9 +90,9 @@ def peaks_of_all(context, strategy, keys):
 
 CASES = [
     ("ddp", {}),
-    pytest.param("ddp", {"train.micro_batch_size": 4}, marks=pytest.mark.full),
-    pytest.param("ddp", {"train.precision": "bf16"}, marks=pytest.mark.full),
-    pytest.param("zero1_torch", {}, marks=pytest.mark.full),
+    ("ddp", {"train.micro_batch_size": 4}),
+    ("ddp", {"train.precision": "bf16"}),
+    ("zero1_torch", {}),
 ]
 
 

@@ -17,7 +17,6 @@ import published_plans  # noqa: E402
 PAIRS = [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2)]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("batch", [32, 128])
 def test_slices_of_a_node_and_pipelines_between_nodes_are_fastest(batch):
     meshes = [(tp, pp, 1) for tp, pp in PAIRS]
@@ -27,7 +26,6 @@ def test_slices_of_a_node_and_pipelines_between_nodes_are_fastest(batch):
     assert across < 0.8 * within  # slices over several nodes
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("batch", [32, 128, 512])
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_replicas_are_faster_than_more_ranks_of_another_axis(axis, batch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.cluster import free_port
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks import connect as ranks_connect
@@ -179,8 +180,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: int, missing: in
 
 
 def test_an_address_where_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(LaunchError, match=f"at 127.0.0.1:{port}: (?s:.*)raise mesh.setup_timeout"):
         open_rendezvous(rank_info(1, 2, 2, "srun"), environ, timeout_s=0.6)
@@ -232,11 +232,6 @@ def connect_both(
         return [meeting.result() for meeting in meetings]
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def listening() -> set[tuple[str, str]]:
     """Sockets on which this process listens, each with its address in the kernel's table."""
     inodes = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
@@ -251,7 +246,7 @@ def listening() -> set[tuple[str, str]]:
 
 def test_on_one_node_everything_listens_on_the_loopback(tmp_path: Path) -> None:
     before = listening()
-    address = {"MASTER_ADDR": "some-host", "MASTER_PORT": free_port()}
+    address = {"MASTER_ADDR": "some-host", "MASTER_PORT": str(free_port())}
     for meet in (lambda: connect_both({}, path=tmp_path / "meet"), lambda: connect_both(address)):
         connections = meet()
         assert [listening_address for _, listening_address in listening() - before] == ["0100007F"]
@@ -263,7 +258,7 @@ def test_the_secret_of_a_file_or_of_the_environment_is_not_in_the_store(tmp_path
     rank_0, two = connect_both({}, path=tmp_path / "meet")
     assert rank_0.secret == two.secret
     assert len(rank_0.secret) == 32
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rank_0, two = connect_both({**address, SECRET_VARIABLE: "long words"})
     assert rank_0.secret == two.secret == "long words"
     assert b"long words" not in rank_0.store.get("secret")
@@ -275,7 +270,7 @@ def test_ranks_with_other_secrets_are_refused() -> None:
         (({}, {SECRET_VARIABLE: "a"}), "is set, and rank 0 has none"),
         (({SECRET_VARIABLE: "a"}, {SECRET_VARIABLE: "b"}), "is another one than on rank 0"),
     ):
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         with pytest.raises(LaunchError, match=f"BIGTRAIN_SECRET {words} .*Export the same"):
             connect_both(address, *variables)
 

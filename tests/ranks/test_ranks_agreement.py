@@ -106,15 +106,9 @@ def run_with_words(
     ("words", "message"),
     [
         (["optim.lr=0.3"], "optim.lr is 0.3 on rank 1 and 0.002 on rank 0"),
-        pytest.param(
-            ["train.seed=7"], "train.seed is 7 on rank 1 and 0 on rank 0", marks=pytest.mark.full
-        ),
+        (["train.seed=7"], "train.seed is 7 on rank 1 and 0 on rank 0"),
         (["mesh.pp=2", "--strategy", "gpipe"], "mesh.pp is 2 on rank 1 and null on rank 0; "),
-        pytest.param(
-            ["train.global_batch_size=16"],
-            "train.global_batch_size is 16 on rank 1 and 8 on rank 0",
-            marks=pytest.mark.full,
-        ),
+        (["train.global_batch_size=16"], "train.global_batch_size is 16 on rank 1 and 8 on rank 0"),
         (["model.name=resnet18"], "model.name is resnet18 on rank 1 and lenet on rank 0; "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

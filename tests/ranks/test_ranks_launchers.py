@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cluster import find, free_port, slurm
-from support.full import fewer
 from support.programs import HELLO, ROOT, Finished, environment, finish, run, start
 from support.zygote import interpreter
 
@@ -30,24 +29,6 @@ LOST = r"bigtrain: rank 0 lost rank 1: it ended without a message \(killed by th
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with slurm(tmp_path_factory.mktemp("slurm") / "run") as variables:
         yield variables
-
-
-def with_each_launcher(behaviours: list[str], daily: Sequence[str] = LAUNCHERS) -> list[Any]:
-    """Every launcher with one behaviour of the other ranks; the rest of the product is full.
-
-    Args:
-        behaviours: what the other ranks do.
-        daily: the launchers that are run every time.
-    """
-    return [
-        pytest.param(
-            launcher,
-            behaviour,
-            marks=[] if launcher in daily and (n - m) % len(behaviours) == 0 else pytest.mark.full,
-        )
-        for n, launcher in enumerate(LAUNCHERS)
-        for m, behaviour in enumerate(behaviours)
-    ]
 
 
 def launch(
@@ -88,10 +69,7 @@ def torchrun(*options: str, real: bool) -> list[str]:
 
 
 # Those that train (test_ranks_train_launchers.py) also connect.
-@pytest.mark.parametrize(
-    "launcher",
-    [n if n == "openmpi" else pytest.param(n, marks=pytest.mark.full) for n in LAUNCHERS],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, real=True)
     assert finished.status == 0, finished.output
@@ -105,7 +83,7 @@ def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str
 
 
 @pytest.mark.parametrize(
-    ("launcher", "behaviour"), with_each_launcher(["collective", "sleep", "compute"])
+    ("launcher", "behaviour"), [*product(LAUNCHERS, ["collective", "sleep", "compute"])]
 )
 def test_one_failure_ends_all(
     request: pytest.FixtureRequest, launcher: str, behaviour: str
@@ -126,7 +104,7 @@ def test_one_failure_ends_all(
 
 @pytest.mark.parametrize(
     ("launcher", "behaviour"),
-    with_each_launcher(["sleep", "collective"], ["start_ranks", "torchrun", "srun"]),
+    [*product(LAUNCHERS, ["sleep", "collective"])],
 )
 def test_a_killed_rank_ends_all(
     request: pytest.FixtureRequest, launcher: str, behaviour: str
@@ -143,13 +121,7 @@ def test_a_killed_rank_ends_all(
         assert re.search(LOST, finished.output), finished.output
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        n if n in ("start_ranks", "deepspeed", "mpich") else pytest.param(n, marks=pytest.mark.full)
-        for n in LAUNCHERS
-    ],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_users_fault_is_said_once(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, "--early")
     assert finished.output.count("bigtrain: train.steps=0 is too few. Use train.steps=1") == 1
@@ -193,8 +165,8 @@ def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
     [
         ("SIGINT", 130, "sleep"),
         ("SIGTERM", 143, "collective"),
-        pytest.param("SIGINT", 130, "collective", marks=pytest.mark.full),
-        pytest.param("SIGTERM", 143, "sleep", marks=pytest.mark.full),
+        ("SIGINT", 130, "collective"),
+        ("SIGTERM", 143, "sleep"),
     ],
 )
 def test_a_stop_ends_all_quietly(signal_name: str, status: int, behaviour: str) -> None:
@@ -246,7 +218,7 @@ def test_wrapper_scripts_do_not_part_the_ranks() -> None:
     assert len(finished.ranks) == 2
 
 
-@pytest.mark.parametrize("how", fewer(["uneven", "ok", "fail", "guarded"], 2))
+@pytest.mark.parametrize("how", ["uneven", "ok", "fail", "guarded"])
 def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
     script = str(ROOT / "tests/support/scripts/held_open.py")
     began = time.monotonic()

@@ -8,7 +8,6 @@ import pickle
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from support.faults import Net
 from support.zygote import forked_cli
@@ -48,7 +47,6 @@ def test_a_rank_that_sleeps_in_its_data_set(tmp_path):
     assert file["ranks"][0]["exchanges"][-1]["done"] is False
 
 
-@pytest.mark.full
 def test_a_rank_that_is_stopped(tmp_path):
     output, file = run_failing_job(tmp_path, "data.args.fault=stop")
     assert "rank 1 has not answered: it is stopped" in file["headline"]

@@ -95,7 +95,8 @@ def test_what_grew_is_named(
         (["--peak", "1GiB", "-n", "0"], "-n 0: at least 1 is needed"),
         (["--against", "none.json"], "none.json"),
         (["--against", "other.json"], "it is no forecast of this version"),
-        (["--against", "short.json"], "it lacks a part of a forecast"),
+        (["--against", "short.json"], "ranks is missing, or is not what a forecast has"),
+        (["--against", "text.json"], "peak_bytes is missing, or is not what a forecast has"),
         (["--save", "no/folder.json"], "Give a file in a folder that exists"),
         (
             ["--peak", "1GiB", "model.name=reads:Net", "data.args={input_shape: [4]}"],
@@ -114,6 +115,9 @@ def test_wrong_input_is_refused_in_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("other.json").write_text('{"format": 99}')
+    forecast = {"format": 1, "strategy": "ddp", "ranks": 1, "device": "cpu", "phase": "forward"}
+    forecast |= {"peak_bytes": "large", "breakdown": {}, "modules": {}, "keys": {}}
+    Path("text.json").write_text(json.dumps(forecast))
     Path("reads.py").write_text(READS_VALUES)
     Path("short.json").write_text('{"format": 1, "strategy": "ddp"}')
     base = WORDS if "model.name=reads:Net" not in words else WORDS[1:2] + WORDS[3:]

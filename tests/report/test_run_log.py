@@ -18,6 +18,7 @@ from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.ranks.context import RunContext
+from bigtrain.report import run_log
 from bigtrain.report.run_log import RunLog
 
 
@@ -181,3 +182,35 @@ def test_lines_are_on_the_disk_before_a_checkpoint(
         writer.validation(1, {"loss": 1.0})
         writer.sync()
     assert synced == [str(log.folder / name) for name in ("metrics.jsonl", "validation.jsonl")]
+
+
+class FailingWriter:
+    """A tracker that fails at its second step, and when it is closed."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, _group: str, _figures: object, step: int) -> None:
+        if step == 2:
+            raise ConnectionError("the service is gone\nand more")
+        self.steps.append(step)
+
+    def close(self) -> None:
+        raise OSError("no room")
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, at_its_end = FailingWriter(), FailingWriter()
+    monkeypatch.setattr(at_its_end, "write", lambda *_: None)
+    monkeypatch.setattr(run_log, "open_writers", lambda *_: [failing, at_its_end])
+    with log.open() as writer:
+        for step in (1, 2, 3):
+            writer.step(result(step))
+    assert log.steps() == [1, 2, 3]
+    assert failing.steps == [1]
+    said = log.printed.getvalue()
+    assert said.count("FailingWriter failed and gets no more figures") == 2
+    assert "ConnectionError: the service is gone. The run continues; metrics.jsonl" in said
+    assert "OSError: no room. The run continues" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -67,14 +68,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=[pytest.mark.full] * (name in LISTED or number % 2 == turn))
-        for number, name in enumerate(NETS)
-        for turn, ranks in enumerate([2, 4])
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks"), [*product(NETS, [2, 4])])
 def test_exchanges_of_a_plan_are_those_of_its_slices(name, ranks):
     model = NETS[name]()
     shape, tokens = ((2, 16), 501) if name.startswith("gpt") else ((2, 5, 64), 0)

@@ -58,10 +58,10 @@ def test_classes_of_few_layers(name):
     [
         "mobilenet_v3_small",
         "shufflenet_v2_x0_5",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in ("resnet18", "densenet121", "googlenet", "swin_t")
-        ),
+        "resnet18",
+        "densenet121",
+        "googlenet",
+        "swin_t",
     ],
 )
 def test_classes_of_torchvision(name):

@@ -158,7 +158,7 @@ def case_differences(context):
     return results
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_heads_in_slices_have_the_gradients_of_one_process(ranks):
     for by_case in run_ranks(case_differences, ranks, tp=ranks):
         for key, (distance, gathers) in by_case.items():

@@ -158,7 +158,6 @@ def test_calls_on_slices(kind):
     assert whole == {name: places for name, places in WHOLE.items() if name in KINDS[kind]}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_on_slices_of_more_ranks(kind, ranks):

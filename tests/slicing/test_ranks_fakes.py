@@ -69,7 +69,6 @@ def test_fakes_exchange_what_ranks_exchange():
     assert_alike(SOME, 1, 2)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_more_fakes_exchange_what_ranks_exchange(ranks):
     for seed in (2, 3):

@@ -53,7 +53,6 @@ def test_random_slices_with_sequence_shards():
     assert_right(["gpt", "gpt, tied", "attention", "encoder, norm first", "vit"], [4, 5], 2, 1)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("part", range(4))
 def test_many_random_slices(ranks, part):

@@ -173,7 +173,7 @@ def compare_heads(context):
     return results
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_chunks_of_a_head_in_slices(ranks):
     for results in run_ranks(compare_heads, ranks, tp=ranks):
         for case, (distance, gathers) in results.items():

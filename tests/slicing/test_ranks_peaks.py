@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from support.full import fewer
 from support.nets import BlockConv
 from support.parity import adamw
 from support.peaks import images, peaks, repeat_if_above
@@ -44,22 +43,7 @@ def peak(context, strategy, case):
         return engine.prediction.peak, engine.meter.measured().peak
 
 
-DAILY = (
-    ("tensor", "kept"),
-    ("tensor", "full"),
-    ("tensor_sequence", "selective"),
-    ("tensor_sequence", "in bf16"),
-    ("tensor_sequence", "in chunks"),
-)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "case"),
-    [
-        pytest.param(*one, marks=[] if one in DAILY else [pytest.mark.full])
-        for one in product(("tensor", "tensor_sequence"), CASES)
-    ],
-)
+@pytest.mark.parametrize(("strategy", "case"), [*product(("tensor", "tensor_sequence"), CASES)])
 def test_the_first_ranks_peak_is_predicted_to_the_byte(strategy, case):
     """The second rank has one word fewer."""
     rows = repeat_if_above(
@@ -174,7 +158,7 @@ def slack(key, wider):
     return next((far for name, far in wider.items() if key[0].startswith(name)), SLACK)
 
 
-@pytest.mark.parametrize("case", [*fewer(BESIDE, 2), *fewer(BESIDE_MORE, 0)])
+@pytest.mark.parametrize("case", [*BESIDE, *BESIDE_MORE])
 def test_every_rank_with_other_techniques(tmp_path, case):
     mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
     arguments = (strategies, mesh, str(tmp_path))

@@ -1,6 +1,7 @@
 """Sequence parallelism on real ranks: the numbers of one process, and the paper's exchanges."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -49,11 +50,8 @@ def case_differences(context, names, modes):
     ("ranks", "modes"),
     [
         (3, ("",)),
-        pytest.param(4, ("",), marks=pytest.mark.full),
-        *(
-            pytest.param(ranks, ("", "full", "selective"), marks=pytest.mark.full)
-            for ranks in (2, 3, 4)
-        ),
+        (4, ("",)),
+        *product((2, 3, 4), [("", "full", "selective")]),
     ],
 )
 def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):

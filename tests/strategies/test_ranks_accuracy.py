@@ -45,9 +45,9 @@ def expected() -> float:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        pytest.param("parameter_server_async", 3, marks=pytest.mark.full),
-        pytest.param("local_sgd", 2, marks=pytest.mark.full),
-        pytest.param("diloco", 2, marks=pytest.mark.full),
+        ("parameter_server_async", 3),
+        ("local_sgd", 2),
+        ("diloco", 2),
     ],
 )
 def test_it_is_within_a_point_of_ddp(expected, strategy, ranks):

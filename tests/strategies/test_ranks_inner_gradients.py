@@ -146,12 +146,11 @@ def train_all(context: Any, strategy: str, has_example: int) -> Any:
 
 HELD = ("single", "ddp", "ddp+full", "zero1_torch", "ddp+offload_disk", "oss")
 OTHERS = ("fsdp", "zero1", "zero2", "zero3", "1f1b", "tensor")
-LONGER = ("oss", "zero1", "zero3", "ddp+full", "ddp+offload_disk")
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(s, marks=pytest.mark.full) if s in LONGER else s for s in (*HELD, *OTHERS)],
+    [*HELD, *OTHERS],
 )
 def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,17 +56,9 @@ ONE_RUN = {
         (name, "sgd") for name in (*HOOKS, *POST_HOOKS, *STATES, *SHAPES, *KINDS, *TREES, *WRITES)
     ],
 }
-QUICK = {("zero2", "groups"), ("1f1b", "groups"), ("fsdp", "groups"), ("fsdp", "parameters")}
 
 
-RUNS = [
-    pytest.param(s, cases, marks=() if (s, cases) in QUICK else pytest.mark.full)
-    for s in REFUSED
-    for cases in ONE_RUN
-]
-
-
-@pytest.mark.parametrize(("strategy", "cases"), RUNS)
+@pytest.mark.parametrize(("strategy", "cases"), [*product(REFUSED, ONE_RUN)])
 def test_what_users_write_is_right_or_refused_by_name(strategy, cases):
     axes = {"pp": 2 if strategy == "1f1b" else 1, "tp": 2 if strategy == "tensor" else 1}
     # A forward pass that writes does so for each micro-batch, as in one process, so use a single

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.full import in_turn
 from support.nets import Sometimes, TinyLM, Unreached, tokens
 from support.parity import Record, adamw, largest_difference
 from support.parity import train_beside_plain_loop as train
@@ -71,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "case"), in_turn([2, 4], CASES))
+@pytest.mark.parametrize(("world_size", "case"), [*product([2, 4], CASES)])
 def test_ddp_equals_one_process_in_float64(expected, world_size, case):
     records = run_ranks(train, world_size, TinyLM, tokens(22), "ddp", {**FP64, **CASES[case]})
     for record in records:

@@ -177,10 +177,10 @@ def assert_equal_one_process(
 @pytest.mark.parametrize(
     ("precision", "tp"),
     [
-        pytest.param("fp64", 4, marks=pytest.mark.full),
+        ("fp64", 4),
         ("fp32", 2),
-        pytest.param("fp64", 2, marks=pytest.mark.full),
-        pytest.param("fp32", 4, marks=pytest.mark.full),
+        ("fp64", 2),
+        ("fp32", 4),
     ],
 )
 def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
@@ -189,13 +189,11 @@ def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
     assert_equal_one_process(("tensor", "tensor_sequence"), names, precision, tp, tp=tp)
 
 
-@pytest.mark.full
 def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
     """A parameter that the model reads from a list stays whole."""
     assert_equal_one_process(("tensor",), tuple(OF_OWN_SIZES), "fp64", 4, tp=4)
 
 
-@pytest.mark.full
 def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
     """Three axes: replicas that shard the optimizer state, or all states."""
     strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor", "1f1b+fsdp+tensor_sequence")
@@ -209,12 +207,12 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_s
 @pytest.mark.parametrize(
     ("slices", "names"),
     [
-        pytest.param("tensor", ("gpt, tied", "own"), marks=pytest.mark.full),
+        ("tensor", ("gpt, tied", "own")),
         # The patches of an image and its class token are 17 places.
         ("tensor_sequence", ("gpt, tied",)),
-        pytest.param("tensor_sequence", ("placed", "vit"), marks=pytest.mark.full),
+        ("tensor_sequence", ("placed", "vit")),
         # Images are sharded along channels or along rows.
-        pytest.param("tensor_sequence", (SMOOTH, "convnext"), marks=pytest.mark.full),
+        ("tensor_sequence", (SMOOTH, "convnext")),
     ],
 )
 def test_stages_that_send_each_other_parts_equal_one_process(
@@ -240,7 +238,7 @@ def ends_of_steps(
 @pytest.mark.parametrize(
     ("strategies", "more"),
     [
-        pytest.param(("1f1b+tensor", "zero_bubble+tensor"), {}, marks=pytest.mark.full),
+        (("1f1b+tensor", "zero_bubble+tensor"), {}),
         # A stage saves only its part of its input, and gathers it once more.
         (("gpipe+tensor",), {"strategy.cut.checkpoint": "always"}),
     ],

@@ -140,13 +140,7 @@ def train_all(context: Any, strategy: str) -> dict[str, tuple[list[float], list[
     return results
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "1f1b",
-        *(pytest.param(s, marks=pytest.mark.full) for s in ("ddp", "fsdp", "zero2", "tensor")),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["1f1b", "ddp", "fsdp", "zero2", "tensor"])
 def test_stock_models_train_as_in_a_plain_loop(strategy):
     pytest.importorskip("transformers")
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})

@@ -24,6 +24,7 @@ PACKAGES = {
     "mpiexec.hydra": "mpich",
 }
 _READY_S = 30.0
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def find(program: str) -> str:
@@ -40,9 +41,16 @@ def find(program: str) -> str:
 
 
 def free_port() -> int:
-    """Return a TCP port of the local host that no process listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a TCP port of the local host that no process uses.
+
+    The port is outside the range from which the kernel takes ports of outgoing connections. A
+    port within it may be taken between this call and the start of the program that listens on it.
+    """
+    first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    while True:
+        port = secrets.choice(range(first_outgoing // 2, first_outgoing))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextlib.contextmanager

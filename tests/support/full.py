@@ -1,56 +1,63 @@
-"""The mark `full`, and the list of unmarked tests that take too long.
+"""The mark `full`: tests that only `make test-full` runs, as `tests/full.yaml` lists them.
 
-A test marked `full` proves the same as another test, in more cases or at greater length. A plain
-`pytest` skips it; `--full` runs it, and so does its name on the command line (`file::test`).
+A plain `pytest` skips them; `--full` runs them, and so does their name on the command line
+(`file::test`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 LONG_S = 10.0
 """Tests without the mark `full` that take longer are listed at the end of a session."""
+LIST_NAME = "full.yaml"
+EVERY_TEST = pytest.StashKey[list[str]]()
+"""The names of all tests, if all were collected."""
 
 
-def in_turn(*axes: Iterable[Any]) -> list[Any]:
-    """The product of some axes as parameters; half of the combinations are marked full.
-
-    Each value is combined with half of the values of each other axis in every run.
-
-    Args:
-        axes: values, or tuples of values that go together.
-    """
-    cases = []
-    for numbered in product(*(enumerate(axis) for axis in axes)):
-        values = [v for _, value in numbered for v in (value if type(value) is tuple else (value,))]
-        is_odd = sum(number for number, _ in numbered) % 2
-        cases.append(pytest.param(*values, marks=[pytest.mark.full] * is_odd))
-    return cases
-
-
-def fewer(cases: Iterable[Any], count: int) -> list[Any]:
-    """Mark all but `count` cases, spread evenly, as full.
+def is_full(entry: object, case: str | None) -> bool:
+    """Whether a case of a listed test is full.
 
     Args:
-        cases: values, tuples of values that go together, or `pytest.param` objects.
-        count: number of cases that are not full; the first and the last are among them.
+        entry: "all", {"daily": cases that are not full} or {"full": cases that are}.
+        case: the case's id; None for a test without parameters.
     """
-    listed = list(cases)
-    gaps = max(count - 1, 1)
-    daily = {round(n * (len(listed) - 1) / gaps) for n in range(count)}
-    parameters = []
-    for number, case in enumerate(listed):
-        marks = [] if number in daily else [pytest.mark.full]
-        if isinstance(case, type(pytest.param())):
-            parameters.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
-        else:
-            values = case if type(case) is tuple else (case,)
-            parameters.append(pytest.param(*values, marks=marks))
-    return parameters
+    if entry == "all":
+        return True
+    if isinstance(entry, dict) and len(entry) == 1:
+        key, cases = next(iter(entry.items()))
+        if key in ("daily", "full") and isinstance(cases, list):
+            return (case in cases) == (key == "full")
+    raise pytest.UsageError(f"{LIST_NAME}: {entry!r} is none of all, {{daily: []}}, {{full: []}}")
+
+
+def read_list(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the tests that the list of a folder names: by file below the folder, then by name."""
+    path = folder / LIST_NAME
+    if not path.exists():
+        return {}
+    listed: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return listed
+
+
+def mark_full(
+    items: Iterable[pytest.Item], folder: Path, listed: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Mark the collected tests that the list names."""
+    for item in items:
+        if not item.path.is_relative_to(folder):
+            continue
+        tests = listed.get(item.path.relative_to(folder).as_posix(), {})
+        name = item.name.partition("[")[0]
+        if name in tests:
+            call = getattr(item, "callspec", None)
+            if is_full(tests[name], None if call is None else call.id):
+                item.add_marker("full")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,16 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="also run all tests marked full")
 
 
-EVERY_FULL = pytest.StashKey[list[str]]()
-"""The names of all tests marked full, if all tests were collected."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest drops tests by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = [(config.invocation_params.dir / word).resolve() for word in config.args]
-    if places == [config.rootpath / "tests"]:
-        marked = [item for item in items if item.get_closest_marker("full") is not None]
-        config.stash[EVERY_FULL] = [item.nodeid for item in marked]
+    folder = config.rootpath / "tests"
+    mark_full(items, folder, read_list(folder))
+    if [(config.invocation_params.dir / word).resolve() for word in config.args] == [folder]:
+        config.stash[EVERY_TEST] = [item.nodeid for item in items]
     named = any("::" in word for word in config.args)
     if config.getoption("full") or named or "full" in config.getoption("markexpr"):
         return

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
 from torchvision import models
 
 CLASSIFICATION = models.list_models(module=models)
@@ -40,27 +36,6 @@ FAMILIES = {
     "vit": "vit_b_16",
     "wide_resnet": "wide_resnet50_2",
 }
-
-
-QUICK = (
-    "alexnet",
-    "convnext_tiny",
-    "googlenet",
-    "lraspp_mobilenet_v3_large",
-    "mobilenet_v3_small",
-    "resnet18",
-    "shufflenet_v2_x0_5",
-    "squeezenet1_1",
-    "swin_t",
-    "vit_b_16",
-)
-"""Models of very different families, for tests that run a model instead of only describing it."""
-
-
-def each_model(daily: Iterable[str] = tuple(FAMILIES.values())) -> list[Any]:
-    """All names as test parameters; those that are not in `daily` are marked full."""
-    first = set(daily)
-    return [n if n in first else pytest.param(n, marks=pytest.mark.full) for n in NAMES]
 
 
 def family_of(name: str) -> str:

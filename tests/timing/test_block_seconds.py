@@ -356,7 +356,6 @@ def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():
     assert spread_sizes([1, 2, 3, 4, 6, 8, 12, 16, 24, 32]) == [1, 3, 6, 8, 16, 32]
 
 
-@pytest.mark.full
 def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
     """In separate processes, as for a user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

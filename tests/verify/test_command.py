@@ -58,7 +58,6 @@ def test_what_has_other_numbers_by_intent_is_refused(tmp_path):
     assert "local_sgd: replicas train independently and synchronize every 8 steps" in done.stderr
 
 
-@pytest.mark.full
 def test_bf16_parameters_are_held_against_one_process_that_has_them(tmp_path):
     words = ["model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 32}"]
     words += ["train.global_batch_size=32", "train.micro_batch_size=8", "train.precision=bf16"]
@@ -155,7 +154,6 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert not list(tmp_path.rglob("trace-*.json"))
 
 
-@pytest.mark.full
 def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
     done = bigtrain(tmp_path, "--strategies", "ddp", "-n", "2", *NET, "model.args.dropout=0.5")
     assert done.returncode == 0, done.stderr
@@ -166,7 +164,6 @@ def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
     assert message in done.stdout
 
 
-@pytest.mark.full
 def test_dropout_is_the_same_in_one_process_and_in_stages(tmp_path):
     words = ["model.args={num_layers: 2, width: 64, num_heads: 2, sequence_length: 16}"]
     words += ["model.args.dropout=0.1", "data.name=synthetic", "train.precision=fp32", "--json"]
@@ -189,7 +186,7 @@ def test_model_that_draws_lots_is_refused(tmp_path):
     ("model", "shape"),
     [
         ("support.nets:TinyConv", "[1,8,8]"),
-        pytest.param("resnet18", "[3,32,32]", marks=pytest.mark.full),
+        ("resnet18", "[3,32,32]"),
     ],
 )
 def test_batchnorm_is_compared_in_equal_micro_batches(tmp_path, model, shape):

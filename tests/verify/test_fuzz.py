@@ -139,7 +139,6 @@ def test_the_sizes_of_a_model_are_found():
     assert model_sizes(changed, model) == {"num_layers": 4, "width": 32}
 
 
-@pytest.mark.full
 def test_a_seeded_fault_is_found_and_made_small(tmp_path):
     words = ["model.name=support.odd_strategies:Net", "data.name=synthetic"]
     words += ["mesh.pp=1", "mesh.tp=1"]

@@ -161,7 +161,6 @@ def test_what_lies_in_slices_is_noted_as_the_whole(sequence_dim):
         assert not first.is_gradient
 
 
-@pytest.mark.full
 def test_a_wrong_rule_of_slices_is_named_with_its_block(tmp_path):
     (tmp_path / "wrong.yaml").write_text(
         "strategy: {slice: {name: 'support.odd_strategies:WrongRule'}}\n"
@@ -185,7 +184,6 @@ IMAGES = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "model", "message"),
     [

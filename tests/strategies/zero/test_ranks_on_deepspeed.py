@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
 from support.continued import continue_run
-from support.full import fewer
 from support.nets import Gained, Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import text, wide_model
@@ -76,11 +76,7 @@ def one_process() -> dict[str, Record]:
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [
-        *fewer(((strategy, 2) for strategy in STAGES), 2),
-        pytest.param("zero3", 4, marks=pytest.mark.full),
-        *(pytest.param(strategy, 4, marks=pytest.mark.full) for strategy in STAGES[:2]),
-    ],
+    [*product(STAGES, [2]), ("zero3", 4), *product(STAGES[:2], [4])],
 )
 def test_it_equals_one_process(one_process, strategy, world_size):
     short = ("accumulating", "adamw")
@@ -198,7 +194,7 @@ NUMBERS = [("ddp", 2, "zero1", 2, adamw, "fp32"), ("zero2", 2, "zero1_torch", 2,
 
 @pytest.mark.parametrize(
     "direction",
-    fewer([(way,) for way in WAYS + NUMBERS], 3),
+    WAYS + NUMBERS,
     ids=lambda way: f"{way[0]}-{way[2]}-{way[5]}",
 )
 def test_a_checkpoint_goes_from_one_strategy_to_another(direction, tmp_path):
@@ -227,7 +223,7 @@ def mixed() -> list[Record]:
     return run_ranks(train_cases, 2, "ddp", cases)[0]
 
 
-@pytest.mark.parametrize("strategy", fewer([*STAGES, *OFFLOADED], 2))
+@pytest.mark.parametrize("strategy", [*STAGES, *OFFLOADED])
 def test_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
     for records in run_ranks(
         train_cases, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0
@@ -308,9 +304,9 @@ MEASURED = [
     ("strategy", "world_size"),
     [
         *(("zero1", 2), ("zero3", 2)),
-        pytest.param("zero2", 2, marks=pytest.mark.full),
-        pytest.param("zero3", 4, marks=pytest.mark.full),
-        pytest.param("zero1", 4, marks=pytest.mark.full),
+        ("zero2", 2),
+        ("zero3", 4),
+        ("zero1", 4),
     ],
 )
 def test_the_peak_of_every_rank_is_predicted(strategy, world_size):

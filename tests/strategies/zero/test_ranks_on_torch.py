@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from support.full import fewer
 from support.nets import TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import peaks, text
@@ -93,12 +93,8 @@ def expected() -> list[Record]:
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [
-        *fewer(((strategy, 2) for strategy in PRESETS), 2),
-        pytest.param("hybrid", 2, marks=pytest.mark.full),  # a single group, which equals fsdp
-        ("hybrid", 4),
-        *(pytest.param(strategy, 4, marks=pytest.mark.full) for strategy in PRESETS),
-    ],
+    # hybrid on two ranks is a single group, which equals fsdp
+    [*product(PRESETS, [2]), ("hybrid", 2), ("hybrid", 4), *product(PRESETS, [4])],
 )
 def test_the_numbers_are_those_of_one_process(expected, strategy, world_size):
     for records in run_ranks(differences, world_size, strategy, ONE):
@@ -118,7 +114,7 @@ def gentle(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02)
 
 
-@pytest.mark.parametrize("strategy", fewer([*PRESETS, "ddp"], 2))
+@pytest.mark.parametrize("strategy", [*PRESETS, "ddp"])
 def test_bf16_stays_near_and_the_saved_weights_are_fp32(strategy):
     bf16 = {"train.precision": "bf16"}
     single = run_ranks(train, 1, Deep, tokens(22), "single", bf16, 10, gentle)[0]
@@ -142,7 +138,7 @@ def peak_of(context, strategy, keys, optimizer):
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({}, marks=pytest.mark.full),
+        {},
         {"train.micro_batch_size": 8},
         {"train.precision": "bf16"},
     ],
