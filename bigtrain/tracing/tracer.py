@@ -234,7 +234,7 @@ class _Recorder(ForwardObserver):
         )
 
     def signatures(self) -> dict[tuple[str, int], list[object]]:
-        """The events of the code of each call, and the plain values that calls return to it."""
+        """Return what the code of each call did, by call: its events and the values it was returned."""
         behaviour: dict[tuple[str, int], list[object]] = {}
         for frame, index, values in self.events:
             call = self.calls[frame] if frame >= 0 else None
