@@ -134,6 +134,13 @@ class Plan:
         return self.replicate.state_ranks or self.dp
 
     @property
+    def gradient_shard(self) -> tuple[int, int]:
+        """The number of replicas over which rows of gradients are sharded, and this one's shard."""
+        if self.replicate.optimizer_gets != "shards":
+            return 1, 0
+        return self.state_ranks, (self.dp_rank or 0) % self.state_ranks
+
+    @property
     def averaging_bucket(self) -> int | None:
         """Bytes of gradients that the replicas of a stage average at once; see `GradientAverager`.
 

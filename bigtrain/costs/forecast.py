@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
 from bigtrain.optim.step_memory import StepMemory
@@ -54,6 +55,27 @@ class BoundaryBytes:
     """Inputs of which each tp rank is sent a part: the bytes of all parts together."""
 
 
+class TiedBytes(NamedTuple):
+    """The gradient of a parameter that other pp ranks share."""
+
+    rows: int
+    """Rows of the whole gradient."""
+    row_bytes: int
+    others: int
+    """The number of other pp ranks that have the parameter."""
+
+    def received(self, shards: int = 1, shard: int = 0) -> int:
+        """Return the bytes that a rank receives in the exchange, which it holds at once.
+
+        Args:
+            shards: the number of replicas over which the rows are sharded.
+            shard: this replica's shard; the first ones have the most rows.
+        """
+        share = -(-self.rows // shards)
+        own_rows = max(0, min(share, self.rows - shard * share))
+        return own_rows * self.row_bytes * self.others
+
+
 @dataclass(frozen=True)
 class CrossingBytes:
     """The bytes that a rank sends and receives for one of its stages.
@@ -64,9 +86,8 @@ class CrossingBytes:
     sent: int = 0
     """For one micro-batch: outputs, and gradients of inputs."""
     received: int = 0
-    tied: tuple[tuple[int, int], ...] = ()
-    """Gradients of parameters that stages of other ranks share, sent and received once a step: rows
-    and bytes of a row, for each other rank."""
+    tied: tuple[TiedBytes, ...] = ()
+    """Gradients of parameters that stages of other ranks share, sent and received once a step."""
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,18 @@ class RankActions:
 
 
 def join_stages(
-    rank_actions: RankActions, forecasts: Mapping[int, Forecast], bucket: int | None = None
+    rank_actions: RankActions,
+    forecasts: Mapping[int, Forecast],
+    *,
+    tied: int = 0,
+    bucket: int | None = None,
 ) -> Forecast:
     """Join the stages of a rank in the order of its schedule.
 
     Args:
         rank_actions: the actions of this rank.
         forecasts: by stage, the forecast of one micro-batch.
+        tied: the most bytes that the rank receives to sum the gradients of one tied parameter.
         bucket: see `Traits.averaging_bucket`.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
@@ -51,11 +56,12 @@ def join_stages(
     step_spans = tuple(
         span for stage_forecast in stage_forecasts for span in stage_forecast.step.spans
     )
-    if bucket is not None:
-        # One tick before the step all gradients exist, and a bucket of them twice.
+    # Before the step all gradients exist; then tied ones are summed, or a bucket is copied.
+    copied = 0 if bucket is None else _fullest(stage_forecasts, bucket)
+    if tied or bucket is not None:
         tick = phases[0][0] - 1
-        copied = Span(_fullest(stage_forecasts, bucket), "temporary", tick, tick + 1)
-        step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
+        temporary = Span(max(tied, copied), "temporary", tick, tick + 1)
+        step_spans, phases = (temporary, *step_spans), ((tick, "backward"), *phases)
     extra_bytes = _extra_bytes(actions, forecasts, in_transit)
     sizes = _boundary_bytes(forecasts)
     before_bytes = [_sent(transit, forecasts, sizes, {}) for transit in before_backward]

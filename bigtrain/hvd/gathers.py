@@ -242,7 +242,7 @@ def broadcast(
 ) -> Tensor:
     """Return a rank's tensor on every rank. Collective.
 
-    Its gradient is what Horovod's is: on that rank the average over the ranks, elsewhere zeros.
+    The gradient follows Horovod: the sender gets the average over the ranks, others get zeros.
 
     Args:
         tensor: a tensor of the same shape on every rank; it is not changed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -65,6 +65,29 @@ def partition_evenly(
 def chunk_elements(elements: int, ranks: int) -> int:
     """Return the elements that are updated at a time if copies are needed: a 32nd of a share."""
     return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
+
+
+def split_into_chunks(sizes: Sequence[int], chunk_size: int | None) -> list[list[int]]:
+    """Group consecutive pieces into chunks that are updated one after the other.
+
+    Args:
+        sizes: elements of each piece.
+        chunk_size: elements of the largest chunk; None for one chunk.
+
+    Returns:
+        For each chunk, the numbers of its pieces.
+    """
+    if chunk_size is None:
+        return [list(range(len(sizes)))] if sizes else []
+    chunks: list[list[int]] = []
+    filled = 0
+    for number, size in enumerate(sizes):
+        if not chunks or filled + size > chunk_size:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(number)
+        filled += size
+    return chunks
 
 
 def merge_slices(slices: Iterable[Slice]) -> list[Slice]:

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bigtrain.optim.partition import Slice, chunk_elements, merge_slices, partition_evenly
+from bigtrain.optim.partition import (
+    Slice,
+    chunk_elements,
+    merge_slices,
+    partition_evenly,
+    split_into_chunks,
+)
 from bigtrain.optim.state_store import StateStore, StoredTensor
 from bigtrain.optim.update import (
     MakeOptimizer,
@@ -139,7 +145,9 @@ class PartitionedUpdate:
         )
         for name, cuts in own_slices.items():
             self._make_slices(name, cuts)
-        self._chunks = _chunks(list(self._owned.values()), chunk_size)
+        owned = list(self._owned.values())
+        numbers = split_into_chunks([piece.shape.numel() for piece in owned], chunk_size)
+        self._chunks = [[owned[number] for number in chunk] for chunk in numbers]
         # A rank without a piece (fewer elements than ranks) still has groups with rates.
         shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
         for cut, piece in self._owned.items():
@@ -372,18 +380,3 @@ class PartitionedUpdate:
     def close(self) -> None:
         """See `Update.close`."""
         self._state_store.close()
-
-
-def _chunks(pieces: Sequence[OwnedSlice], chunk_size: int | None) -> list[list[OwnedSlice]]:
-    if chunk_size is None:
-        return [list(pieces)] if pieces else []
-    chunks: list[list[OwnedSlice]] = []
-    filled = 0
-    for piece in pieces:
-        size = piece.shape.numel()
-        if not chunks or filled + size > chunk_size:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(piece)
-        filled += size
-    return chunks

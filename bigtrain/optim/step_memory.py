@@ -133,6 +133,7 @@ class StepMemory:
         self._device, self._device_type = device, device_type
         self._options = [dict(group) for group in options]
         self._known: dict[Any, Timeline | None] = {}
+        self._known_norms: dict[Any, int] = {}
 
     def highest(self, pieces: Sequence[tuple[int, int]]) -> Timeline | None:
         """Return the step with the highest peak, of flat fp32 pieces that are updated one by one.
@@ -179,13 +180,36 @@ class StepMemory:
                 self._known[key] = None
         return self._known[key]
 
+    def norm_bytes(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+        """Return the most temporary bytes while the norm of gradients is computed.
+
+        Args:
+            shapes: the shapes of the gradients.
+            dtype: their dtype.
+        """
+        key = tuple(shapes), dtype
+        if key not in self._known_norms:
+            tracker, mode = self._fakes()
+            with mode, tracker.behind(mode):
+                gradients = [torch.empty(s, dtype=dtype, device=self._device) for s in shapes]
+                begin = tracker.mark()
+                local_norm(gradients, self._device_type)
+                spans = tracker.timeline().spans
+            made = tuple(s._replace(kind="temporary") for s in spans if s.birth > begin)
+            self._known_norms[key] = Timeline(made, ((0, "step"),)).peak().bytes
+        return self._known_norms[key]
+
+    def _fakes(self) -> tuple[StorageTracker, FakeMode]:
+        """Return a new tracker, and the mode in which tensors are fake."""
+        of_cuda = self._device_type == "cuda" and self._device.type == "cpu"
+        return StorageTracker(fake=True), FakeMode(of_cuda=of_cuda)
+
     def _recorded(
         self, groups: Sequence[Shapes], dtype: torch.dtype, *, normed: bool
     ) -> Timeline | None:
         if not any(groups):
             return None
-        tracker = StorageTracker(fake=True)
-        mode = FakeMode(of_cuda=self._device_type == "cuda" and self._device.type == "cpu")
+        tracker, mode = self._fakes()
         with mode, tracker.behind(mode):
             pieces = [
                 [nn.Parameter(torch.empty(s, dtype=dtype, device=self._device)) for s in shapes]

@@ -67,12 +67,17 @@ class TiedGradients:
             elif shared.parameter.grad.layout is not torch.strided:  # of other rows on each rank
                 shared.parameter.grad = shared.parameter.grad.to_dense()
             own_gradient = local_tensor(shared.parameter.grad).detach()
-            total = self._sum(own_gradient.contiguous(), shared.owners)
-            shared.parameter.grad = as_dtensor_like(
-                total.view_as(own_gradient), shared.parameter.grad
-            )
+            contiguous = own_gradient.contiguous()
+            self._sum(contiguous, shared.owners)
+            if contiguous is not own_gradient:  # its elements may overlap
+                shared.parameter.grad = as_dtensor_like(contiguous, shared.parameter.grad)
 
-    def _sum(self, own_gradient: Tensor, owners: Sequence[int]) -> Tensor:
+    def _sum(self, own_gradient: Tensor, owners: Sequence[int]) -> None:
+        """Replace a gradient by the sum over its owners.
+
+        A sum of two is made in place, so this needs the bytes of one received gradient for each
+        other owner, and nothing else; `forecast.TiedBytes` states them.
+        """
         context = self._context
         members = context.ranks_of("pp")
         received = {
@@ -84,8 +89,13 @@ class TiedGradients:
             ops.append(dist.P2POp(dist.irecv, buffer, members[owner], context.pp_group))
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+        if len(received) == 1:
+            (other,) = received.values()
+            own_gradient += other  # a sum of two is the same in either order
+            return
         parts = [received.get(owner, own_gradient) for owner in owners]
-        total = parts[0] + parts[1]
+        total = next(iter(received.values()))
+        torch.add(parts[0], parts[1], out=total)
         for part in parts[2:]:
             total += part
-        return total
+        own_gradient.copy_(total)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.checkpoint.forecast_save import estimate_save
 from bigtrain.core.strategy import Plan
-from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.forecast import Forecast, Profile, TiedBytes
 from bigtrain.cutting.partition import LayerCosts, partition
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.timeline import Peak, highest_peak
@@ -84,6 +84,18 @@ class StageFitter:
             return []
         first, last = ({t.name for t in self._all[k].tensors if not t.is_buffer} for k in (0, -1))
         return sorted(first & last)
+
+    def _tied_on(self, rank: int) -> list[TiedBytes]:
+        """The gradients of a rank's parameters that the first and the last stage share."""
+        ends = (self._ranks[0], self._ranks[-1])
+        if rank not in ends or ends[0] == ends[1]:
+            return []
+        first, last = ({t.name: t for t in self._all[end].tensors if t.trained} for end in (0, -1))
+        return [
+            TiedBytes(tensor.shape[0], tensor.nbytes // tensor.shape[0], 1)
+            for name, tensor in first.items()
+            if name in last and tensor.shape and tensor.shape[0]
+        ]
 
     def sections(self, stage: SectionRange) -> list[Section]:
         """The sections of a stage, each at its policy."""
@@ -339,7 +351,8 @@ class StageFitter:
                 stage: _with_stage(stage_forecast, stage)
                 for stage, stage_forecast in forecasts.items()
             }
-        forecast = forecast_rank_step(forecasts, with_fewer_micro_batches(self._plan), rank)
+        plan = with_fewer_micro_batches(self._plan)
+        forecast = forecast_rank_step(forecasts, plan, rank, self._tied_on(rank))
         return self._or_save(forecast, sections)
 
     def _or_save(self, forecast: Forecast, sections: Sequence[Section]) -> Peak:

@@ -19,7 +19,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import BoundaryBytes, CrossingBytes, Profile
+from bigtrain.costs.forecast import BoundaryBytes, CrossingBytes, Profile, TiedBytes
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
 from bigtrain.data.loader import MicroBatch
@@ -295,7 +295,7 @@ def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> Crossi
         return CrossingBytes()
     own_rank, boundary = layout.ranks[index], recorded.boundary_bytes()
     before, after = layout.between_ranks(index)
-    tied: list[tuple[int, int]] = []
+    tied: list[TiedBytes] = []
     rows = {
         name: (len(p), p.nbytes // len(p)) if p.dim() and len(p) else (1, p.nbytes)
         for name, p in recorded.stage.named_parameters()
@@ -304,8 +304,8 @@ def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> Crossi
     for name, stages in layout.chosen.cut.ties:
         owners = {layout.ranks[stage] for stage in stages}
         first_here = min((s for s in stages if layout.ranks[s] == own_rank), default=None)
-        if first_here == index and name in rows:
-            tied += (len(owners) - 1) * [rows[name]]
+        if first_here == index and name in rows and len(owners) > 1:
+            tied.append(TiedBytes(*rows[name], len(owners) - 1))
     return CrossingBytes(
         sent=after * boundary.outgoing + before * boundary.incoming_gradients,
         received=before * boundary.incoming + after * boundary.outgoing_gradients,

@@ -10,7 +10,7 @@ from torch import nn
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.forecast import Forecast, Profile, TiedBytes
 from bigtrain.costs.rank_replay import join_stages
 from bigtrain.costs.traffic import StepVolume, pinned_activations
 from bigtrain.devices import tracing_note
@@ -183,7 +183,8 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         plan.check_model(ModelFacts(untraceable=reason))
         return RankForecast(None, f"a stage does not run on fake tensors ({reason})")
     stage_forecasts = forecast_stages(profiles, plan)
-    step = forecast_rank_step(stage_forecasts, plan, pp_rank)
+    tied = [gradient for profile in profiles.values() for gradient in profile.crossing.tied]
+    step = forecast_rank_step(stage_forecasts, plan, pp_rank, tied)
     away = _host_bytes(plan, profiles, cut_strategy.in_flight(plan))
     forecasts = tuple(stage_forecasts.values())
     return RankForecast(step, None, tuple(profiles.values()), forecasts, away)
@@ -253,13 +254,19 @@ def forecast_stages(
     return forecasts
 
 
-def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+def forecast_rank_step(
+    forecasts: Mapping[int, Forecast],
+    plan: Plan,
+    pp_rank: int,
+    tied: Sequence[TiedBytes] = (),
+) -> Forecast:
     """Forecast one rank's step in the order of its schedule.
 
     Args:
         forecasts: the forecasts of its stages; a model that is not cut is stage 0.
         plan: the plan of the run.
         pp_rank: the rank's place on the pp axis.
+        tied: the gradients of its parameters that other pp ranks share.
     """
     cut_strategy = plan.techniques.get("cut")
     actions = None
@@ -268,7 +275,9 @@ def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: i
     if actions is None:
         (forecast,) = forecasts.values()
         return forecast
-    return join_stages(actions, forecasts, plan.averaging_bucket)
+    shard = plan.gradient_shard
+    received = max((gradient.received(*shard) for gradient in tied), default=0)
+    return join_stages(actions, forecasts, tied=received, bucket=plan.averaging_bucket)
 
 
 def forecast_step(profile: Profile, plan: Plan) -> Forecast:

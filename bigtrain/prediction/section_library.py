@@ -204,7 +204,9 @@ class SectionLibrary:
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
     ) -> dict[str, PassPair] | None:
-        """Return forward and split backward passes, of blocks by name, of the part after by "".
+        """Return the forward and the split backward pass of each block, by its name.
+
+        The key "" has those of the part after the blocks.
 
         Args:
             plan: see `model_sections`.

@@ -234,7 +234,7 @@ class _Recorder(ForwardObserver):
         )
 
     def signatures(self) -> dict[tuple[str, int], list[object]]:
-        """The events of the code of each call, and the plain values that calls return to it."""
+        """Return by call what its code did: the calls it made, and shapes of what it read."""
         behaviour: dict[tuple[str, int], list[object]] = {}
         for frame, index, values in self.events:
             call = self.calls[frame] if frame >= 0 else None

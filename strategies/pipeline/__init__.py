@@ -182,7 +182,7 @@ class Pipeline(CutStrategy):
         replicas have of them.
         """
         crossing, messages = profile.crossing, []
-        tied = sum(_own_rows(rows, plan) * nbytes for rows, nbytes in crossing.tied)
+        tied = sum(gradient.received(*plan.gradient_shard) for gradient in crossing.tied)
         directions: tuple[tuple[TrafficKind, int], ...] = (
             ("send", crossing.sent),
             ("receive", crossing.received),
@@ -203,14 +203,6 @@ class Pipeline(CutStrategy):
         """Update deferred statistics at the end of each step; called when the stages exist."""
         if self.batch_norm == "deferred":
             assembly.before_update.append(DeferredBatchNorm(assembly.roots).commit)
-
-
-def _own_rows(rows: int, plan: Plan) -> int:
-    """Rows of a gradient on a replica: if it is sharded, the first replicas have most."""
-    if plan.replicate.optimizer_gets != "shards":
-        return rows
-    share = -(-rows // plan.state_ranks)
-    return max(0, min(share, rows - (plan.dp_rank or 0) % plan.state_ranks * share))
 
 
 def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:

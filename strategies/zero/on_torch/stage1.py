@@ -11,7 +11,9 @@ much again as DDP alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +26,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Span, Timeline, scale_timeline
 from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.optim.kinds import ELEMENTWISE_OPTIMIZERS
-from bigtrain.optim.partition import chunk_elements, partition_evenly
+from bigtrain.optim.partition import chunk_elements, partition_evenly, split_into_chunks
 from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup
+from bigtrain.optim.step_memory import StepMemory
 from bigtrain.strategies.zero import Zero
 
 
@@ -75,10 +78,8 @@ class ShardedOptimizer(Zero):
         optimizer = size * share * state_slots + profile.state_scalars / plan.dp
         states = replace(forecast.states, optimizer=round(optimizer * min(1.0, kept_fraction)))
         step = forecast.step
-        if plan.bf16_parameters:  # the gradients of one chunk in fp32
-            chunk = 4 * min(share, chunk_elements(profile.trained_elements, plan.dp))
-            begin = step.phases[0][0]
-            step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
+        if plan.bf16_parameters:
+            step = _on_chunks(profile, plan, step)
         elif plan.offload_tiers.optimizer == "device":
             step = _on_pieces(profile, plan) or scale_timeline(step, 1 / plan.dp)
         forecast = replace(forecast, states=states, step=step)
@@ -122,18 +123,86 @@ def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
     """Return the step of the rank whose share needs the most memory; None if it is not known."""
     if profile.step_memory is None or not profile.updated:
         return None
-    may_split = profile.step_memory.kind in ELEMENTWISE_OPTIMIZERS
-    sizes = {str(n): math.prod(shape) for n, (shape, _) in enumerate(profile.updated)}
-    groups = max(group for _, group in profile.updated) + 1
-    pieces: list[list[list[tuple[int, ...]]]] = [
-        [[] for _ in range(groups)] for _ in range(plan.dp)
-    ]
-    for name, rank, start, stop in partition_evenly(sizes, plan.dp, may_split):
-        shape, group = profile.updated[int(name)]
-        if stop > start:
-            pieces[rank][group].append((stop - start,) if may_split else shape)
-    ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
-    timelines = [profile.step_memory.timeline(pieces[rank], dtype) for rank in ranks]
+    timelines = [
+        profile.step_memory.timeline(_shapes_by_group(pieces), dtype)
+        for pieces in _pieces_by_rank(profile, plan, profile.step_memory)
+    ]
     known = [timeline for timeline in timelines if timeline is not None]
     return max(known, key=lambda timeline: timeline.peak().bytes, default=None)
+
+
+def _on_chunks(profile: Profile, plan: Plan, step: Timeline) -> Timeline:
+    """Return a step on fp32 copies: the norm, then a chunk's gradients and the optimizer's tensors.
+
+    Of all chunks, those with the most elements and with the largest piece are run.
+    """
+    share = math.ceil(profile.trained_elements / plan.dp)
+    chunk_size = chunk_elements(profile.trained_elements, plan.dp)
+    begin = step.phases[0][0]
+    of_gradients = Span(4 * min(share, chunk_size), "temporary", begin, begin + 1)
+    gradients_alone = Timeline((of_gradients,), step.phases)
+    memory = profile.step_memory
+    if memory is None or not profile.updated or plan.offload_tiers.optimizer != "device":
+        return gradients_alone
+    chunks = [
+        [pieces[number] for number in numbers]
+        for pieces in _pieces_by_rank(profile, plan, memory, chunk_size)
+        for numbers in split_into_chunks([piece.elements for piece in pieces], chunk_size)
+    ]
+    candidates = [
+        max(chunks, key=measure, default=[])
+        for measure in (
+            lambda chunk: sum(piece.elements for piece in chunk),
+            lambda chunk: max(piece.elements for piece in chunk),
+        )
+    ]
+    steps = []
+    for chunk in candidates:
+        added = memory.timeline(_shapes_by_group(chunk), torch.float32, normed=False)
+        if added is not None:
+            first = added.phases[0][0]
+            last = max((span.death for span in added.spans), default=first + 1)
+            size = 4 * sum(piece.elements for piece in chunk)
+            steps.append(replace(added, spans=(Span(size, "temporary", first, last), *added.spans)))
+    highest = max(steps, key=lambda timeline: timeline.peak().bytes, default=gradients_alone)
+    norm = memory.norm_bytes([shape for shape, _ in profile.updated], torch.bfloat16)
+    before = highest.phases[0][0] - 2
+    spans = (Span(norm, "temporary", before, before + 1), *highest.spans)
+    return Timeline(spans, ((before, "step"), *highest.phases[1:]))
+
+
+class _Piece(NamedTuple):
+    """A part of a parameter that one rank updates."""
+
+    shape: tuple[int, ...]
+    group: int
+    """Its parameter group in the optimizer."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def _pieces_by_rank(
+    profile: Profile, plan: Plan, memory: StepMemory, chunk_size: int | None = None
+) -> list[list[_Piece]]:
+    """Return the pieces of each replica, in order; of one replica only if the plan is for one."""
+    may_split = memory.kind in ELEMENTWISE_OPTIMIZERS
+    sizes = {str(n): math.prod(shape) for n, (shape, _) in enumerate(profile.updated)}
+    pieces: list[list[_Piece]] = [[] for _ in range(plan.dp)]
+    for name, rank, start, stop in partition_evenly(sizes, plan.dp, may_split, chunk_size):
+        shape, group = profile.updated[int(name)]
+        if stop > start:
+            pieces[rank].append(_Piece((stop - start,) if may_split else shape, group))
+    return pieces if plan.dp_rank is None else [pieces[plan.dp_rank]]
+
+
+def _shapes_by_group(pieces: Sequence[_Piece]) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of pieces, by their parameter group."""
+    shapes: list[list[tuple[int, ...]]] = [
+        [] for _ in range(max((piece.group for piece in pieces), default=0) + 1)
+    ]
+    for piece in pieces:
+        shapes[piece.group].append(piece.shape)
+    return shapes
