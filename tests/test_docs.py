@@ -313,7 +313,7 @@ STARTED = [
     given
     for page, given in commands()
     if page == "README.md" and given[:3] == ["bigtrain", "train", "-n"]
-    if not any("mylib" in word for word in given)  # the reader's module
+    if not any(re.search(r"mylib|^N$|FOLDER", word) for word in given)  # the reader's own
 ]
 
 
