@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
 from bigtrain.optim.step_memory import StepMemory
@@ -69,17 +70,34 @@ class CrossingBytes:
     and bytes of a row, for each other rank."""
 
 
+class FrozenUse(NamedTuple):
+    """The frozen parameters of one module, and the ticks in `first` at which it uses them."""
+
+    nbytes: tuple[int, ...]
+    """The bytes of each."""
+    viewed: tuple[int, ...]
+    """For each the tick at which the last view that autograd saved is freed; 0 without a view."""
+    forward: tuple[tuple[int, int], ...]
+    """The ticks at which its forward passes began and ended."""
+    backward: tuple[int | None, int | None] = (None, None)
+    """The ticks at which a gradient of its output was first ready, and one of its input last; None
+    if there was none."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """The memory of a model with one micro-batch in one process, before any technique."""
 
     parameter_bytes: int
+    """Bytes of all parameters, frozen ones included."""
     gradient_bytes: int
     """Bytes of the trained parameters' gradients, in the parameters' precision."""
     buffer_bytes: int
     optimizer_bytes: int
     batch_bytes: int
     """One micro-batch with its targets."""
+    frozen_bytes: int = 0
+    """The part of `parameter_bytes` that is never updated."""
     trained_elements: int = 0
     """The number of trained elements."""
     state_slots: float = 0.0
@@ -125,6 +143,8 @@ class Profile:
     """For each of these modules, the last earlier tick with a gradient of its output."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each of these modules the ticks at which its forward passes began and ended."""
+    frozen_uses: tuple[FrozenUse, ...] = ()
+    """The modules that have frozen parameters; recorded like `viewed_births`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """The exchanges over the tp axis for one micro-batch, in order."""
     not_compiled: str | None = None
@@ -191,7 +211,8 @@ class Forecast:
     def of(cls, profile: Profile) -> Forecast:
         """The forecast of one process with one micro-batch, which techniques then change."""
         states = Breakdown(
-            parameters=profile.parameter_bytes,
+            parameters=profile.parameter_bytes - profile.frozen_bytes,
+            frozen=profile.frozen_bytes,
             optimizer=profile.optimizer_bytes,
             buffers=profile.buffer_bytes,
             activations=profile.batch_bytes,

@@ -27,6 +27,7 @@ class ReplacedProducts:
         self._clock = clock
         self._begins: dict[nn.Module, list[int]] = {}
         self._forward: dict[nn.Module, list[int]] = {}
+        self._ends: dict[nn.Module, list[int]] = {}
         self.viewed: dict[nn.Parameter, list[int]] = {}
         """Parameters with views saved for backward, and the ticks at which one of them is freed."""
 
@@ -54,6 +55,18 @@ class ReplacedProducts:
             if parameters:
                 yield parameters, self._forward.get(module, []), self._begins.get(module, [])
 
+    def frozen_uses(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int], list[int]]]:
+        """Yield the frozen parameters of each called module, which are gathered like trained ones.
+
+        With them come the ticks at which its forward passes began and ended, alternating, those at
+        which a gradient of its output was ready, and those at which one of its input was.
+        """
+        for module in self._called:
+            frozen = [p for p in self._used_by(module) if not p.requires_grad]
+            if frozen:
+                forward, begins = self._forward.get(module, []), self._begins.get(module, [])
+                yield frozen, forward, begins, self._ends.get(module, [])
+
     def _used_by(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Yield a module's parameters and those of children that are never called.
 
@@ -72,6 +85,12 @@ class ReplacedProducts:
         self._called[module] = None
         self._forward.setdefault(module, []).append(self._clock())
         tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if any(not parameter.requires_grad for parameter in self._used_by(module)):
+            # A view of each input, because other modules may have the same input.
+            return tuple(
+                self._noting_gradient(value, module) if isinstance(value, Tensor) else value
+                for value in inputs
+            )
         if len({id(value) for value in tensors}) == len(tensors):
             return inputs
         return tuple(
@@ -84,6 +103,14 @@ class ReplacedProducts:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: begins.append(self._clock()))  # type: ignore[no-untyped-call]
+
+    def _noting_gradient(self, value: Tensor, module: nn.Module) -> Tensor:
+        """Return a view whose gradient is noted when this module has computed it."""
+        view = value.view_as(value)
+        if view.requires_grad:
+            ends = self._ends.setdefault(module, [])
+            view.register_hook(lambda _: ends.append(self._clock()))  # type: ignore[no-untyped-call]
+        return view
 
     def _noting_views(self) -> AbstractContextManager[None]:
         parameters = (p for module in self._modules for p in module.parameters(recurse=False))
