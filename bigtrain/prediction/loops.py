@@ -234,7 +234,7 @@ class StageLoop(LoopRunner):
         if not self._splits_backward:
             passes.backward(0, gradients)
         else:
-            if not self._stage.index:  # without inputs the whole pass is a weight backward
+            if not passes.needs_input_gradients:  # the whole pass is a weight backward
                 outputs.clear()
             passes.input_backward(0, gradients)
             outputs.clear()
