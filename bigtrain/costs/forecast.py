@@ -70,8 +70,11 @@ class CrossingBytes:
     and bytes of a row, for each other rank."""
 
 
-class FrozenUse(NamedTuple):
-    """The frozen parameters of one module, and the ticks in `first` at which it uses them."""
+class GatheredUse(NamedTuple):
+    """Parameters that one module gathers for its passes, and the ticks of these in `first`.
+
+    They are frozen, or its code reads them from another module; see `ReplacedProducts`.
+    """
 
     nbytes: tuple[int, ...]
     """The bytes of each."""
@@ -82,6 +85,8 @@ class FrozenUse(NamedTuple):
     backward: tuple[int | None, int | None] = (None, None)
     """The ticks at which a gradient of its output was first ready, and one of its input last; None
     if there was none."""
+    births: tuple[int, ...] = ()
+    """The births of the gradients of the trained ones."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,9 @@ class Profile:
     """For each of these modules, the last earlier tick with a gradient of its output."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each of these modules the ticks at which its forward passes began and ended."""
-    frozen_uses: tuple[FrozenUse, ...] = ()
-    """The modules that have frozen parameters; recorded like `viewed_births`."""
+    gathered_uses: tuple[GatheredUse, ...] = ()
+    """The modules that have frozen parameters or read those of others; recorded like
+    `viewed_births`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """The exchanges over the tp axis for one micro-batch, in order."""
     not_compiled: str | None = None

@@ -23,7 +23,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import FrozenUse, Profile
+from bigtrain.costs.forecast import GatheredUse, Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Phase, Span, Timeline
@@ -73,7 +73,7 @@ class GradientTicks:
     module_births: tuple[tuple[int, ...], ...]
     module_begins: tuple[int | None, ...]
     module_passes: tuple[tuple[tuple[int, int], ...], ...]
-    frozen_uses: tuple[FrozenUse, ...]
+    gathered_uses: tuple[GatheredUse, ...]
     exchanges: tuple[TensorExchange, ...]
 
 
@@ -344,16 +344,24 @@ def _gradient_ticks(
         module_births=tuple(births),
         module_begins=tuple(begins),
         module_passes=tuple(passes),
-        frozen_uses=tuple(_frozen_uses(products, begin)),
+        gathered_uses=tuple(_gathered_uses(products, known, begin)),
         exchanges=runner.take_exchanges(),
     )
 
 
-def _frozen_uses(products: ReplacedProducts, begin: int) -> Iterator[FrozenUse]:
-    """The uses of frozen parameters in one micro-batch; `begin` is the first tick of the step."""
-    for parameters, pass_ticks, begins, ends in products.frozen_uses():
+def _gathered_uses(
+    products: ReplacedProducts, known: Mapping[nn.Parameter, int], begin: int
+) -> Iterator[GatheredUse]:
+    """See `Profile.gathered_uses`, for one micro-batch.
+
+    Args:
+        products: recorded the passes.
+        known: the birth of each gradient.
+        begin: the first tick of the step.
+    """
+    for parameters, pass_ticks, begins, ends in products.gathered_uses():
         pairs = zip(pass_ticks[::2], pass_ticks[1::2], strict=False)
-        yield FrozenUse(
+        yield GatheredUse(
             tuple(parameter.nbytes for parameter in parameters),
             tuple(
                 max((end for end in products.viewed.get(parameter, ()) if begin < end), default=0)
@@ -364,6 +372,7 @@ def _frozen_uses(products: ReplacedProducts, begin: int) -> Iterator[FrozenUse]:
                 min((tick for tick in begins if begin < tick), default=None),
                 max((tick for tick in ends if begin < tick), default=None),
             ),
+            tuple(known[parameter] for parameter in parameters if parameter in known),
         )
 
 
@@ -401,7 +410,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         module_births=run.gradients.module_births,
         module_begins=run.gradients.module_begins,
         module_passes=run.gradients.module_passes,
-        frozen_uses=run.gradients.frozen_uses,
+        gathered_uses=run.gradients.gathered_uses,
         exchanges=run.gradients.exchanges,
         not_compiled=run.not_compiled,
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.core.strategy import Plan
-from bigtrain.costs.forecast import Forecast, FrozenUse, Profile
+from bigtrain.costs.forecast import Forecast, GatheredUse, Profile
 from bigtrain.costs.traffic import parameter_shapes
 from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
@@ -111,7 +111,7 @@ def _cut(
     gradient_bytes = [span.nbytes for span in backward.gradients]
     persistence_bytes = size * sizes.persistent_parameter
     persistent_bytes = sum(nbytes for nbytes in gradient_bytes if nbytes <= persistence_bytes)
-    frozen_bytes = [nbytes for use in profile.frozen_uses for nbytes in use.nbytes]
+    frozen_bytes = (size * math.prod(shape) for shape in _frozen_shapes(profile))
     persistent_bytes += sum(nbytes for nbytes in frozen_bytes if nbytes <= persistence_bytes)
     accumulator = 4 if accumulates_in_fp32(plan, 3) else size
     states = replace(
@@ -203,8 +203,8 @@ class _Backward:
     """If modules are not known, as in a profile put together of sections: for each block, and for
     the layers after them, the elements of its largest parameter and (first, last tick) of its
     forward pass."""
-    frozen: tuple[FrozenUse, ...] = ()
-    """The uses of frozen parameters; a backward pass without an end lasts to that of all."""
+    uses: tuple[GatheredUse, ...] = ()
+    """See `Profile.gathered_uses`."""
     recomputed: tuple[tuple[int, int], ...] = ()
     """(first, last tick) of the backward pass of each recomputed block, recomputation included."""
 
@@ -263,7 +263,7 @@ class _Backward:
             ),
             () if profile.module_passes else tuple(_largest(profile, timeline, pass_number)),
             tuple(
-                FrozenUse(
+                GatheredUse(
                     use.nbytes,
                     tuple(moved(tick) or 0 if tick else 0 for tick in use.viewed),
                     tuple(
@@ -271,8 +271,9 @@ class _Backward:
                         for begin, end in use.forward
                     ),
                     (following(use.backward[0]), moved(use.backward[1])),
+                    tuple(now.birth for birth, now in pairs if birth in use.births),
                 )
-                for use in profile.frozen_uses
+                for use in profile.gathered_uses
             ),
             _recomputed(profile, pass_number),
         )
@@ -407,7 +408,12 @@ class _Backward:
         """
         spans = []
         births = sorted(span.birth for span in self.timeline.spans)
-        gathered = [gradient for gradient in self.gradients if gradient.nbytes > persists]
+        elsewhere = {birth for use in self.uses for birth in use.births}
+        gathered = [
+            gradient
+            for gradient in self.gradients
+            if gradient.nbytes > persists and gradient.birth not in elsewhere
+        ]
         for gradient in gathered:
             # All parameters of a module are gathered with its first and freed with its last.
             places = (n for n, group in enumerate(self.module_births) if gradient.birth in group)
@@ -440,8 +446,8 @@ class _Backward:
                 for begin, end in passes
                 if sizes and end > begin
             ]
-        for use in self.frozen:
-            spans += self._frozen_spans(use, persists, ahead)
+        for use in self.uses:
+            spans += self._use_spans(use, persists, ahead)
         spans += [
             Span(numbers * width + ahead, "parameters", begin, end)
             for numbers, begin, end in self.largest
@@ -449,8 +455,8 @@ class _Backward:
         ]
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
-    def _frozen_spans(self, use: FrozenUse, persists: int, ahead: int) -> Iterator[Span]:
-        """Yield the frozen parameters of a module, whole while it computes, like trained ones.
+    def _use_spans(self, use: GatheredUse, persists: int, ahead: int) -> Iterator[Span]:
+        """Yield parameters that are whole while a module computes; see `Profile.gathered_uses`.
 
         Args:
             use: the parameters of one module.
@@ -474,14 +480,17 @@ class _Backward:
 
 def _frozen_shards(profile: Profile, plan: Plan) -> int:
     """Return the bytes of a rank's shards of frozen parameters, each of which is padded."""
-    size = precision_of(plan)
-    trained = Counter(parameter_shapes(profile))
-    frozen = Counter(parameter_shapes(profile, trained=False)) - trained
-    if not profile.frozen_bytes or not frozen:
+    size, shapes = precision_of(plan), _frozen_shapes(profile)
+    if not shapes:  # they are not known
         return profile.frozen_bytes // plan.dp
-    return sum(
-        size * piece_size(math.prod(shape), plan.dp) * count for shape, count in frozen.items()
-    )
+    return sum(size * piece_size(math.prod(shape), plan.dp) for shape in shapes)
+
+
+def _frozen_shapes(profile: Profile) -> list[tuple[int, ...]]:
+    if not profile.frozen_bytes:
+        return []
+    every = Counter(parameter_shapes(profile, trained=False))
+    return list((every - Counter(parameter_shapes(profile))).elements())
 
 
 def _largest(
