@@ -42,9 +42,19 @@ def check(strategy: str, ranks: int, root: Path, names: list[str], *, double: bo
         for result in results:
             assert "refused" not in result[name], result[name]
             assert result[name]["losses"] == pytest.approx(losses, abs=tolerance / 5), name
+        check_frozen_parts([result[name] for result in results])
         lora_runs.assert_equal_on_ranks(results, name)
         step = lora_runs.saved_in(root, name, strategy) / f"step-{lora_runs.STEPS}"
         lora_runs.assert_saved(step, trained, tolerance)
+
+
+def check_frozen_parts(results: list[dict[str, Any]]) -> None:
+    """Frozen parameters are a part of their own, in the forecast and in the measured peak."""
+    assert any(result["measured"].breakdown.frozen for result in results)
+    for result in results:
+        if result["predicted"] is not None:
+            parts = result["predicted"].breakdown, result["measured"].breakdown
+            assert parts[0].frozen == parts[1].frozen
 
 
 EVERY_CASE = [*lora_runs.CASES]
@@ -160,9 +170,11 @@ def test_frozen_weights_in_bf16_change_no_number(tmp_path, monkeypatch):
     assert saved.tensors["model.blocks.0.mlp.expand.base_layer.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1_torch", "1f1b", "tensor"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", "zero1_torch", "zero2", "zero3", "1f1b", "zero_bubble", "tensor"]
+)
 def test_their_peaks_are_predicted(strategy, tmp_path):
-    names, low = ["gpt", "path"], {"train.precision": "bf16"}
+    names, low = ["gpt", "late", "frozen", "llama", "gpt2"], {"train.precision": "bf16"}
     for keys in ({}, low):
         rows = repeat_if_above(
             lambda keys=keys: run(strategy, 2, tmp_path, names, keys=keys),
