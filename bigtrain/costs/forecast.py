@@ -135,6 +135,8 @@ class Profile:
     tensors: tuple[tuple[str, int, str], ...] = ()
     """The trained parameters of a stage in order, each with the bytes and the dtype of its
     gradient."""
+    frozen_tensors: tuple[tuple[str, int], ...] = ()
+    """The frozen parameters of a stage with their bytes."""
     gradient_births: tuple[int, ...] = ()
     """The tick in `first` at which each trained parameter's gradient is made, in the model's order.
     Empty if not known."""
@@ -200,6 +202,8 @@ class Forecast:
     """Bytes of the boundary tensors, if this is a stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
+    frozen_tensors: tuple[tuple[str, int], ...] = ()
+    """See `Profile`."""
     step_gradients: int | None = None
     """Bytes of gradients in the optimizer's step, if they differ from those after a backward
     pass."""
@@ -230,6 +234,7 @@ class Forecast:
             gradients=profile.gradient_bytes,
             boundary=profile.boundary,
             tensors=profile.tensors,
+            frozen_tensors=profile.frozen_tensors,
             early_share=profile.early_share,
         )
 

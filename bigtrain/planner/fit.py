@@ -399,8 +399,12 @@ def _with_stage(forecast: Forecast, stage: int) -> Forecast:
 
     Those outside the blocks may be tied to another stage's, and keep their names.
     """
-    named = tuple(
-        (f"{stage} {name}" if " " in name else name, nbytes, kind)
-        for name, nbytes, kind in forecast.tensors
+
+    def named(name: str) -> str:
+        return f"{stage} {name}" if " " in name else name
+
+    return replace(
+        forecast,
+        tensors=tuple((named(name), nbytes, kind) for name, nbytes, kind in forecast.tensors),
+        frozen_tensors=tuple((named(name), nbytes) for name, nbytes in forecast.frozen_tensors),
     )
-    return replace(forecast, tensors=named)

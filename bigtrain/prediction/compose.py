@@ -90,17 +90,28 @@ def compose_profile(
             *_gathers(sections[0], after, scatter_ranks),
         ),
         tensors=_named_tensors(sections),
+        frozen_tensors=tuple(
+            (_name_in_stage(section, t), t.nbytes)
+            for section in sections
+            for t in section.tensors
+            if not (t.trained or t.is_buffer)
+        ),
     )
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:
     """Return the name, bytes and dtype of each trained tensor."""
     return tuple(
-        (f"{section.name} {t.name}".strip(), t.nbytes, t.kind)
+        (_name_in_stage(section, t), t.nbytes, t.kind)
         for section in sections
         for t in section.tensors
         if t.trained
     )
+
+
+def _name_in_stage(section: Section, tensor: SectionTensor) -> str:
+    """Return a name that tensors of several blocks do not share, and tied ones do."""
+    return f"{section.name} {tensor.name}".strip()
 
 
 def with_split_backward(
@@ -239,6 +250,7 @@ def merge_steps(profiles: Sequence[Profile]) -> Profile:
         step=Timeline(tuple(spans), ((0, "step"),)),
         updated=tuple(updated for p in profiles for updated in p.updated),
         tensors=tuple(tensor for p in profiles for tensor in p.tensors),
+        frozen_tensors=tuple(tensor for p in profiles for tensor in p.frozen_tensors),
     )
 
 

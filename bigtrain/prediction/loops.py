@@ -68,6 +68,11 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
             for name, parameter in recorded.stage.named_parameters()
             if parameter.requires_grad
         ),
+        frozen_tensors=tuple(
+            (name, parameter.nbytes)
+            for name, parameter in recorded.stage.named_parameters()
+            if not parameter.requires_grad
+        ),
     )
 
 

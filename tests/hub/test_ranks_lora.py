@@ -185,6 +185,19 @@ def test_their_peaks_are_predicted(strategy, tmp_path):
                 assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), (name, keys)
 
 
+def test_a_frozen_parameter_that_two_stages_of_a_rank_share_counts_once(tmp_path):
+    """The tied embedding of the first and the last stage, which a V shape puts on one rank."""
+    keys, names = {"strategy.cut.schedule": "zbv_zero_bubble"}, ["gpt", "gpt2"]
+    rows = repeat_if_above(
+        lambda: run("zero_bubble", 2, tmp_path, names, keys=keys),
+        lambda row: min(lora_runs.peak_error(row[name]) for name in names) < -0.01,
+    )
+    for name in names:
+        check_frozen_parts([row[name] for row in rows])
+        for row in rows:
+            assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), name
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3", "1f1b", "tensor"])
 def test_every_case_is_opened_again(strategy, tmp_path):
     names = [name for name, case in lora_runs.CASES.items() if case.lora]
