@@ -21,7 +21,7 @@ from bigtrain.compare.pictures import (
     throughput_figure,
 )
 from bigtrain.compare.rows import ComparisonRow, largest_loss_difference, loss_difference
-from bigtrain.memory.timeline import MEMORY_KINDS
+from bigtrain.memory.timeline import MemoryKind, kinds_in
 from bigtrain.report.plot_style import plot_style
 from bigtrain.units import MIB, signed_share
 
@@ -128,7 +128,8 @@ def _both(name: str, draw: Callable[[float, str], Figure | None]) -> Iterator[st
 
 
 def _table(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[str]:
-    headings = ["strategy", "ranks", "peak", *MEMORY_KINDS, "process", "predicted", "error"]
+    kinds = kinds_in(row.breakdown for row in rows)
+    headings = ["strategy", "ranks", "peak", *kinds, "process", "predicted", "error"]
     headings += ["s/step", "predicted s", "samples/s", "losses apart"]
     if document["largest"]:
         headings.append(f"largest {document['largest'].rpartition('.')[2]}")
@@ -137,7 +138,7 @@ def _table(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[
     yield "</tr></thead><tbody>"
     first = next((row for row in rows if row.losses), None)
     for row in rows:
-        cells = [str(row.num_ranks), *_cells(row), _apart(row, first)]
+        cells = [str(row.num_ranks), *_cells(row, kinds), _apart(row, first)]
         if document["largest"]:
             cells.append(str(row.largest or "-"))
         named = zip(headings[1:], cells, strict=True)
@@ -161,11 +162,11 @@ def _apart(row: ComparisonRow, first: ComparisonRow | None) -> str:
     return f"{apart.relative:.0e}" if apart.relative else "0"
 
 
-def _cells(row: ComparisonRow) -> Iterator[str]:
+def _cells(row: ComparisonRow, kinds: Sequence[MemoryKind]) -> Iterator[str]:
     parts = row.breakdown or {}
     for size in (
         row.peak_bytes,
-        *(parts.get(kind) for kind in MEMORY_KINDS),
+        *(parts.get(kind) for kind in kinds),
         row.process_peak_bytes,
         row.predicted_peak_bytes,
     ):

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bigtrain.compare.rows import ComparisonRow
-from bigtrain.memory.timeline import MEMORY_KINDS
+from bigtrain.memory.timeline import MEMORY_KINDS, kinds_in
 from bigtrain.report.plot_style import COLOURS, STYLE
 from bigtrain.units import MIB
 
@@ -78,7 +78,7 @@ def memory_bars(
     axes.set_xlabel(long_label if width > 6 else "peak, MiB (black line: predicted)", loc="left")
     if title:
         figure.suptitle(title, x=0.01, ha="left")
-    _kinds_legend(figure, width)
+    _kinds_legend(figure, width, rows)
     return figure
 
 
@@ -95,14 +95,14 @@ def memory_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
         axes = figure.add_subplot(lines, columns, number)
         _course(axes, row)
         axes.set_ylim(0, most)
-    _kinds_legend(figure, width)
+    _kinds_legend(figure, width, rows)
     return figure
 
 
 def _course(axes: Axes, row: ComparisonRow) -> None:
     timeline = row.timeline or {}
     seconds = timeline["seconds"]
-    kinds = [kind for kind in MEMORY_KINDS if any(timeline["parts"][kind])]
+    kinds = [kind for kind in MEMORY_KINDS if any(timeline["parts"].get(kind, ()))]
     parts = [[size / MIB for size in timeline["parts"][kind]] for kind in kinds]
     axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in kinds], step="post")
     end = seconds[-1] if seconds else 1.0
@@ -179,7 +179,8 @@ def loss_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
     return figure
 
 
-def _kinds_legend(figure: Figure, width: float) -> None:
-    handles = [Patch(color=COLOURS[kind], label=kind) for kind in MEMORY_KINDS]
-    columns = len(MEMORY_KINDS) if width > 6 else 3
+def _kinds_legend(figure: Figure, width: float, rows: Sequence[ComparisonRow]) -> None:
+    kinds = kinds_in(row.breakdown for row in rows)
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds]
+    columns = len(kinds) if width > 6 else 3
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False)

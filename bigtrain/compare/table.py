@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from bigtrain.compare.rows import ComparisonRow, largest_loss_difference
-from bigtrain.memory.timeline import MEMORY_KINDS
+from bigtrain.memory.timeline import MEMORY_KINDS, kinds_in
 from bigtrain.units import MIB, format_bytes, signed_share
 
 _HEADINGS = (
@@ -39,6 +39,8 @@ def comparison_table(
     left_out = next(columns for least, columns in _LEFT_OUT if width >= least)
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")
     table.add_column("strategy", no_wrap=True)
+    if "frozen" not in kinds_in(row.breakdown for row in rows):
+        left_out = (*left_out, "frozen")
     headings = [heading for heading in _HEADINGS if heading not in left_out]
     for heading in headings:
         table.add_column(_SHORT.get(heading, heading), justify="right", no_wrap=True)

@@ -319,7 +319,7 @@ class LoopRunner(StepRunner):
 
     def __init__(self, assembly: Assembly) -> None:
         named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
-        assembly.meter.label(assembly.model.parameters(), "parameters")
+        assembly.meter.label_parameters(assembly.model.parameters())
         assembly.meter.label(assembly.model.buffers(), "buffers")
         super().__init__(assembly, named)
         self._wrapped = assembly.module

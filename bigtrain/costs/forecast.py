@@ -90,17 +90,39 @@ class CrossingBytes:
     """Gradients of parameters that stages of other ranks share, sent and received once a step."""
 
 
+class GatheredUse(NamedTuple):
+    """Parameters that one module gathers for its passes, and the ticks of these in `first`.
+
+    They are frozen, or its code reads them from another module; see `ReplacedProducts`.
+    """
+
+    nbytes: tuple[int, ...]
+    """The bytes of each."""
+    viewed: tuple[int, ...]
+    """For each the tick at which the last view that autograd saved is freed; 0 without a view."""
+    forward: tuple[tuple[int, int], ...]
+    """The ticks at which its forward passes began and ended."""
+    backward: tuple[int | None, int | None] = (None, None)
+    """The ticks at which a gradient of its output was first ready, and one of its input last; None
+    if there was none."""
+    births: tuple[int, ...] = ()
+    """The births of the gradients of the trained ones."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """The memory of a model with one micro-batch in one process, before any technique."""
 
     parameter_bytes: int
+    """Bytes of all parameters, frozen ones included."""
     gradient_bytes: int
     """Bytes of the trained parameters' gradients, in the parameters' precision."""
     buffer_bytes: int
     optimizer_bytes: int
     batch_bytes: int
     """One micro-batch with its targets."""
+    frozen_bytes: int = 0
+    """The part of `parameter_bytes` that is never updated."""
     trained_elements: int = 0
     """The number of trained elements."""
     state_slots: float = 0.0
@@ -133,6 +155,8 @@ class Profile:
     tensors: tuple[tuple[str, int, str], ...] = ()
     """The trained parameters of a stage in order, each with the bytes and the dtype of its
     gradient."""
+    frozen_tensors: tuple[tuple[str, int], ...] = ()
+    """The frozen parameters of a stage with their bytes."""
     gradient_births: tuple[int, ...] = ()
     """The tick in `first` at which each trained parameter's gradient is made, in the model's order.
     Empty if not known."""
@@ -146,6 +170,9 @@ class Profile:
     """For each of these modules, the last earlier tick with a gradient of its output."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each of these modules the ticks at which its forward passes began and ended."""
+    gathered_uses: tuple[GatheredUse, ...] = ()
+    """The modules that have frozen parameters or read those of others; recorded like
+    `viewed_births`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """The exchanges over the tp axis for one micro-batch, in order."""
     not_compiled: str | None = None
@@ -195,6 +222,8 @@ class Forecast:
     """Bytes of the boundary tensors, if this is a stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
+    frozen_tensors: tuple[tuple[str, int], ...] = ()
+    """See `Profile`."""
     step_gradients: int | None = None
     """Bytes of gradients in the optimizer's step, if they differ from those after a backward
     pass."""
@@ -212,7 +241,8 @@ class Forecast:
     def of(cls, profile: Profile) -> Forecast:
         """The forecast of one process with one micro-batch, which techniques then change."""
         states = Breakdown(
-            parameters=profile.parameter_bytes,
+            parameters=profile.parameter_bytes - profile.frozen_bytes,
+            frozen=profile.frozen_bytes,
             optimizer=profile.optimizer_bytes,
             buffers=profile.buffer_bytes,
             activations=profile.batch_bytes,
@@ -224,6 +254,7 @@ class Forecast:
             gradients=profile.gradient_bytes,
             boundary=profile.boundary,
             tensors=profile.tensors,
+            frozen_tensors=profile.frozen_tensors,
             early_share=profile.early_share,
         )
 

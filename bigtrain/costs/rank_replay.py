@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -98,11 +98,13 @@ def _merge_states(
     """The states of a rank, the records of its stages, and its bytes of gradients.
 
     A parameter that several stages share is counted with the last of them, whose gradient is made
-    first. The batch, which is in every stage's states, is counted once.
+    first; a frozen one is counted once, too. The batch, which is in every stage's states, is
+    counted once.
     """
     states, gradients = Breakdown(), 0
     records: dict[int, StageRecord] = {}
     counted: set[str] = set()
+    counted_frozen: set[str] = set()
     for stage in sorted(forecasts, reverse=True):
         stage_forecast = forecasts[stage]
         sizes = {name: size for name, size, _ in stage_forecast.tensors}
@@ -113,13 +115,22 @@ def _merge_states(
             parameters=stage_forecast.states.parameters - shared,
             optimizer=stage_forecast.states.optimizer
             - stage_forecast.states.optimizer * shared // max(1, total),
-            activations=stage_forecast.states.activations if not counted else 0,
+            activations=0 if records else stage_forecast.states.activations,
+            frozen=stage_forecast.states.frozen - _frozen_again(stage_forecast, counted_frozen),
         )
         states = states.plus(own_states)
         gradients += stage_forecast.gradients - shared
         records[stage] = _adding(pieces[stage], list(tied_bytes.values()))
-        counted |= sizes.keys() or {""}
+        counted |= sizes.keys()
+        counted_frozen |= dict(stage_forecast.frozen_tensors).keys()
     return states, records, gradients
+
+
+def _frozen_again(forecast: Forecast, counted: Collection[str]) -> int:
+    """The bytes of a stage's frozen parameters that are counted with another stage."""
+    sizes = dict(forecast.frozen_tensors)
+    tied_bytes = sum(size for name, size in sizes.items() if name in counted)
+    return forecast.states.frozen * tied_bytes // max(1, sum(sizes.values()))
 
 
 def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:

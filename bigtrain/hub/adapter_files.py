@@ -142,7 +142,7 @@ def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[
     return {**renamed, **own}
 
 
-def model_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, StateTensor]:
+def read_model_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, StateTensor]:
     """Return the tensors of a checkpoint's model by name."""
     return {
         name.removeprefix("model."): saved_state(tensor, dtype)

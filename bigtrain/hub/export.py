@@ -25,8 +25,8 @@ from bigtrain.hub.adapter_files import (
     WEIGHTS,
     AdapterRecord,
     merged_state,
-    model_state,
     peft_state,
+    read_model_state,
 )
 from bigtrain.hub.architecture import Architecture, read_architecture
 from bigtrain.hub.conversion import (
@@ -89,7 +89,7 @@ def export_folder(
     architecture, origin = _described(checkpoint)
     with torch.device("meta"):
         model = architecture.build(architecture.config)
-    state = model_state(checkpoint, dtype)
+    state = read_model_state(checkpoint, dtype)
     if merge:
         state = merged_checkpoint(checkpoint, state)
     names = None if origin is None else origin.names
@@ -127,7 +127,7 @@ def _replacing(output: Path) -> Iterator[Path]:
 def _export_adapters(
     checkpoint: Checkpoint, record: AdapterRecord, output: Path, dtype: torch.dtype | None
 ) -> Exported:
-    state = peft_state(record, model_state(checkpoint, dtype))
+    state = peft_state(record, read_model_state(checkpoint, dtype))
     with _replacing(output) as draft:
         write_tensors(draft / WEIGHTS, state, RunContext.alone())
         write_text(draft / SETTINGS, json.dumps(record.settings, indent=2))

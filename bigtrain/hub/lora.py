@@ -122,7 +122,7 @@ def adapters_of(model: nn.Module) -> Adapters | None:
     return found if isinstance(found, Adapters) else None
 
 
-def plain_name(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """Return the name that a tensor of an adapted model has in the model without adapters."""
     return name.replace(f".{BASE}.", ".")
 

@@ -158,6 +158,13 @@ class MemoryMeter:
         if self._tracker is not None:
             self._tracker.label(tensors, kind)
 
+    def label_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Set the kind of parameters: frozen ones have a kind of their own."""
+        if self._tracker is not None:
+            for parameter in parameters:
+                kind: MemoryKind = "parameters" if parameter.requires_grad else "frozen"
+                self._tracker.label([parameter], kind)
+
     def window(self) -> AbstractContextManager[object]:
         """A context in which storages are tracked, as long as the window of steps lasts."""
         return self._tracker if self._tracker is not None else nullcontext()

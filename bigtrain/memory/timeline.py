@@ -6,12 +6,14 @@ can be compared. Bytes are per rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
+MemoryKind = Literal[
+    "parameters", "frozen", "gradients", "optimizer", "activations", "buffers", "temporary"
+]
 Phase = Literal["build", "forward", "backward", "step", "evaluate", "save"]
 
 
@@ -20,6 +22,9 @@ class Breakdown:
     """Bytes by kind at one moment, per rank."""
 
     parameters: int = 0
+    """Trained parameters, and whole copies of sharded ones while a module computes."""
+    frozen: int = 0
+    """Frozen parameters: without gradients and optimizer state."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -33,12 +38,26 @@ class Breakdown:
         """The sum of the parts, in bytes."""
         return sum(asdict(self).values())
 
+    def by_kind(self) -> dict[str, int]:
+        """Return the parts, in the order of `MEMORY_KINDS`; `frozen` only if it is not zero.
+
+        Files and tables of runs without frozen parameters have no such part.
+        """
+        parts: dict[str, int] = asdict(self)
+        return {kind: size for kind, size in parts.items() if size or kind != "frozen"}
+
     def plus(self, other: Breakdown) -> Breakdown:
         """Add part by part."""
         return Breakdown(*(getattr(self, kind) + getattr(other, kind) for kind in MEMORY_KINDS))
 
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(f.name for f in fields(Breakdown))  # type: ignore[misc]
+
+
+def kinds_in(breakdowns: Iterable[Mapping[str, int] | None]) -> list[MemoryKind]:
+    """Return the kinds that a table of some breakdowns shows: `frozen` only if one has it."""
+    has_frozen = any(parts and parts.get("frozen") for parts in breakdowns)
+    return [kind for kind in MEMORY_KINDS if has_frozen or kind != "frozen"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from bigtrain.errors import ConfigError
 from bigtrain.hub.folder import HF
 from bigtrain.hub.hub_model import INITIAL, HubModel
-from bigtrain.hub.lora import adapters_of, attach, plain_name
+from bigtrain.hub.lora import adapters_of, attach, name_without_adapter
 from bigtrain.job.schema import LoraConfig, ModelConfig
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
@@ -159,7 +159,7 @@ def _adapted(
     """Describe a model with its adapters; other tensors have the values that they have without."""
     if lora is None:
         return describe(make)
-    return describe(lambda: attach(make(), lora, base, class_name), plain_name)
+    return describe(lambda: attach(make(), lora, base, class_name), name_without_adapter)
 
 
 def _adapted_names(model: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -67,7 +67,7 @@ class PipelineRunner(StepRunner):
         self._stage_of: dict[str, int] = {}
         parameters: dict[str, nn.Parameter] = {}
         for index, stage in self._stages.items():
-            meter.label(stage.parameters(), "parameters")
+            meter.label_parameters(stage.parameters())
             meter.label(stage.buffers(), "buffers")
             for name, parameter in stage.named_parameters():
                 if name not in parameters:

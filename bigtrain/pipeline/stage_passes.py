@@ -66,6 +66,11 @@ class StagePasses:
         """Whether it is the last stage of the model."""
         return self.stage.index == self.stage.count - 1
 
+    @property
+    def needs_input_gradients(self) -> bool:
+        """Whether the stage before it, if there is one, has a backward pass."""
+        return any(meta.requires_grad for meta in self.incoming)
+
     def clear(self) -> None:
         """Release the graphs that a failed step has left."""
         self._saved.clear()
@@ -113,14 +118,14 @@ class StagePasses:
     def input_backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run the backward pass for the inputs; a sharded stage runs the whole of it.
 
-        See `backward` for arguments and result. The first stage has no inputs: all of its backward
-        pass is left to `weight_backward`.
+        See `backward` for arguments and result. If no input needs a gradient, as in the first stage
+        and after frozen ones, all of the backward pass is left to `weight_backward`.
         """
         if not self._splits_backward:
             self._weights_left[number] = None
             return self.backward(number, gradients)
         saved = self._saved.pop(number)
-        if self.stage.index == 0:
+        if not self.needs_input_gradients:
             left = _WeightsLeft(saved.inputs, gradients, roots=saved.roots)
             self._weights_left[number] = left
             return []
@@ -154,7 +159,7 @@ class StagePasses:
         if left is None:
             return
         with self._worker.backward_pass():
-            if self.stage.index == 0:
+            if not self.needs_input_gradients:
                 _run_backward(left.roots, left.gradients)
             else:
                 backward_for_weights(self.stage.parameters(), left.groups)

@@ -360,9 +360,7 @@ class StageFitter:
         step, plan = forecast.peak(), self._plan
         if self._checkpoint is None:
             return step
-        states, numbers = section_states(sections), count_parameters(sections)
-        with_master = plan.bf16_parameters and plan.master_weights
-        parts = [4 * numbers if with_master else states.parameters, states.optimizer]
+        parts = [_saved_parameters(sections, plan), section_states(sections).optimizer]
         largest = max((t.nbytes for section in sections for t in section.tensors), default=0)
         added = estimate_save(
             parts,
@@ -391,6 +389,19 @@ def _holds_no_less(
     )
 
 
+def _saved_parameters(sections: Sequence[Section], plan: Plan) -> int:
+    """Bytes of the parameters in a checkpoint: fp32 values, except for parameters without them."""
+    nbytes = section_states(sections).parameters
+    if not (plan.bf16_parameters and plan.master_weights):
+        return nbytes
+    trained = count_parameters(sections, trained=True)
+    if plan.frozen_in_bf16:
+        frozen = nbytes - section_states(sections).gradients
+    else:
+        frozen = 4 * (count_parameters(sections) - trained)
+    return 4 * trained + frozen
+
+
 def _keep_all(count: int) -> tuple[BlockPolicy, ...]:
     choices: list[BlockPolicy] = ["keep"] * count
     return tuple(choices)
@@ -401,8 +412,12 @@ def _with_stage(forecast: Forecast, stage: int) -> Forecast:
 
     Those outside the blocks may be tied to another stage's, and keep their names.
     """
-    named = tuple(
-        (f"{stage} {name}" if " " in name else name, nbytes, kind)
-        for name, nbytes, kind in forecast.tensors
+
+    def named(name: str) -> str:
+        return f"{stage} {name}" if " " in name else name
+
+    return replace(
+        forecast,
+        tensors=tuple((named(name), nbytes, kind) for name, nbytes, kind in forecast.tensors),
+        frozen_tensors=tuple((named(name), nbytes) for name, nbytes in forecast.frozen_tensors),
     )
-    return replace(forecast, tensors=named)

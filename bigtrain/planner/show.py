@@ -15,6 +15,7 @@ from bigtrain.units import MIB, format_bytes, format_count, format_flops, format
 
 _SHORT = {
     "parameters": "par",
+    "frozen": "frozen",
     "gradients": "grad",
     "optimizer": "opt",
     "activations": "act",
@@ -148,7 +149,7 @@ def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, 
         "peak_bytes": evaluated.peak.bytes,
         "phase": evaluated.peak.phase,
         "pp_rank": evaluated.fullest_rank,
-        "breakdown": dict(vars(evaluated.peak.breakdown)),
+        "breakdown": evaluated.peak.breakdown.by_kind(),
         "step_seconds": seconds,
         "seconds": {key: round(value, 9) for key, value in vars(evaluated.seconds).items()},
         "targets_per_second": planned.tokens / seconds,

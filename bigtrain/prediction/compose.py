@@ -71,6 +71,7 @@ def compose_profile(
         buffer_bytes=sum(t.nbytes for t in tensors if t.is_buffer),
         optimizer_bytes=sum(t.state_bytes for t in tensors),
         batch_bytes=base.batch_bytes,
+        frozen_bytes=sum(t.nbytes for t in tensors if not (t.trained or t.is_buffer)),
         trained_elements=elements,
         state_slots=base.state_slots,
         state_scalars=sum(t.state_scalars for t in tensors),
@@ -89,17 +90,28 @@ def compose_profile(
             *_gathers(sections[0], after, scatter_ranks),
         ),
         tensors=_named_tensors(sections),
+        frozen_tensors=tuple(
+            (_name_in_stage(section, t), t.nbytes)
+            for section in sections
+            for t in section.tensors
+            if not (t.trained or t.is_buffer)
+        ),
     )
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:
     """Return the name, bytes and dtype of each trained tensor."""
     return tuple(
-        (f"{section.name} {t.name}".strip(), t.nbytes, t.kind)
+        (_name_in_stage(section, t), t.nbytes, t.kind)
         for section in sections
         for t in section.tensors
         if t.trained
     )
+
+
+def _name_in_stage(section: Section, tensor: SectionTensor) -> str:
+    """Return a name that tensors of several blocks do not share, and tied ones do."""
+    return f"{section.name} {tensor.name}".strip()
 
 
 def with_split_backward(
@@ -167,7 +179,7 @@ def _whole(section: Section | None) -> tuple[int, int]:
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:
-    """Bytes of the states of some sections, whole in one process."""
+    """Bytes of the states of some sections, whole in one process; frozen parameters included."""
     tensors = _distinct(sections)
     return Breakdown(
         parameters=sum(t.nbytes for t in tensors if not t.is_buffer),
@@ -227,13 +239,18 @@ def merge_steps(profiles: Sequence[Profile]) -> Profile:
             for span in profile.step.spans
         ]
         offset += length if goes_one_by_one else 0
-    totals = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "trained_elements")
+    totals = [f"{part}_bytes" for part in ("parameter", "frozen", "gradient", "optimizer")]
+    totals += ["trained_elements", "state_scalars"]
     return replace(
         profiles[0],
-        **{key: sum(getattr(p, key) for p in profiles) for key in (*totals, "state_scalars")},
+        **{
+            key: sum(getattr(p, key) for p in profiles)
+            for key in (*totals, "trained_elements", "state_scalars")
+        },
         step=Timeline(tuple(spans), ((0, "step"),)),
         updated=tuple(updated for p in profiles for updated in p.updated),
         tensors=tuple(tensor for p in profiles for tensor in p.tensors),
+        frozen_tensors=tuple(tensor for p in profiles for tensor in p.frozen_tensors),
     )
 
 

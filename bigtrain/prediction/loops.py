@@ -68,6 +68,11 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
             for name, parameter in recorded.stage.named_parameters()
             if parameter.requires_grad
         ),
+        frozen_tensors=tuple(
+            (name, parameter.nbytes)
+            for name, parameter in recorded.stage.named_parameters()
+            if not parameter.requires_grad
+        ),
     )
 
 
@@ -234,7 +239,7 @@ class StageLoop(LoopRunner):
         if not self._splits_backward:
             passes.backward(0, gradients)
         else:
-            if not self._stage.index:  # without inputs the whole pass is a weight backward
+            if not passes.needs_input_gradients:  # the whole pass is a weight backward
                 outputs.clear()
             passes.input_backward(0, gradients)
             outputs.clear()

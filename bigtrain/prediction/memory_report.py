@@ -13,7 +13,7 @@ from bigtrain.machine.busy import CpuUse, is_busy
 from bigtrain.machine.residuals import EngineName, PeakRecord, StepBasis, StepRecord
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.memory.meter import MemoryMeasurement
-from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
+from bigtrain.memory.timeline import MemoryKind, Peak, kinds_in
 from bigtrain.ranks.context import RunContext
 from bigtrain.units import format_bytes
 
@@ -73,17 +73,17 @@ class RankMemory:
 
     def as_json(self) -> dict[str, Any]:
         """The rank's entry of memory.json."""
-        peak = self.measured.peak
+        peak, predicted = self.measured.peak, self.predicted
         entry: dict[str, Any] = {
             "rank": self.rank,
             "peak_bytes": peak.bytes if peak else None,
-            "predicted_peak_bytes": self.predicted.bytes if self.predicted else None,
+            "predicted_peak_bytes": predicted.bytes if predicted else None,
             "process_peak_bytes": self.measured.process_peak_bytes,
             "process_base_bytes": self.measured.process_base_bytes,
             "phase": peak.phase if peak else None,
-            "breakdown": asdict(peak.breakdown) if peak else None,
-            "predicted_phase": self.predicted.phase if self.predicted else None,
-            "predicted_breakdown": asdict(self.predicted.breakdown) if self.predicted else None,
+            "breakdown": peak.breakdown.by_kind() if peak else None,
+            "predicted_phase": predicted.phase if predicted else None,
+            "predicted_breakdown": predicted.breakdown.by_kind() if predicted else None,
         }
         if self.measured.reserved_bytes is not None:
             entry["allocated_bytes"] = self.measured.allocated_bytes
@@ -138,7 +138,7 @@ class MemoryReport:
         measured, predicted = rank.measured.peak, rank.predicted
         both = (measured, predicted)
         rows: list[tuple[str, ...]] = [("", "measured", "predicted")]
-        for kind in MEMORY_KINDS:
+        for kind in kinds_in(peak.breakdown.by_kind() for peak in both if peak):
             rows.append((kind, *(_shown(peak and getattr(peak.breakdown, kind)) for peak in both)))
         rows.append(("peak", *(_shown(peak and peak.bytes) for peak in both)))
         rows.append(("reached in", *(peak.phase if peak else "-" for peak in both)))

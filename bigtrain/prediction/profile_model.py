@@ -84,7 +84,8 @@ def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) 
     """The profile of a model that cannot run on fake tensors."""
     states = state_bytes(model, None)
     return Profile(
-        parameter_bytes=states.parameters,
+        parameter_bytes=states.parameters + states.frozen,
+        frozen_bytes=states.frozen,
         gradient_bytes=states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=0,

@@ -6,7 +6,7 @@ tensors are missing. So the timelines equal those of the run, storage by storage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import Profile
+from bigtrain.costs.forecast import GatheredUse, Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Phase, Span, Timeline
@@ -73,6 +73,7 @@ class GradientTicks:
     module_births: tuple[tuple[int, ...], ...]
     module_begins: tuple[int | None, ...]
     module_passes: tuple[tuple[tuple[int, int], ...], ...]
+    gathered_uses: tuple[GatheredUse, ...]
     exchanges: tuple[TensorExchange, ...]
 
 
@@ -343,8 +344,36 @@ def _gradient_ticks(
         module_births=tuple(births),
         module_begins=tuple(begins),
         module_passes=tuple(passes),
+        gathered_uses=tuple(_gathered_uses(products, known, begin)),
         exchanges=runner.take_exchanges(),
     )
+
+
+def _gathered_uses(
+    products: ReplacedProducts, known: Mapping[nn.Parameter, int], begin: int
+) -> Iterator[GatheredUse]:
+    """See `Profile.gathered_uses`, for one micro-batch.
+
+    Args:
+        products: recorded the passes.
+        known: the birth of each gradient.
+        begin: the first tick of the step.
+    """
+    for parameters, pass_ticks, begins, ends in products.gathered_uses():
+        pairs = zip(pass_ticks[::2], pass_ticks[1::2], strict=False)
+        yield GatheredUse(
+            tuple(parameter.nbytes for parameter in parameters),
+            tuple(
+                max((end for end in products.viewed.get(parameter, ()) if begin < end), default=0)
+                for parameter in parameters
+            ),
+            tuple(pair for pair in pairs if begin <= pair[0]),
+            (
+                min((tick for tick in begins if begin < tick), default=None),
+                max((tick for tick in ends if begin < tick), default=None),
+            ),
+            tuple(known[parameter] for parameter in parameters if parameter in known),
+        )
 
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
@@ -356,7 +385,8 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         for names in (None, run.choices)
     )
     return Profile(
-        parameter_bytes=states.parameters,
+        parameter_bytes=states.parameters + states.frozen,
+        frozen_bytes=states.frozen,
         gradient_bytes=0 if plan.release_gradients else states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
@@ -380,6 +410,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         module_births=run.gradients.module_births,
         module_begins=run.gradients.module_begins,
         module_passes=run.gradients.module_passes,
+        gathered_uses=run.gradients.gathered_uses,
         exchanges=run.gradients.exchanges,
         not_compiled=run.not_compiled,
     )

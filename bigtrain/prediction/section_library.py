@@ -92,6 +92,7 @@ class SectionLibrary:
         self._changes = 0
         names = list(model.named_parameters(remove_duplicate=False))
         self._ties = len({id(p) for _, p in names}) < len(names)
+        self._has_frozen = not all(p.requires_grad for p in model.parameters())
         self._named = self._runs.named
 
     @property
@@ -159,6 +160,7 @@ class SectionLibrary:
             cut and self._ties,
             cut and self._runs.copied_gradient,
             slicing_key(plan),
+            self._has_frozen and plan.frozen_in_bf16 and not plan.bf16_parameters,
         )
 
     def _body(self, plan: Plan, kind: RunKind, rows: int, *, exact: bool) -> None:

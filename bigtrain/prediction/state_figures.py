@@ -12,11 +12,13 @@ from bigtrain.memory.timeline import Breakdown
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
-    """Bytes of parameters, their gradients, buffers and optimizer state."""
+    """Bytes of trained and frozen parameters, gradients, buffers and optimizer state."""
     slots = optimizer.state.values() if optimizer else ()
+    trained = storage_bytes(p for p in model.parameters() if p.requires_grad)
     return Breakdown(
-        parameters=storage_bytes(model.parameters()),
-        gradients=storage_bytes(p for p in model.parameters() if p.requires_grad),
+        parameters=trained,
+        frozen=storage_bytes(model.parameters()) - trained,
+        gradients=trained,
         buffers=storage_bytes(model.buffers()),
         optimizer=storage_bytes(value for state in slots for value in state.values()),
     )

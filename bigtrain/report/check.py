@@ -128,7 +128,7 @@ def forecast_of(job: Job, parts: RunSetup) -> SavedForecast:
         device=parts.plan.device_type,
         peak_bytes=fullest.peak.bytes,
         phase=fullest.peak.phase,
-        breakdown={kind: int(size) for kind, size in asdict(fullest.peak.breakdown).items()},
+        breakdown=fullest.peak.breakdown.by_kind(),
         modules=modules,
         keys=_flat(job.model_dump(mode="json", exclude_defaults=True)),
     )

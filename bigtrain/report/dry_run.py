@@ -114,8 +114,8 @@ def _parts_of(ranks: list[PredictedRank]) -> Iterator[str]:
             size = f" {format_bytes(peak.bytes)} in {peak.phase}" if peak is not None else ""
             yield f"pp rank {rank.pp_rank}:{size}"
         if peak is not None:
-            for kind, size in vars(peak.breakdown).items():
-                yield f"  {kind:12} {size:>15,} bytes"
+            for kind, nbytes in peak.breakdown.by_kind().items():
+                yield f"  {kind:12} {nbytes:>15,} bytes"
         if state.save is not None and state.resume is not None:
             yield state_line(state.save, state.resume)
 

@@ -12,6 +12,7 @@ from bigtrain.memory.timeline import MemoryKind
 # Okabe and Ito's palette, which colour-blind people can tell apart.
 COLOURS: dict[MemoryKind, str] = {
     "parameters": "#0072B2",
+    "frozen": "#F0E442",
     "gradients": "#56B4E9",
     "optimizer": "#009E73",
     "activations": "#E69F00",

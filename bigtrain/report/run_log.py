@@ -175,7 +175,7 @@ class RunLog:
             described["predicted"] = {
                 "peak_bytes": predicted.bytes,
                 "phase": predicted.phase,
-                "breakdown": asdict(predicted.breakdown),
+                "breakdown": predicted.breakdown.by_kind(),
             }
         if self._predicted_seconds is not None:
             described.setdefault("predicted", {})["step_seconds"] = self._predicted_seconds

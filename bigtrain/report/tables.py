@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from bigtrain.memory.added_bytes import StatePeak
-from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
+from bigtrain.memory.timeline import MemoryKind, Peak, kinds_in
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.units import format_bytes, format_seconds, signed_share
 
@@ -30,7 +30,8 @@ def memory_table(report: MemoryReport) -> Table:
         table.add_column(f"rank {rank.rank}", justify="right")
         table.add_column("predicted", justify="right", style="dim")
         table.add_column("error", justify="right")
-    for kind in MEMORY_KINDS:
+    peaks = [peak for rank in shown for peak in (rank.measured.peak, rank.predicted) if peak]
+    for kind in kinds_in(peak.breakdown.by_kind() for peak in peaks):
         table.add_row(kind, *(c for r in shown for c in (*_pair(r, kind), _error(r, kind))))
     table.add_section()
     table.add_row("peak", *(c for r in shown for c in (*_peaks(r), _error(r))), style="bold")

@@ -23,10 +23,16 @@ class ReplacedProducts:
 
     def __init__(self, root: nn.Module | None, clock: Callable[[], int] = lambda: 0) -> None:
         self._modules = [] if root is None else list(root.modules())
+        self._has_frozen = root is not None and not all(p.requires_grad for p in root.parameters())
+        self._running: list[nn.Module] = []
+        self._read: dict[nn.Module, dict[nn.Parameter, None]] = {}
+        """By module the parameters of others that its code reads; ZeRO stage 3 then gathers them
+        with it. Known only of models with frozen parameters."""
         self._called: dict[nn.Module, None] = {}
         self._clock = clock
         self._begins: dict[nn.Module, list[int]] = {}
         self._forward: dict[nn.Module, list[int]] = {}
+        self._ends: dict[nn.Module, list[int]] = {}
         self.viewed: dict[nn.Parameter, list[int]] = {}
         """Parameters with views saved for backward, and the ticks at which one of them is freed."""
 
@@ -37,6 +43,8 @@ class ReplacedProducts:
             entered.enter_context(functions)
             if self._modules:
                 entered.enter_context(self._noting_views())
+            if self._has_frozen:
+                entered.enter_context(self._noting_reads())
             for module in self._modules:
                 module.register_forward_pre_hook(self._before)
                 # Recomputation of a block ends by an exception in its last module.
@@ -50,9 +58,28 @@ class ReplacedProducts:
         at which a gradient of its output was ready.
         """
         for module in self._called:
-            parameters = list(self._used_by(module))
+            read = self._read_by_others()
+            parameters = [p for p in self._used_by(module) if p not in read]
             if parameters:
                 yield parameters, self._forward.get(module, []), self._begins.get(module, [])
+
+    def gathered_uses(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int], list[int]]]:
+        """Yield the parameters of each called module that are frozen or belong to other modules.
+
+        Nothing but the module's own backward pass says how long they are gathered. With them come
+        the ticks at which its forward passes began and ended, alternating, those at which a
+        gradient of its output was ready, and those at which one of its input was.
+        """
+        read = self._read_by_others()
+        for module in self._called:
+            frozen = [p for p in self._used_by(module) if not p.requires_grad and p not in read]
+            parameters = [*frozen, *self._read.get(module, ())]
+            if parameters:
+                forward, begins = self._forward.get(module, []), self._begins.get(module, [])
+                yield parameters, forward, begins, self._ends.get(module, [])
+
+    def _read_by_others(self) -> set[nn.Parameter]:
+        return {parameter for parameters in self._read.values() for parameter in parameters}
 
     def _used_by(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Yield a module's parameters and those of children that are never called.
@@ -70,8 +97,15 @@ class ReplacedProducts:
         nn.MultiheadAttention splits its weight unless query, key and value are one object.
         """
         self._called[module] = None
+        self._running.append(module)
         self._forward.setdefault(module, []).append(self._clock())
         tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if self._has_frozen:
+            # A view of each input, because other modules may have the same input.
+            return tuple(
+                self._noting_gradient(value, module) if isinstance(value, Tensor) else value
+                for value in inputs
+            )
         if len({id(value) for value in tensors}) == len(tensors):
             return inputs
         return tuple(
@@ -79,11 +113,43 @@ class ReplacedProducts:
         )
 
     def _after(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if module in self._running:
+            del self._running[self._running.index(module) :]
         self._forward.setdefault(module, []).append(self._clock())
         begins = self._begins.setdefault(module, [])
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: begins.append(self._clock()))  # type: ignore[no-untyped-call]
+
+    def _noting_gradient(self, value: Tensor, module: nn.Module) -> Tensor:
+        """Return a view whose gradient is noted when this module has computed it."""
+        view = value.view_as(value)
+        if view.requires_grad:
+            ends = self._ends.setdefault(module, [])
+            view.register_hook(lambda _: ends.append(self._clock()))  # type: ignore[no-untyped-call]
+        return view
+
+    @contextmanager
+    def _noting_reads(self) -> Iterator[None]:
+        """Note each read of a parameter that none of the running modules has.
+
+        peft's layers, for example, look at the dtype of the matrices of their adapters.
+        """
+        plain = nn.Module.__getattr__
+
+        def read(module: nn.Module, name: str) -> Any:
+            value = plain(module, name)
+            if isinstance(value, nn.Parameter) and self._running and module not in self._running:
+                reader = self._running[-1]
+                if all(value is not parameter for parameter in self._used_by(reader)):
+                    self._read.setdefault(reader, {})[value] = None
+            return value
+
+        nn.Module.__getattr__ = read  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__getattr__ = plain  # type: ignore[method-assign]
 
     def _noting_views(self) -> AbstractContextManager[None]:
         parameters = (p for module in self._modules for p in module.parameters(recurse=False))

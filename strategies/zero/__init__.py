@@ -146,6 +146,7 @@ def _replicated(forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
     states = replace(
         states,
         parameters=states.parameters * factor,
+        frozen=states.frozen * factor,
         optimizer=states.optimizer * factor,
         gradients=states.gradients * factor,
     )

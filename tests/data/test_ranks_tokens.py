@@ -202,7 +202,8 @@ def test_numbers_are_those_of_a_plain_loop(model, strategy, ranks, axes, text, t
     jobs = [
         job_of(model, strategy, text, tokenizer, packing, **meshed) for packing in (True, False)
     ]
-    records = run_ranks(train_all, ranks, jobs, timeout_s=300.0, **axes)
+    flavour = "deepspeed" if strategy in ("zero2", "zero3") else "hub"
+    records = run_ranks(train_all, ranks, jobs, flavour=flavour, timeout_s=300.0, **axes)
     copies = axes.get("pp", 1) * axes.get("tp", 1)
     for case, (losses, held_out, counts) in enumerate(expected):
         for record in records:
@@ -222,7 +223,7 @@ def test_a_resumed_run_goes_on_with_other_ranks(text, tokenizer, tmp_path):
     losses = plain_loop(job_of("gpt", "single", text, tokenizer, packing=True))[0]
     job = job_of("gpt", "ddp", text, tokenizer, packing=True)
     folder = str(tmp_path / "saved")
-    began = run_ranks(train, 2, job, folder, None, 2, timeout_s=300.0)
+    began = run_ranks(train, 2, job, folder, None, 2, flavour="hub", timeout_s=300.0)
     assert began[0].losses == pytest.approx(losses[:2], rel=2e-5)
-    (resumed,) = run_ranks(train, 1, job, None, began[0].path, timeout_s=300.0)
+    (resumed,) = run_ranks(train, 1, job, None, began[0].path, flavour="hub", timeout_s=300.0)
     assert resumed.losses == pytest.approx(losses[2:], rel=2e-5)

@@ -28,7 +28,7 @@ from bigtrain.hub.adapter_files import (  # noqa: E402
     with_adapter_files,
 )
 from bigtrain.hub.export import export_folder, merged_checkpoint  # noqa: E402
-from bigtrain.hub.lora import adapters_of, attach, plain_name  # noqa: E402
+from bigtrain.hub.lora import adapters_of, attach, name_without_adapter  # noqa: E402
 from bigtrain.models.blueprint import describe  # noqa: E402
 from bigtrain.models.spec import ModelSpec  # noqa: E402
 from bigtrain.ranks.context import RunContext  # noqa: E402
@@ -104,13 +104,15 @@ def test_alpha_is_twice_the_rank():
 
 def test_the_other_values_are_those_without_adapters():
     plain = describe(Net).materialize("cpu", seed=3)
-    blueprint = describe(lambda: attach(Net(), section(targets=["first.*", "table"])), plain_name)
+    blueprint = describe(
+        lambda: attach(Net(), section(targets=["first.*", "table"])), name_without_adapter
+    )
     assert blueprint.deferred, blueprint.reason
     model = blueprint.materialize("cpu", seed=3)
     values = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
-            assert torch.equal(parameter, values[plain_name(name)]), name
+            assert torch.equal(parameter, values[name_without_adapter(name)]), name
     assert model.first[0].lora_A.default.weight.abs().sum() > 0
     assert not model.first[0].lora_B.default.weight.any()
 

@@ -128,7 +128,9 @@ def check_each(
     for family in families:
         hub_models.save(family, folder_of(tmp_path, family))
     axes = axes or ({AXES[strategy]: ranks} if strategy in AXES else {})
-    results = run_ranks(train_each, ranks, strategy, tmp_path, families, timeout_s=400.0, **axes)
+    results = run_ranks(
+        train_each, ranks, strategy, tmp_path, families, flavour="hub", timeout_s=400.0, **axes
+    )
     for family in families:
         source = folder_of(tmp_path, family)
         loss, trained = plain_loop(source, family)

@@ -14,7 +14,15 @@ from torch import nn
 
 from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import Breakdown, Peak, Span, Timeline, highest_peak
+from bigtrain.memory.timeline import (
+    MEMORY_KINDS,
+    Breakdown,
+    Peak,
+    Span,
+    Timeline,
+    highest_peak,
+    kinds_in,
+)
 from bigtrain.memory.tracker import StorageTracker
 
 MB = 1_000_000
@@ -33,6 +41,23 @@ def test_a_timeline_finds_its_peak_and_what_it_is_made_of():
     assert timeline.peak(Breakdown(optimizer=100)).bytes == 130
     assert highest_peak([peak, Peak("step", Breakdown(buffers=3))]) == peak
     assert Timeline((), ((0, "step"),)).peak() == Peak("step", Breakdown())
+
+
+def test_frozen_parameters_are_a_part_only_where_there_are_any():
+    some, none = Breakdown(parameters=3, frozen=4), Breakdown(parameters=3)
+    assert (some.total, some.by_kind()["frozen"]) == (7, 4)
+    assert "frozen" not in none.by_kind()
+    assert kinds_in([none.by_kind(), None]) == [kind for kind in MEMORY_KINDS if kind != "frozen"]
+    assert kinds_in([none.by_kind(), some.by_kind()]) == list(MEMORY_KINDS)
+    layer = nn.Linear(2, 3)
+    layer.weight.requires_grad_(False)
+    meter = MemoryMeter(torch.device("cpu"), track_steps=1)
+    with meter.window():
+        held = layer.weight.clone(), layer.bias.clone()
+        meter.label_parameters([held[0].detach(), held[1]])
+    peak = meter.measured().peak
+    assert peak is not None
+    assert (peak.breakdown.frozen, peak.breakdown.parameters) == (24, 12)
 
 
 def test_a_freed_storage_makes_room_before_the_next_is_counted():

@@ -113,6 +113,33 @@ def test_whole_and_split_backward_passes_give_the_gradients_of_autograd(splits):
     assert not passes._weights_left
 
 
+class AfterFrozen(Middle):
+    """A middle stage whose inputs need no gradient, because all layers before it are frozen."""
+
+    def incoming(self, micro_batch):  # noqa: ARG002
+        return tuple(torch.empty(SHAPE, device="meta") for _ in range(2))
+
+
+def test_after_frozen_stages_the_whole_backward_pass_is_left_to_the_weights():
+    torch.manual_seed(0)
+    stage, gradients = AfterFrozen(), [torch.randn(SHAPE), torch.randn(4)]
+    inputs = [torch.randn(SHAPE), torch.randn(SHAPE)]
+    wanted = plain(stage, inputs, gradients)[1:]
+    passes = passes_of(stage, Runner())
+    for number in range(2):
+        passes.forward(number, [tensor.clone() for tensor in inputs])
+    for number in range(2):
+        assert passes.input_backward(number, gradients) == []
+        before = [parameter.grad for parameter in stage.parameters()]
+        assert number == 1 or before == [None, None, None]
+        passes.weight_backward(number)
+        # The second gradient is added in place, and no third tensor is made.
+        after = [parameter.grad for parameter in stage.parameters()]
+        assert number == 0 or all(a is b for a, b in zip(after, before, strict=True))
+    for parameter, expected in zip(stage.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * expected)
+
+
 def test_nothing_is_saved_without_gradients():
     passes = passes_of(Middle(), Runner())
     with torch.no_grad():

@@ -163,7 +163,8 @@ def train_one(
             each, done = ROWS // context.dp_size, engine.steps_done
             own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
             losses = [
-                engine.step(tuple(t[own] for t in batch(n))).loss for n in range(done, done + steps)
+                engine.step(tuple(t[own].clone() for t in batch(n))).loss
+                for n in range(done, done + steps)
             ]
             engine.save(saved_in(root, name, strategy))
             prediction = engine.prediction

@@ -78,8 +78,8 @@ def run_ranks(
         timeout: seconds a collective may take.
         seed: the seed in the context.
         force_group: make a process group even for one rank.
-        flavour: libraries that the ranks have imported at the start; the default is DeepSpeed if an
-            argument names a strategy that runs on it, and otherwise plain.
+        flavour: libraries that the ranks have imported at the start; they are DeepSpeed's if an
+            argument names a strategy that runs on it, and plain by default.
         killed: ranks that the function kills; their results are None.
         fresh: use new processes, which answer only this call.
 
@@ -90,7 +90,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="bigtrain-ranks-") as name:
         folder = Path(name)
         options = {"pp": pp, "dp": dp, "tp": tp, "timeout": timeout, "force_group": force_group}
-        flavour = flavour or _flavour_for(args)
+        flavour = "deepspeed" if _names_deepspeed(args) else flavour or "plain"
         # DeepSpeed keeps global meshes and timers of earlier engines.
         fresh = fresh or flavour == "deepspeed"
         environ = {name: value for name, value in os.environ.items() if name != _NOT_OURS}
@@ -185,13 +185,14 @@ def end_waiting_ranks() -> None:
     _waiting.clear()
 
 
-def _flavour_for(arguments: Iterable[Any]) -> Flavour:
+def _names_deepspeed(arguments: Iterable[Any]) -> bool:
+    """Whether an argument names a strategy that runs on DeepSpeed."""
     for found in arguments:
-        if isinstance(found, list | tuple) and _flavour_for(found) == "deepspeed":
-            return "deepspeed"
+        if isinstance(found, list | tuple) and _names_deepspeed(found):
+            return True
         if isinstance(found, str) and _on_deepspeed() & set(found.split("+")):
-            return "deepspeed"
-    return "plain"
+            return True
+    return False
 
 
 @functools.cache

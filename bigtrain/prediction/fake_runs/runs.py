@@ -72,6 +72,8 @@ class RunKind(NamedTuple):
     """Whether gradients are contiguous as received; see `RecordedSections.copies_gradient`."""
     sliced: str = ""
     """The slicing technique and its number of ranks; empty if layers are whole."""
+    frozen_low: bool = False
+    """Whether frozen parameters alone are in bf16; see `Plan.frozen_in_bf16`."""
 
 
 class FakeRuns:

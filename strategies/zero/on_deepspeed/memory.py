@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.core.strategy import Plan
-from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.forecast import Forecast, GatheredUse, Profile
+from bigtrain.costs.traffic import parameter_shapes
 from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import Breakdown, MemoryKind, Span, Timeline, scale_timeline
@@ -109,11 +111,13 @@ def _cut(
     gradient_bytes = [span.nbytes for span in backward.gradients]
     persistence_bytes = size * sizes.persistent_parameter
     persistent_bytes = sum(nbytes for nbytes in gradient_bytes if nbytes <= persistence_bytes)
-    frozen = profile.parameter_bytes - size * profile.trained_elements
+    frozen_bytes = (size * math.prod(shape) for shape in _frozen_shapes(profile))
+    persistent_bytes += sum(nbytes for nbytes in frozen_bytes if nbytes <= persistence_bytes)
     accumulator = 4 if accumulates_in_fp32(plan, 3) else size
     states = replace(
         forecast.states,
-        parameters=size * share + max(0, frozen) // ranks + persistent_bytes,
+        parameters=size * share + persistent_bytes,
+        frozen=_frozen_shards(profile, plan),
         optimizer=_optimizer_bytes(profile, plan, share),
         gradients=accumulator * share,
         buffers=forecast.states.buffers + bucket,
@@ -130,6 +134,7 @@ def _cut(
         step = _throughout(step, "temporary", 4 * max(group, largest))
     building = Breakdown(
         parameters=states.parameters - persistent_bytes,
+        frozen=states.frozen,
         gradients=states.gradients,
         optimizer=round(states.optimizer * profile.early_share),
         buffers=states.buffers,
@@ -143,7 +148,8 @@ def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
     """While DeepSpeed makes its optimizer: a rank's share in fp32, and zeros of the same size."""
     unrounded = 4 * share if plan.bf16_parameters else 0  # fp32 values of the bf16 parameters
     return Breakdown(
-        parameters=profile.parameter_bytes,
+        parameters=profile.parameter_bytes - profile.frozen_bytes,
+        frozen=profile.frozen_bytes,
         optimizer=round(_optimizer_bytes(profile, plan, share) * profile.early_share),
         buffers=profile.buffer_bytes,
         temporary=8 * share + unrounded,
@@ -197,6 +203,8 @@ class _Backward:
     """If modules are not known, as in a profile put together of sections: for each block, and for
     the layers after them, the elements of its largest parameter and (first, last tick) of its
     forward pass."""
+    uses: tuple[GatheredUse, ...] = ()
+    """See `Profile.gathered_uses`."""
     recomputed: tuple[tuple[int, int], ...] = ()
     """(first, last tick) of the backward pass of each recomputed block, recomputation included."""
 
@@ -254,6 +262,19 @@ class _Backward:
                 for passes in profile.module_passes
             ),
             () if profile.module_passes else tuple(_largest(profile, timeline, pass_number)),
+            tuple(
+                GatheredUse(
+                    use.nbytes,
+                    tuple(moved(tick) or 0 if tick else 0 for tick in use.viewed),
+                    tuple(
+                        (moved(begin) or ticks[0], moved(end) or ticks[0])
+                        for begin, end in use.forward
+                    ),
+                    (following(use.backward[0]), moved(use.backward[1])),
+                    tuple(now.birth for birth, now in pairs if birth in use.births),
+                )
+                for use in profile.gathered_uses
+            ),
             _recomputed(profile, pass_number),
         )
 
@@ -387,7 +408,12 @@ class _Backward:
         """
         spans = []
         births = sorted(span.birth for span in self.timeline.spans)
-        gathered = [gradient for gradient in self.gradients if gradient.nbytes > persists]
+        elsewhere = {birth for use in self.uses for birth in use.births}
+        gathered = [
+            gradient
+            for gradient in self.gradients
+            if gradient.nbytes > persists and gradient.birth not in elsewhere
+        ]
         for gradient in gathered:
             # All parameters of a module are gathered with its first and freed with its last.
             places = (n for n, group in enumerate(self.module_births) if gradient.birth in group)
@@ -420,12 +446,51 @@ class _Backward:
                 for begin, end in passes
                 if sizes and end > begin
             ]
+        for use in self.uses:
+            spans += self._use_spans(use, persists, ahead)
         spans += [
             Span(numbers * width + ahead, "parameters", begin, end)
             for numbers, begin, end in self.largest
             if numbers * width > persists
         ]
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
+
+    def _use_spans(self, use: GatheredUse, persists: int, ahead: int) -> Iterator[Span]:
+        """Yield parameters that are whole while a module computes; see `Profile.gathered_uses`.
+
+        Args:
+            use: the parameters of one module.
+            persists: see `with_gathered`.
+            ahead: see `with_gathered`.
+        """
+        begin, end = use.backward
+        passes = list(use.forward)
+        if begin is not None:  # without a gradient of its input it is released with the last module
+            passes.append((begin, end or max(span.death for span in self.timeline.spans)))
+        pairs = [pair for pair in zip(use.nbytes, use.viewed, strict=True) if pair[0] > persists]
+        sizes = [nbytes for nbytes, until in pairs if not until]
+        if sizes:
+            for start, stop in passes:
+                if stop > start:
+                    yield Span(sum(sizes) + ahead, "parameters", start, stop)
+        for nbytes, until in pairs:
+            if until:  # a saved view keeps the whole
+                yield Span(nbytes + ahead, "parameters", passes[0][0], max(until, passes[-1][1]))
+
+
+def _frozen_shards(profile: Profile, plan: Plan) -> int:
+    """Return the bytes of a rank's shards of frozen parameters, each of which is padded."""
+    size, shapes = precision_of(plan), _frozen_shapes(profile)
+    if not shapes:  # they are not known
+        return profile.frozen_bytes // plan.dp
+    return sum(size * piece_size(math.prod(shape), plan.dp) for shape in shapes)
+
+
+def _frozen_shapes(profile: Profile) -> list[tuple[int, ...]]:
+    if not profile.frozen_bytes:
+        return []
+    every = Counter(parameter_shapes(profile, trained=False))
+    return list((every - Counter(parameter_shapes(profile))).elements())
 
 
 def _largest(
@@ -436,6 +501,9 @@ def _largest(
     for visits in profile.blocks:
         ticks = visits[pass_number]
         yield max(map(math.prod, ticks.shapes), default=0), *ticks.forward
+        frozen = [n for n, wanted in zip(ticks.shapes, ticks.trained, strict=True) if not wanted]
+        if frozen:
+            yield max(map(math.prod, frozen)), *ticks.backward
         last = max(last, ticks.forward[1])
     rest = profile.outside_blocks
     if rest is not None and rest.shapes:

@@ -108,6 +108,8 @@ class DeepSpeedRunner(LoopRunner):
             zero = self._sharded.zero
             self.meter.label(self._sharded.resident_tensors(), "optimizer")
             self.meter.label(getattr(zero, "bit16_groups_flat", ()), "parameters")
+            frozen = (p for p in self.module.parameters() if not p.requires_grad)
+            self.meter.label((getattr(p, "ds_tensor", None) for p in frozen), "frozen")
             self.meter.label([getattr(zero, "lp_param_buffer", None)], "parameters")
             self.meter.label([getattr(zero, "grad_partitions_flat_buffer", None)], "gradients")
             for bucket in zero.ipg_buckets.values():

@@ -86,6 +86,7 @@ class FairscaleFSDP(FairscaleEngine):
             states=replace(
                 states,
                 parameters=states.parameters + states.parameters // ranks,
+                frozen=states.frozen + states.frozen // ranks,
                 optimizer=states.optimizer // ranks,
             ),
             step=scale_timeline(forecast.step, 1 / ranks),

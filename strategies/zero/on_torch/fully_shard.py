@@ -415,7 +415,9 @@ def _label_gathered(unit: nn.Module, assembly: Assembly) -> None:
     """Label gathered parameters as parameters, before each forward pass of the unit."""
 
     def label(module: nn.Module, _inputs: Iterable[Any]) -> None:
-        assembly.meter.label(module.parameters(), "parameters")
+        # The shards of units inside are labelled: trained and frozen ones have their kinds.
+        gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        assembly.meter.label(gathered, "parameters")
 
     if isinstance(unit, FSDPModule):
         unit.register_forward_pre_hook(label)

@@ -51,7 +51,8 @@ def forecast_fully_shard(
     state = trained * profile.state_slots + profile.state_scalars
     states = replace(
         forecast.states,
-        parameters=shards,
+        parameters=trained,
+        frozen=shards - trained,
         # An offload leaves the same fraction of the shard's state here as of the whole state.
         optimizer=round(state * min(1.0, forecast.states.optimizer / full_optimizer_bytes)),
     )
@@ -66,7 +67,7 @@ def forecast_fully_shard(
     if sizes.on_host:  # with gradients and state; gathered units stay on the GPU
         return replace(
             forecast.with_passes(first=first, later=later),
-            states=replace(states, parameters=0, optimizer=0),
+            states=replace(states, parameters=0, frozen=0, optimizer=0),
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
