@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.peaks import settled
+from support.peaks import repeat_if_above
 from support.ranks import run_ranks
 
 pytest.importorskip("peft")
@@ -165,7 +165,7 @@ def test_frozen_weights_in_bf16_change_no_number(tmp_path, monkeypatch):
 def test_their_peaks_are_predicted(strategy, tmp_path):
     names, low = ["gpt", "path"], {"train.precision": "bf16"}
     for keys in ({}, low):
-        rows = settled(
+        rows = repeat_if_above(
             lambda keys=keys: run(strategy, 2, tmp_path, names, keys=keys),
             lambda row: min(lora_runs.peak_error(row[name]) for name in names) < -0.01,
         )

@@ -23,7 +23,8 @@ from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import BigtrainError
-from bigtrain.hub.lora import adapters_of
+from bigtrain.hub.lora import Adapters, adapters_of
+from bigtrain.hub.nf4 import Nf4Layout
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.loss import as_loss
@@ -34,6 +35,7 @@ from bigtrain.tensors.shards import read_whole
 ROWS, STEPS, SEED = 4, 3, 0
 KEEP_FP32 = "LORA_RUNS_KEEP_FP32"
 LORA = {"rank": 4, "alpha": 8}
+IN_4_BITS = {**LORA, "quantize": "nf4"}
 
 
 class Plain(nn.Module):
@@ -94,6 +96,17 @@ CASES = {
     "gpt": Case("gpt", LORA),
     "path": Case("path", {**LORA, "targets": ["wide", "table"], "modules_to_save": ["head"]}),
     "late": Case("path", {**LORA, "targets": ["blocks.[23].wide"]}),
+    "llama 4 bits": Case("llama", IN_4_BITS),
+    "llama 4 bits parts": Case(
+        "llama",
+        {
+            **{**IN_4_BITS, "targets": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+            "quantize_except": ["layers.1.mlp"],
+        },
+    ),
+    "gpt2 4 bits": Case("gpt2", IN_4_BITS),
+    "gpt 4 bits": Case("gpt", IN_4_BITS),
+    "path 4 bits": Case("path", {**IN_4_BITS, "targets": ["wide", "table"]}),
     "frozen": Case("path", freeze=("*", "!blocks.1.*", "!head")),
     "frozen last": Case("gpt", freeze=("blocks.2", "blocks.3", "norm")),
 }
@@ -244,6 +257,8 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     with warnings.catch_warnings():  # of Conv1D
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(base, config)  # type: ignore[arg-type]
+    if adapters.quantized:
+        in_4_bits(model, adapters)
     given = {
         f"base_model.model.{one}": value
         for one, value in start.state_dict().items()
@@ -252,6 +267,25 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     unknown = model.load_state_dict(given, strict=False).unexpected_keys
     assert not unknown, unknown
     return model.train()
+
+
+def in_4_bits(model: Any, adapters: Adapters) -> None:
+    """Give the frozen linear layers of peft's model weights of torchao, in 4 bits."""
+    from torchao.quantization import to_nf4
+
+    modules = dict(model.named_modules())
+    for name, quantized in adapters.quantized.items():
+        place = f"base_model.model.{name}"
+        place += ".base_layer" if f"{place}.base_layer" in modules else ""
+        layer, size = modules[place], Nf4Layout(quantized.shape).scale_block
+        values = layer.weight.detach()
+        if quantized.transposed:  # torchao multiplies by a transpose only
+            linear = nn.Linear(*quantized.shape[::-1])
+            linear.bias, values = layer.bias, values.t().contiguous()
+            parent, _, own = place.rpartition(".")
+            setattr(modules[parent], own, linear)
+            layer = linear
+        layer.weight = nn.Parameter(to_nf4(values, 64, size), requires_grad=False)
 
 
 def plain_loop(
