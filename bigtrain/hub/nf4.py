@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,13 +39,13 @@ SCALE_BLOCK = 256
 """The most scales that share a factor."""
 PIECE = 1 << 22
 """Elements that are dequantised at a time."""
-_READ = 1 << 18
-"""Elements that are quantised at a time: torchao compares each with 16 values."""
+_MOST, _LEAST = 1 << 18, 1 << 10
+"""Elements that are quantised at a time: an eighth of the weight, within these limits."""
 _TABLE = 16
 _FP32 = torch.float32.itemsize
 _ZERO_CODES = 0x77
 """Two codes of the value 0."""
-_CELLS = 1 << 14
+_CELLS = 1 << 12
 """Equal parts of [-1, 1], in which a scaled element is looked up."""
 _MARGIN = 1e-6
 """Far more than the rounding of fp32 at an element or at the edge of a cell."""
@@ -109,7 +110,7 @@ def fits_blocks(shape: tuple[int, ...]) -> bool:
 def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -> Tensor:
     """Return the bytes of a weight: those of torchao's `to_nf4` in fp32.
 
-    Host memory holds a few MiB besides them.
+    Host memory holds half of the weight in fp32, or a few MiB, besides them.
 
     Args:
         read: returns the elements [begin, end) of the flat weight, of any dtype; they are quantised
@@ -127,7 +128,7 @@ def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -
         table.copy_(theirs.from_tensor(torch.ones(BLOCK), BLOCK, 1).nf4)
         cells = _cells(table)
         largest = torch.empty(layout.blocks)
-        rows = _READ // BLOCK
+        rows = min(_MOST, max(_LEAST, layout.blocks * BLOCK // 8)) // BLOCK
         for begin in range(0, layout.blocks, rows):
             end = min(begin + rows, layout.blocks)
             values = read(begin * BLOCK, end * BLOCK).float().view(-1, BLOCK)
@@ -154,11 +155,12 @@ def _cells(table: Tensor) -> Tensor:
     Args:
         table: the values, in ascending order.
     """
-    middles = (table[1:] + table[:-1]) / 2
-    begins = torch.arange(_CELLS) * (2 / _CELLS) - 1
-    low = torch.bucketize(begins - _MARGIN, middles)
-    high = torch.bucketize(begins + 2 / _CELLS + _MARGIN, middles)
-    return torch.where(low == high, low, _UNCLEAR).byte()
+    values = table.numpy()
+    middles = (values[1:] + values[:-1]) / 2
+    begins = np.arange(_CELLS) * (2 / _CELLS) - 1
+    low = np.searchsorted(middles, begins - _MARGIN)
+    high = np.searchsorted(middles, begins + 2 / _CELLS + _MARGIN)
+    return torch.from_numpy(np.where(low == high, low, _UNCLEAR).astype(np.uint8))
 
 
 def dequantized(carrier: Tensor, layout: Nf4Layout, dtype: torch.dtype) -> Tensor:
@@ -233,12 +235,13 @@ class Nf4Linear(nn.Module):
         weight = layer._parameters.pop("weight")
         if weight is None:
             raise ValueError("the layer has no weight")
-        values = weight.detach().t().contiguous() if transposed else weight.detach()
-        layout = Nf4Layout((values.shape[0], values.shape[1]))
-        if values.is_meta:
-            carrier = torch.empty(layout.nbytes, dtype=torch.uint8, device=values.device)
+        rows, columns = weight.shape[::-1] if transposed else weight.shape
+        layout = Nf4Layout((rows, columns))
+        # While a constructor is recorded, `is_meta` may not be asked.
+        if weight.device.type == "meta":
+            carrier = torch.empty(layout.nbytes, dtype=torch.uint8, device=weight.device)
         else:
-            flat = values.flatten()
+            flat = (weight.detach().t() if transposed else weight.detach()).flatten()
             carrier = quantized(lambda begin, end: flat[begin:end], layout, key)
         layer.__class__ = Nf4Linear
         layer.layout, layer.transposed = layout, transposed  # type: ignore[assignment]
