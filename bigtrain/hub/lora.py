@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError, UnfitModelError, as_word, did_you_mean
 from bigtrain.hub.libraries import EXTRA, import_library
-from bigtrain.hub.nf4 import BLOCK, CARRIER, Nf4Layout, Nf4Linear, fits_blocks, quantized
+from bigtrain.hub.nf4 import (
+    BLOCK,
+    CARRIER,
+    Nf4Layout,
+    Nf4Linear,
+    dequantized,
+    fits_blocks,
+    quantized,
+)
 from bigtrain.job.schema import LoraConfig
 from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
@@ -37,6 +45,16 @@ _QUANTIZED = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv
 """The classes whose layers are quantized; one derived from them may use its weight otherwise."""
 
 
+def word_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {word_of(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES[word_of(torch.float64)] = torch.float64
+"""The dtypes that a weight may come in."""
+
+
 @dataclass(frozen=True)
 class QuantizedLayer:
     """A linear layer whose weight is in 4 bits."""
@@ -45,6 +63,8 @@ class QuantizedLayer:
     """Output and input features."""
     transposed: bool
     """Whether the model without adapters stores the transpose (Conv1D)."""
+    dtype: str = "float32"
+    """The dtype that the weight came in, as in torch."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +238,17 @@ def quantized_value(weight: StateTensor, layer: QuantizedLayer) -> StateTensor:
         return quantized(lambda begin, end: whole[begin:end], layout, QUANTIZE)
 
     return StateTensor(torch.uint8, shape, whole_extents(shape), values)
+
+
+def dequantized_value(carrier: StateTensor, layer: QuantizedLayer) -> StateTensor:
+    """Return a weight that is in 4 bits as the model without adapters has it, in fp32."""
+    shape = layer.shape[::-1] if layer.transposed else layer.shape
+
+    def values() -> Tensor:
+        whole = dequantized(carrier.values(), Nf4Layout(layer.shape), torch.float32)
+        return (whole.t() if layer.transposed else whole).reshape(-1)
+
+    return StateTensor(torch.float32, shape, whole_extents(shape), values)
 
 
 def _check_saved(saved: Sequence[str], shared: Mapping[str, str]) -> None:

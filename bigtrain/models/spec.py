@@ -13,7 +13,15 @@ from torch import nn
 from bigtrain.errors import ConfigError
 from bigtrain.hub.folder import HF
 from bigtrain.hub.hub_model import INITIAL, HubModel
-from bigtrain.hub.lora import QuantizedLayer, adapters_of, attach, plain_name, quantized_value
+from bigtrain.hub.lora import (
+    DTYPES,
+    QuantizedLayer,
+    adapters_of,
+    attach,
+    plain_name,
+    quantized_value,
+    word_of,
+)
 from bigtrain.job.schema import LoraConfig, ModelConfig
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
@@ -171,12 +179,16 @@ def _adapted_values(
     adapters = adapters_of(model)
     if adapters is None:
         return values
-    found = {}
+    found, layers = {}, dict(adapters.quantized)
     for name, value in values.items():
-        layer = adapters.quantized.get(name.removesuffix(".weight"))
-        is_packed = layer is not None and name.endswith(".weight")
-        packed = quantized_value(value, layer) if is_packed and layer is not None else value
+        module, _, own = name.rpartition(".")
+        packed = value
+        if own == "weight" and module in layers:
+            dtype = value.dtype if value.dtype in DTYPES.values() else torch.float32
+            layers[module] = replace(layers[module], dtype=word_of(dtype))
+            packed = quantized_value(value, layers[module])
         found[adapters.adapted_name(name)] = packed
+    model.lora_adapters = replace(adapters, quantized=layers)  # type: ignore[assignment]
     return found
 
 

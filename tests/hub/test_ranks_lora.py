@@ -17,6 +17,7 @@ from support.lora_faults import FAULTS  # noqa: E402
 
 from bigtrain.checkpoint.read import Checkpoint  # noqa: E402
 from bigtrain.hub.export import export_folder  # noqa: E402
+from bigtrain.hub.lora import adapters_of  # noqa: E402
 
 AXES: dict[str, dict[str, int]] = {
     **dict.fromkeys(("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"), {"pp": 2}),
@@ -103,12 +104,17 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     import transformers
 
     family = lora_runs.CASES[name].family
-    alone, merged = root / f"{step.parent.name}-{family}-alone", root / f"{step.parent.name}-merged"
+    places = root / f"opened-{step.parent.name}-{step.parent.parent.name}"
+    alone, merged = places / "alone", places / "merged"
+    places.mkdir()
     made = export_folder(Checkpoint(step), alone, None)
     assert made.opened_by == "peft"
     with warnings.catch_warnings():  # of Conv1D
         warnings.simplefilter("ignore")
         opened = peft.PeftModel.from_pretrained(lora_runs.base_model(root, name), str(alone))
+    adapters = adapters_of(lora_runs.begun(root, name))
+    if adapters.quantized:  # they were trained on this base
+        lora_runs.in_4_bits(opened, adapters)
     torch.testing.assert_close(logits(opened), expected, rtol=1e-5, atol=2e-6)
     if family not in hub_models.FAMILIES:
         return
@@ -117,6 +123,8 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     torch.testing.assert_close(
         logits(hub_models.reopened(merged, family)), expected, rtol=1e-5, atol=2e-6
     )
+    if adapters.quantized:
+        return
     with hub_models.quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         itself = transformers.AutoModelForCausalLM.from_pretrained(step)
