@@ -218,6 +218,8 @@ class Nf4Linear(nn.Module):
     The gradient goes to its input alone: neither weight nor bias is trained.
     """
 
+    weight_nf4: Tensor
+    """The bytes of the weight."""
     layout: Nf4Layout
     transposed: bool
     """Whether the layer had the transpose of `weight` (Conv1D of transformers)."""
@@ -255,7 +257,7 @@ class Nf4Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The values in fp32, for code that reads the weight of a layer itself."""
-        values = dequantized(self.get_parameter(CARRIER), self.layout, torch.float32)
+        values = dequantized(self.weight_nf4, self.layout, torch.float32)
         return values.t() if self.transposed else values
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -264,6 +266,15 @@ class Nf4Linear(nn.Module):
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
         bias = None if self.bias is None else self.bias.to(dtype)
-        carrier = self.get_parameter(CARRIER)
-        product: Tensor = _Product.apply(inputs.to(dtype), carrier, bias, self.layout)
+        product: Tensor = _Product.apply(inputs.to(dtype), self.weight_nf4, bias, self.layout)
         return product
+
+
+def parameter_elements(model: nn.Module) -> dict[str, int]:
+    """Return the elements of each parameter by its first name; of one in 4 bits, of its weight."""
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        name = f"{path}.{CARRIER}".strip(".")
+        if isinstance(module, Nf4Linear) and name in elements:
+            elements[name] = math.prod(module.layout.shape)
+    return elements

@@ -103,7 +103,7 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     import peft
     import transformers
 
-    family = lora_runs.CASES[name].family
+    family = lora_runs.EVERY[name].family
     places = root / f"opened-{step.parent.name}-{step.parent.parent.name}"
     alone, merged = places / "alone", places / "merged"
     places.mkdir()

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,12 +74,15 @@ class Case:
     """A family of `hub_models`, `gpt`, or `path`."""
     lora: Mapping[str, Any] | None = None
     freeze: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `gpt` besides those of a small one."""
 
     def config(self, root: Path) -> ModelConfig:
         section: dict[str, Any] = {"lora": self.lora, "freeze": self.freeze}
         if self.family == "gpt":
             args = {"num_layers": 4, "width": 32, "num_heads": 2, "vocab_size": hub_models.WORDS}
-            section |= {"name": "gpt", "args": {**args, "sequence_length": hub_models.LENGTH}}
+            args |= {"sequence_length": hub_models.LENGTH, **self.args}
+            section |= {"name": "gpt", "args": args}
         elif self.family == "path":
             section["name"] = "support.lora_runs:Plain"
         else:
@@ -96,6 +99,13 @@ CASES = {
     "gpt": Case("gpt", LORA),
     "path": Case("path", {**LORA, "targets": ["wide", "table"], "modules_to_save": ["head"]}),
     "late": Case("path", {**LORA, "targets": ["blocks.[23].wide"]}),
+    "frozen": Case("path", freeze=("*", "!blocks.1.*", "!head")),
+    "frozen last": Case("gpt", freeze=("blocks.2", "blocks.3", "norm")),
+}
+
+
+WIDE = {"width": 256, "num_heads": 4, "num_layers": 2}
+QUANTIZED = {
     "llama 4 bits": Case("llama", IN_4_BITS),
     "llama 4 bits parts": Case(
         "llama",
@@ -107,9 +117,10 @@ CASES = {
     "gpt2 4 bits": Case("gpt2", IN_4_BITS),
     "gpt 4 bits": Case("gpt", IN_4_BITS),
     "path 4 bits": Case("path", {**IN_4_BITS, "targets": ["wide", "table"]}),
-    "frozen": Case("path", freeze=("*", "!blocks.1.*", "!head")),
-    "frozen last": Case("gpt", freeze=("blocks.2", "blocks.3", "norm")),
+    "wide 4 bits": Case("gpt", IN_4_BITS, args=WIDE),
 }
+"""Cases whose frozen weights are in 4 bits."""
+EVERY = {**CASES, **QUANTIZED}
 
 
 def folder_of(root: Path, family: str) -> Path:
@@ -118,7 +129,7 @@ def folder_of(root: Path, family: str) -> Path:
 
 def prepare(root: Path, names: list[str]) -> None:
     """Save the folders of the cases' models of transformers."""
-    for family in {CASES[name].family for name in names} & set(hub_models.FAMILIES):
+    for family in {EVERY[name].family for name in names} & set(hub_models.FAMILIES):
         if not folder_of(root, family).exists():
             hub_models.save(family, folder_of(root, family))
 
@@ -160,7 +171,7 @@ def train_one(
     try:
         job = job_from_keys(strategy, {**fixed, "memory.track_steps": steps, **(keys or {})})
         plan = make_plan(job, context.world_size, "cpu")
-        spec = ModelSpec.of(CASES[name].config(root))
+        spec = ModelSpec.of(EVERY[name].config(root))
         blueprint = spec.describe(num_classes=None, sequence_length=None)
         assert blueprint.deferred, blueprint.reason
         loss = as_loss(rows_loss)
@@ -217,18 +228,18 @@ def local_tensors(engine: Engine) -> dict[str, Tensor]:
 
 def begun(root: Path, name: str, *, double: bool = False) -> nn.Module:
     """The model of a case with the values that every run begins with, in one process."""
-    spec = ModelSpec.of(CASES[name].config(root))
+    spec = ModelSpec.of(EVERY[name].config(root))
     model = spec.describe(num_classes=None, sequence_length=None).materialize("cpu", seed=SEED)
     return model.double() if double else model
 
 
 def base_model(root: Path, name: str) -> nn.Module:
     """The model of a case without adapters, made without bigtrain if transformers has it."""
-    family = CASES[name].family
+    family = EVERY[name].family
     if family in hub_models.FAMILIES:
         opened: nn.Module = hub_models.reopened(folder_of(root, family), family)
         return opened
-    spec = ModelSpec.of(Case(family).config(root))
+    spec = ModelSpec.of(Case(family, args=EVERY[name].args).config(root))
     return spec.describe(num_classes=None, sequence_length=None).materialize("cpu", seed=SEED)
 
 
@@ -236,7 +247,7 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     """The model of a case, made with transformers and peft alone, with the run's adapters."""
     import peft
 
-    case, start = CASES[name], begun(root, name, double=double)
+    case, start = EVERY[name], begun(root, name, double=double)
     base = base_model(root, name)
     base = base.double() if double else base
     if case.lora is None:
@@ -278,7 +289,7 @@ def in_4_bits(model: Any, adapters: Adapters) -> None:
         place = f"base_model.model.{name}"
         place += ".base_layer" if f"{place}.base_layer" in modules else ""
         layer, size = modules[place], Nf4Layout(quantized.shape).scale_block
-        values = layer.weight.detach()
+        values = layer.weight.detach().float()
         if quantized.transposed:  # torchao multiplies by a transpose only
             linear = nn.Linear(*quantized.shape[::-1])
             linear.bias, values = layer.bias, values.t().contiguous()
