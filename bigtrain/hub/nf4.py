@@ -102,6 +102,11 @@ class Nf4Layout:
         return table, mean, factors, scales.view(torch.int8), codes.view(self.blocks, BLOCK // 2)
 
 
+def is_packed(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of this name is the bytes of a weight."""
+    return name.rpartition(".")[2] == CARRIER and parameter.dtype == torch.uint8
+
+
 def fits_blocks(shape: tuple[int, ...]) -> bool:
     """Whether a weight can be divided into blocks."""
     return len(shape) == 2 and math.prod(shape) > 0 and math.prod(shape) % BLOCK == 0
