@@ -20,11 +20,15 @@ torchao = pytest.importorskip("torchao.quantization")
 from support import hub_models, lora_runs  # noqa: E402
 
 from bigtrain.assembly.make_plan import make_plan  # noqa: E402
+from bigtrain.assembly.resolve import resolve_plan  # noqa: E402
+from bigtrain.core.workload import Workload  # noqa: E402
+from bigtrain.engine.first_batch import example_batch  # noqa: E402
 from bigtrain.engine.setup import frozen_notes  # noqa: E402
 from bigtrain.hub import nf4  # noqa: E402
 from bigtrain.hub.adapter_files import AdapterRecord  # noqa: E402
 from bigtrain.hub.lora import adapters_of, attach, quantized_value  # noqa: E402
 from bigtrain.hub.nf4 import Nf4Layout, Nf4Linear, dequantized, parameter_elements  # noqa: E402
+from bigtrain.losses.loss import as_loss  # noqa: E402
 from bigtrain.models.blueprint import describe  # noqa: E402
 from bigtrain.models.spec import ModelSpec  # noqa: E402
 from bigtrain.tensors.shards import StateTensor  # noqa: E402
@@ -217,7 +221,7 @@ def test_a_run_says_which_weights_are_in_4_bits():
     blueprint = ModelSpec.of(job.model).describe(num_classes=None, sequence_length=None)
     _, line, rest = frozen_notes(job, plan, blueprint)
     assert re.fullmatch(
-        rf"{KEY}: \S+ [MK] weights of \d+ layers in \S+ MiB \(4\.\d\d bits each\) before they are "
+        rf"{KEY}: \S+M weights of \d+ layers in \S+ MiB \(4\.\d\d bits each\) before they are "
         r"sharded or cut; not quantized: blocks\.0\.mlp\.\w+(, blocks\.0\.mlp\.\w+)*",
         line,
     )
@@ -277,3 +281,23 @@ def test_a_damaged_record_is_refused(tmp_path):
         path.write_text(record.text().replace(good, bad))
         with pytest.raises(ConfigError, match=r"adapters\.json is not readable"):
             AdapterRecord.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tensor", "oss", "sharded_ddp", "parameter_server", "pipeline_deepspeed"]
+)
+def test_a_strategy_that_cannot_hold_weights_in_4_bits_says_so(strategy):
+    axes = {"tensor": {"mesh.tp": 2}, "pipeline_deepspeed": {"mesh.pp": 2}}.get(strategy, {})
+    keys = {"train.global_batch_size": 4, "train.micro_batch_size": 1, "device": "cpu"}
+    job = job_from_keys(strategy, {**keys, **axes})
+    plan, loss = make_plan(job, 2, "cpu"), as_loss(lora_runs.rows_loss)
+    model = lora_runs.described(lora_runs.Path(), "gpt 4 bits").model
+    batch = lora_runs.batch(0)
+    example = example_batch((batch[0][:1], batch[1][:1]), loss, job, plan)
+    words = (
+        r"blocks\.0\.attention\.qkv\.base_layer\.weight_nf4 is in 4 bits "
+        rf"\(model\.lora\.quantize=nf4\), which strategy {strategy} does not support\. Leave "
+        r"model\.lora\.quantize out, or use --strategy fsdp\."
+    )
+    with pytest.raises(ConfigError, match=words):
+        resolve_plan(plan, Workload(model, example, loss, lora_runs.sgd))

@@ -28,6 +28,7 @@ from bigtrain.hub.nf4 import Nf4Layout
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.loss import as_loss
+from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.spec import ModelSpec
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import read_whole
@@ -182,6 +183,7 @@ def train_one(
             lora_faults.put_in(fault, context.rank, blueprint.model),
             Engine(blueprint, loss, sgd, job, context, example=example) as engine,
         ):
+            lora_faults.spoil_shards(fault, engine.model)
             if resumed_from is not None:
                 engine.load(saved_in(root, name, resumed_from) / f"step-{steps}")
             each, done = ROWS // context.dp_size, engine.steps_done
@@ -228,9 +230,14 @@ def local_tensors(engine: Engine) -> dict[str, Tensor]:
 
 def begun(root: Path, name: str, *, double: bool = False) -> nn.Module:
     """The model of a case with the values that every run begins with, in one process."""
-    spec = ModelSpec.of(EVERY[name].config(root))
-    model = spec.describe(num_classes=None, sequence_length=None).materialize("cpu", seed=SEED)
+    model = described(root, name).materialize("cpu", seed=SEED)
     return model.double() if double else model
+
+
+def described(root: Path, name: str) -> Blueprint:
+    """The model of a case, without values."""
+    spec = ModelSpec.of(EVERY[name].config(root))
+    return spec.describe(num_classes=None, sequence_length=None)
 
 
 def base_model(root: Path, name: str) -> nn.Module:
