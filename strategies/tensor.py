@@ -60,7 +60,7 @@ class TensorSlices(SliceStrategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(cannot_hold=SPARSE | SECOND_BACKWARD | {"accumulate_hooks"})
+        return Traits(cannot_hold=SPARSE | SECOND_BACKWARD | {"accumulate_hooks", "packed"})
 
     def check(self, plan: Plan) -> None:
         """Refuse what bypasses a module's code or needs whole parameters.

@@ -19,6 +19,8 @@ from bigtrain.core.state import NOT_JSON, as_json, extra_modules
 from bigtrain.core.strategy import Plan
 from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Oddity
 from bigtrain.errors import ConfigError
+from bigtrain.hub.lora import QUANTIZE
+from bigtrain.hub.nf4 import is_packed
 from bigtrain.job.schema import RoleConfig
 from bigtrain.models.blocks import find_blocks, independent_blocks
 from bigtrain.tracing.parameter_uses import ParameterUses
@@ -116,7 +118,7 @@ def found_in(model: nn.Module) -> Iterator[Found]:
     }
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for name, p in model.named_parameters():
-        trained, exact = p.requires_grad, p.is_floating_point() or p.is_complex()
+        trained = p.requires_grad
         if p._backward_hooks:
             yield Found("gradient_hooks", name, "has a gradient hook (register_hook)")
         if p._post_accumulate_grad_hooks:
@@ -137,11 +139,20 @@ def found_in(model: nn.Module) -> Iterator[Found]:
             yield Found("strided", name, "has its dims in another order in memory", fix)
         if p.numel() == 0:
             yield Found("empty", name, f"has no elements ({list(p.shape)})", "Leave it out")
-        if not exact:
-            yield Found("integers", name, f"is {_type(p)}", "Make it a buffer")
-        elif trained and p.dtype != torch.float32:
-            yield Found("not_fp32", name, f"is trained in {_type(p)}")
+        yield from _of_type(name, p)
     yield from _of_two_types("mixed", model, "the model")
+
+
+def _of_type(name: str, parameter: nn.Parameter) -> Iterator[Found]:
+    """The property that follows from the dtype of a parameter."""
+    exact = parameter.is_floating_point() or parameter.is_complex()
+    if is_packed(name, parameter):
+        fix, description = "Leave model.lora.quantize out", f"is in 4 bits ({QUANTIZE})"
+        yield Found("packed", name, description, fix)
+    elif not exact:
+        yield Found("integers", name, f"is {_type(parameter)}", "Make it a buffer")
+    elif parameter.requires_grad and parameter.dtype != torch.float32:
+        yield Found("not_fp32", name, f"is trained in {_type(parameter)}")
 
 
 def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Found]:

@@ -68,9 +68,18 @@ class StateMerge(Protocol):
     """Adds adapters to a model's weights; given by the command line (see `hub.export`)."""
 
     def __call__(
-        self, checkpoint: Checkpoint, state: Mapping[str, StateTensor]
+        self,
+        checkpoint: Checkpoint,
+        state: Mapping[str, StateTensor],
+        dtype: torch.dtype | None,
     ) -> dict[str, StateTensor]:
-        """Return the tensors by their names in the model without adapters."""
+        """Return the tensors by their names in the model without adapters.
+
+        Args:
+            checkpoint: the checkpoint.
+            state: its tensors.
+            dtype: of weights that are in 4 bits there; None for the dtype that they came in.
+        """
 
 
 class ExportedFolder(Protocol):
@@ -348,7 +357,7 @@ def _export(
             f"{', '.join(sorted({name.partition('.')[0] for name in checkpoint.tensors}))}."
         )
     if options.merge and merge_state is not None:
-        state = merge_state(checkpoint, state)
+        state = merge_state(checkpoint, state, dtype)
     with _replacing(output) as draft:
         if output.suffix == ".pt":
             tensors = {

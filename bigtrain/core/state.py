@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bigtrain.checkpoint.layout import REPLICAS
 from bigtrain.errors import CheckpointError
 from bigtrain.files.parse import parse_json
+from bigtrain.hub.nf4 import CARRIER
 from bigtrain.optim.update import Update
 from bigtrain.tensors.shards import SavedTensor, StateTensor, local_tensor, read_like
 
@@ -146,8 +147,8 @@ def check_shapes(
             )
         raise CheckpointError(
             f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
-            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
-            f"{tie}"
+            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with"
+            f"{_other_quantization(missing, extra)}.{tie}"
         )
     for name, shape in shapes.items():
         saved_shape = saved[f"model.{name}"].shape
@@ -156,6 +157,14 @@ def check_shapes(
                 f"{name} has shape {tuple(saved_shape)} in the checkpoint and "
                 f"{tuple(shape)} in the model. Use the model.args it was saved with."
             )
+
+
+def _other_quantization(missing: Sequence[str], extra: Sequence[str]) -> str:
+    """Return words to add if only one of a checkpoint and a model has weights in 4 bits."""
+    for names, words in ((missing, "without"), (extra, "with")):
+        if any(name.rpartition(".")[2] == CARRIER for name in names):
+            return f", which was {words} model.lora.quantize=nf4"
+    return ""
 
 
 def model_state(

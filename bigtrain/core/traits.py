@@ -42,6 +42,7 @@ Oddity = Literal[
     "strided",
     "empty",
     "integers",
+    "packed",
     "not_fp32",
     "mixed",
     "mixed_block",

@@ -13,6 +13,7 @@ from bigtrain.cutting.stage import Crossings
 from bigtrain.cutting.traced_model import Numerics
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.hub.nf4 import parameter_elements
 from bigtrain.losses.loss import Loss
 from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.slicing.exchange import SliceGroup
@@ -109,13 +110,10 @@ class Layout:
         chosen = self.chosen
         names = ["the input", *(name for name, _ in chosen.cut.call_sites)]
         work = sum(chosen.partition.seconds) or 1.0
-        twin = dict(chosen.cut.traced_model.fake_model.named_parameters())
+        elements = parameter_elements(chosen.cut.traced_model.fake_model)
         for stage, name in enumerate(names):
-            numbers = sum(
-                twin[tensor].numel()
-                for tensor in chosen.cut.tensor_names_of([stage])
-                if tensor in twin
-            )
+            names_of_stage = chosen.cut.tensor_names_of([stage])
+            numbers = sum(elements.get(tensor, 0) for tensor in names_of_stage)
             share = chosen.partition.seconds[stage] / work
             sent = ""
             if stage < len(chosen.crossing_bytes):

@@ -27,7 +27,8 @@ from bigtrain.engine.run_loss.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.run_loss.infer_loss import infer_loss
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
-from bigtrain.hub.lora import adapters_of
+from bigtrain.hub.lora import Adapters, adapters_of
+from bigtrain.hub.nf4 import Nf4Layout, parameter_elements
 from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
@@ -219,6 +220,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
     )
     # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
+    elements = parameter_elements(blueprint.model)
     return RunSetup(
         job=job,
         data=data,
@@ -228,9 +230,11 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         order=order,
         total_steps=total_steps,
         model=model,
-        parameters=sum(p.numel() for p in blueprint.model.parameters()),
+        parameters=sum(elements.values()),
         frozen_parameters=sum(
-            p.numel() for p in blueprint.model.parameters() if not p.requires_grad
+            elements[name]
+            for name, parameter in blueprint.model.named_parameters()
+            if not parameter.requires_grad
         ),
         schedule=schedule,
     )
@@ -356,6 +360,11 @@ def frozen_notes(job: Job, plan: Plan, blueprint: Blueprint) -> list[str]:
                 f"model.lora: {len(experts)} stacked weights of experts ({experts[0]}, ...) are no "
                 "layers of their own, get no adapter and stay frozen"
             )
+    rest = "frozen parameters"
+    if adapters is not None and adapters.quantized:
+        lines.append(_quantized_note(adapters))
+        frozen = {n: p for n, p in frozen.items() if p.is_floating_point()}
+        rest = f"other {rest}"
     used, held = plan.bf16_parameters, plan.frozen_in_bf16
     low = set(low_names(model, bf16_parameters=used, frozen_in_bf16=held))
     wide = 8 if plan.precision == "fp64" else 4
@@ -364,9 +373,26 @@ def frozen_notes(job: Job, plan: Plan, blueprint: Blueprint) -> list[str]:
     count = sum(p.numel() for p in frozen.values())
     return [
         *lines,
-        f"frozen parameters: {format_count(count)}, {format_bytes(nbytes)} in {kept} before they "
+        f"{rest}: {format_count(count)}, {format_bytes(nbytes)} in {kept} before they "
         "are sharded or cut; no gradients, no optimizer state",
     ]
+
+
+def _quantized_note(adapters: Adapters) -> str:
+    """Return a line on the weights in 4 bits."""
+    layouts = [Nf4Layout(layer.shape) for layer in adapters.quantized.values()]
+    elements = sum(math.prod(layout.shape) for layout in layouts)
+    nbytes = sum(layout.nbytes for layout in layouts)
+    line = (
+        f"model.lora.quantize=nf4: {format_count(elements)} weights of {len(layouts)} layers in "
+        f"{format_bytes(nbytes)} ({8 * nbytes / elements:.2f} bits each) before they are sharded "
+        "or cut"
+    )
+    if adapters.unquantized:
+        few = ", ".join(adapters.unquantized[:3])
+        more = len(adapters.unquantized) - 3
+        line += f"; not quantized: {few}{f' and {more} more' if more > 0 else ''}"
+    return line
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,17 @@ from bigtrain.errors import ConfigError, UnreadableError
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular
 from bigtrain.hub.folder import CONFIG
-from bigtrain.hub.lora import ADAPTER, BASE, Adapters, adapters_of
+from bigtrain.hub.lora import (
+    ADAPTER,
+    BASE,
+    DTYPES,
+    Adapters,
+    QuantizedLayer,
+    adapters_of,
+    dequantized_value,
+    word_of,
+)
+from bigtrain.hub.nf4 import CARRIER
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor, whole_extents
 
@@ -52,12 +62,14 @@ class AdapterRecord:
     scale: float
     settings: Mapping[str, Any]
     """The content of adapter_config.json."""
+    quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
+    """See `Adapters.quantized`."""
 
     @classmethod
     def of(cls, adapters: Adapters) -> AdapterRecord:
         """Return the record of a run's adapters."""
         kept = (adapters.targets, adapters.trained, adapters.transposed, adapters.scale)
-        return cls(*kept, peft_settings(adapters))
+        return cls(*kept, peft_settings(adapters), adapters.quantized)
 
     @classmethod
     def read(cls, folder: Path) -> AdapterRecord | None:
@@ -78,14 +90,24 @@ class AdapterRecord:
             keys = ("targets", "trained", "transposed")
             targets, trained, transposed = (tuple(map(str, record[key])) for key in keys)
             scale, settings = float(record["scale"]), dict(record["settings"])
-            return cls(targets, trained, transposed, scale, settings)
+            quantized = {
+                name: QuantizedLayer(
+                    (rows, columns), bool(layer["transposed"]), word_of(DTYPES[layer["dtype"]])
+                )
+                for name, layer in record.get("quantized", {}).items()
+                for rows, columns in (map(int, layer["shape"]),)
+            }
+            return cls(targets, trained, transposed, scale, settings, quantized)
         except (UnreadableError, KeyError, TypeError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"export: {path} is not readable: {reason}.") from None
 
     def text(self) -> str:
         """Return the content of the file."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+        record = {"format": _FORMAT, **asdict(self)}
+        if not self.quantized:
+            del record["quantized"]
+        return json.dumps(record, indent=1)
 
 
 def peft_settings(adapters: Adapters) -> dict[str, Any]:
@@ -164,24 +186,39 @@ def peft_state(record: AdapterRecord, state: Mapping[str, StateTensor]) -> dict[
     return found
 
 
-def merged_state(record: AdapterRecord, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+def merged_state(
+    record: AdapterRecord, state: Mapping[str, StateTensor], dtype: torch.dtype | None = None
+) -> dict[str, StateTensor]:
     """Return a model's tensors with the adapters added to their weights, under the plain names.
 
     The sum is computed in fp32, a tensor at a time, when it is read.
+
+    Args:
+        record: the adapters.
+        state: the tensors of the model.
+        dtype: of weights that are in 4 bits in `state`; None for the dtype that they came in.
     """
     found = {}
     for name, tensor in state.items():
         matrix = _MATRICES.fullmatch(name)
         if matrix is not None and matrix["module"] in record.targets:
             continue
-        module, between, own = name.rpartition(f".{BASE}.")
-        if not between or module not in record.targets:
-            found[name] = tensor
-        elif own != "weight":
-            found[f"{module}.{own}"] = tensor
-        else:
-            found[f"{module}.{own}"] = _merged(record, state, module, tensor)
+        module, _, own = name.rpartition(".")
+        inside = module.removesuffix(f".{BASE}")
+        plain = inside if inside in record.targets else module
+        weight, final = tensor, tensor.dtype
+        layer = record.quantized.get(plain) if own == CARRIER else None
+        if layer is not None:
+            own, final = "weight", dtype or DTYPES[layer.dtype]
+            weight = dequantized_value(tensor, layer)
+        if own == "weight" and plain != module and plain in record.targets:
+            weight = _merged(record, state, plain, weight)
+        found[f"{plain}.{own}".strip(".")] = weight if layer is None else _cast(weight, final)
     return found
+
+
+def _cast(tensor: StateTensor, dtype: torch.dtype) -> StateTensor:
+    return replace(tensor, dtype=dtype, values=lambda: tensor.values().to(dtype))
 
 
 def _merged(

@@ -91,7 +91,7 @@ def export_folder(
         model = architecture.build(architecture.config)
     state = read_model_state(checkpoint, dtype)
     if merge:
-        state = merged_checkpoint(checkpoint, state)
+        state = merged_checkpoint(checkpoint, state, dtype)
     names = None if origin is None else origin.names
     saved, notes = reverted(model, _with_ties(model, state, names), names)
     with _replacing(output) as draft:
@@ -140,9 +140,14 @@ def _export_adapters(
 
 
 def merged_checkpoint(
-    checkpoint: Checkpoint, state: Mapping[str, StateTensor]
+    checkpoint: Checkpoint, state: Mapping[str, StateTensor], dtype: torch.dtype | None = None
 ) -> dict[str, StateTensor]:
     """Return the tensors of a checkpoint's model with the adapters added to the weights.
+
+    Args:
+        checkpoint: the checkpoint.
+        state: the tensors of its model.
+        dtype: of weights that are in 4 bits there; None for the dtype that they came in.
 
     Raises:
         ConfigError: the checkpoint has no adapters.
@@ -152,7 +157,7 @@ def merged_checkpoint(
         raise ConfigError(
             f"export --merge: {checkpoint.path} has no adapters (model.lora). Leave --merge out."
         )
-    return merged_state(record, state)
+    return merged_state(record, state, dtype)
 
 
 def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on a model, with the modules of the library peft.
+"""Low-rank adapters (LoRA) on a model, with the modules of the library peft; QLoRA.
 
 peft's layers are used as they are: they hold the frozen layer as `base_layer`, and the matrices A
 and B. Its wrapper for `modules_to_save` is not: it keeps a second, frozen copy of each such module,
@@ -7,17 +7,30 @@ which nothing reads.
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from bigtrain.errors import UnfitModelError, as_word, did_you_mean
-from bigtrain.hub.libraries import import_library
+from bigtrain.errors import ConfigError, UnfitModelError, as_word, did_you_mean
+from bigtrain.hub.libraries import EXTRA, import_library
+from bigtrain.hub.nf4 import (
+    BLOCK,
+    CARRIER,
+    Nf4Layout,
+    Nf4Linear,
+    dequantized,
+    fits_blocks,
+    quantized,
+)
 from bigtrain.job.schema import LoraConfig
+from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer but the head."""
@@ -26,6 +39,32 @@ BASE = "base_layer"
 ADAPTER = "default"
 """The name of the only adapter of a run."""
 _KEY = "model.lora"
+QUANTIZE = f"{_KEY}.quantize=nf4"
+"""The job's key and value that ask for weights in 4 bits."""
+_QUANTIZED = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
+"""The classes whose layers are quantized; one derived from them may use its weight otherwise."""
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {word_of(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES[word_of(torch.float64)] = torch.float64
+"""The dtypes that a weight may come in."""
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A linear layer whose weight is in 4 bits."""
+
+    shape: tuple[int, int]
+    """Output and input features."""
+    transposed: bool
+    """Whether the model without adapters stores the transpose (Conv1D)."""
+    dtype: str = "float32"
+    """The dtype that the weight came in, as in torch."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +82,10 @@ class Adapters:
     """The folder or id of the model without adapters."""
     class_name: str | None = None
     """Its class, if it is one of transformers."""
+    quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
+    """The layers whose weights are in 4 bits, by their names in the model without adapters."""
+    unquantized: tuple[str, ...] = ()
+    """The linear layers, besides the head, that keep their weights in a job that quantizes."""
 
     @property
     def alpha(self) -> float:
@@ -58,7 +101,8 @@ class Adapters:
     def adapted_name(self, name: str) -> str:
         """Return the name in the adapted model of a tensor of the model without adapters."""
         module, _, own = name.rpartition(".")
-        return f"{module}.{BASE}.{own}" if module in self.targets else name
+        own = CARRIER if own == "weight" and module in self.quantized else own
+        return f"{module}.{BASE}.{own}" if module in self.targets else f"{module}.{own}".strip(".")
 
 
 def attach(
@@ -76,7 +120,8 @@ def attach(
         `model`. Its attribute `lora_adapters` says which modules were changed.
 
     Raises:
-        ConfigError: peft is not installed, or a name or pattern does not fit the model.
+        ConfigError: peft is not installed, a name or pattern does not fit the model, or a weight
+            cannot be quantized.
     """
     peft = import_library("peft", f"{_KEY}.rank={config.rank}")
     saved = _matching(model, config.modules_to_save, f"{_KEY}.modules_to_save")
@@ -84,6 +129,7 @@ def attach(
     _check_saved(saved, shared)
     targets = _targets(model, config, saved, shared)
     modules = dict(model.named_modules())
+    packed, unquantized = _quantized_layers(model, config, saved, shared)
     adapters = Adapters(
         config,
         tuple(targets),
@@ -92,6 +138,8 @@ def attach(
         tuple(_shortest(targets, modules)),
         base,
         class_name,
+        packed,
+        tuple(unquantized),
     )
     settings = peft.LoraConfig(
         r=config.rank,
@@ -105,8 +153,54 @@ def attach(
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     for name in saved:
         model.get_submodule(name).requires_grad_(True)
+    for name, layer in packed.items():
+        Nf4Linear.convert(modules[name], transposed=layer.transposed, key=QUANTIZE)
     model.lora_adapters = adapters  # type: ignore[assignment]
     return model
+
+
+def _quantized_layers(
+    model: nn.Module, config: LoraConfig, saved: Sequence[str], shared: Mapping[str, str]
+) -> tuple[dict[str, QuantizedLayer], list[str]]:
+    """Return the layers whose weights become 4 bits, and the other linear layers but the head.
+
+    Raises:
+        ConfigError: torchao is not installed, a weight cannot be divided into blocks, or there is
+            none to quantize.
+    """
+    if config.quantize is None:
+        return {}, []
+    if importlib.util.find_spec("torchao") is None:  # importing it takes seconds
+        raise ConfigError(f"{QUANTIZE} needs torchao, which is not installed. Run: {EXTRA}")
+    left_out = _matching(model, config.quantize_except, f"{_KEY}.quantize_except")
+    packed: dict[str, QuantizedLayer] = {}
+    others: list[str] = []
+    modules = dict(model.named_modules())
+    for name in _linear_layers(model):
+        module = modules[name]
+        if any(name == one or name.startswith(f"{one}.") for one in saved):
+            continue
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        is_left_out = name in left_out or _has_above(name, left_out)
+        if is_left_out or name in shared or kind not in _QUANTIZED:
+            others.append(name)
+            continue
+        shape = tuple(module.get_parameter("weight").shape)
+        if not fits_blocks(shape):
+            raise UnfitModelError(
+                f"{QUANTIZE} divides a weight into blocks of {BLOCK} elements, and {name}.weight "
+                f"has {' x '.join(map(str, shape))} = {math.prod(shape)}. Set "
+                f"{as_word(f'{_KEY}.quantize_except', [name])} to leave it as it is."
+            )
+        transposed = _kind(module) == "conv1d"
+        rows, columns = shape[::-1] if transposed else shape
+        packed[name] = QuantizedLayer((rows, columns), transposed)
+    if not packed:
+        raise UnfitModelError(
+            f"{QUANTIZE}: {type(model).__name__} has no linear layer to quantize besides its head "
+            f"and those that are left out. Leave {_KEY}.quantize out."
+        )
+    return packed, others
 
 
 def _shortest(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
@@ -125,6 +219,36 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 def name_without_adapter(name: str) -> str:
     """Return the name that a tensor of an adapted model has in the model without adapters."""
     return name.replace(f".{BASE}.", ".")
+
+
+def quantized_value(weight: StateTensor, layer: QuantizedLayer) -> StateTensor:
+    """Return a weight in 4 bits: it is read, a piece at a time, and quantized when it is needed."""
+    layout = Nf4Layout(layer.shape)
+    shape = (layout.nbytes,)
+
+    def values() -> Tensor:
+        if weight.read is not None and not layer.transposed:
+            read = weight.read
+            return quantized(
+                lambda begin, end: read((Extent(begin, end - begin),)), layout, QUANTIZE
+            )
+        whole = weight.values() if weight.read is None else weight.read(weight.extents)
+        if layer.transposed:
+            whole = whole.view(layer.shape[::-1]).t().flatten()
+        return quantized(lambda begin, end: whole[begin:end], layout, QUANTIZE)
+
+    return StateTensor(torch.uint8, shape, whole_extents(shape), values)
+
+
+def dequantized_value(carrier: StateTensor, layer: QuantizedLayer) -> StateTensor:
+    """Return a weight that is in 4 bits as the model without adapters has it, in fp32."""
+    shape = layer.shape[::-1] if layer.transposed else layer.shape
+
+    def values() -> Tensor:
+        whole = dequantized(carrier.values(), Nf4Layout(layer.shape), torch.float32)
+        return (whole.t() if layer.transposed else whole).reshape(-1)
+
+    return StateTensor(torch.float32, shape, whole_extents(shape), values)
 
 
 def _check_saved(saved: Sequence[str], shared: Mapping[str, str]) -> None:

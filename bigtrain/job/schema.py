@@ -110,8 +110,13 @@ class LoraConfig(ConfigSection):
     `all-linear`: every linear layer but the head."""
     modules_to_save: tuple[str, ...] = ()
     """Modules, named in the same way, that are trained themselves and saved with the adapters."""
+    quantize: Literal["nf4"] | None = None
+    """`nf4`: the frozen weights of linear layers, but not that of the head, are stored in 4 bits
+    (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+    quantize_except: tuple[str, ...] = ()
+    """Modules, named in the same way, whose weights are not quantized."""
 
-    @field_validator("targets", "modules_to_save", mode="before")
+    @field_validator("targets", "modules_to_save", "quantize_except", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
@@ -122,6 +127,15 @@ class LoraConfig(ConfigSection):
         if not value:
             raise ValueError("needs a name or pattern, such as all-linear (got an empty list)")
         return value
+
+    @model_validator(mode="after")
+    def _excepts_from_something(self) -> LoraConfig:
+        if self.quantize_except and self.quantize is None:
+            raise ValueError(
+                "quantize_except is without effect, since nothing is quantized. "
+                "Set model.lora.quantize=nf4, or leave model.lora.quantize_except out"
+            )
+        return self
 
 
 class ModelConfig(ConfigSection):

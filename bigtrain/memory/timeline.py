@@ -93,6 +93,22 @@ class BlockTicks:
     """Clock ticks at which its forward pass begins and ends."""
     backward: tuple[int, int]
     """Clock ticks at which the gradients of its outputs, and those of its inputs, are computed."""
+    packed: tuple[bool, ...] = ()
+    """Whether each parameter is bytes (weights in 4 bits), which no precision changes; empty if
+    none is."""
+
+    def widths(self, trained: int, frozen: int) -> tuple[int, ...]:
+        """Return the bytes of an element of each parameter.
+
+        Args:
+            trained: bytes of an element of a trained parameter.
+            frozen: bytes of an element of a frozen one that is not packed.
+        """
+        every = self.packed or (False,) * len(self.shapes)
+        return tuple(
+            1 if is_packed else trained if is_trained else frozen
+            for is_packed, is_trained in zip(every, self.trained, strict=True)
+        )
 
 
 @dataclass(frozen=True)

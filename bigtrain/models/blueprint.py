@@ -72,6 +72,8 @@ class Blueprint:
     """Why the model is not deferred, in one line; '' if it is."""
     values: Mapping[str, StateTensor] = field(default_factory=dict)
     """Values that replace initial ones, by the tensors' first names."""
+    made: Mapping[str, Callable[[int], torch.Tensor]] = field(default_factory=dict)
+    """Functions that make initial values, given the run's seed, in place of the constructor."""
     saved_dtypes: tuple[str, ...] = ()
     """The dtypes of `values` in their files, if the model is one of the Hub."""
     files: Callable[[torch.dtype | None], Mapping[str, str | bytes]] | None = None
@@ -148,7 +150,7 @@ class Blueprint:
         if self._make is None:
             return Blueprint.of(copy.deepcopy(self.model))
         twin = describe(self._make, self._seed_name)
-        twin.values = self.values
+        twin.values, twin.made = self.values, self.made
         return twin
 
     def materialize(
@@ -206,6 +208,22 @@ class Blueprint:
         """Return the value that replaces the initial one of a tensor; None if none does."""
         return self.values.get(self._first_names.get(name, name))
 
+    def initial_value(self, name: str, seed: int) -> torch.Tensor:
+        """Compute the initial value of a tensor, on the CPU; the model does not get it.
+
+        Args:
+            name: the tensor's first name.
+            seed: the run's seed.
+
+        Raises:
+            ValueError: the model is not deferred.
+        """
+        if self._recording is None:
+            raise ValueError("the model has values already")
+        with kept_random_state():
+            origin = self._origins[name]
+            return self._initial(self._recording, origin, torch.device("cpu"), seed, None)
+
     def _chosen(self, only: Collection[str] | None) -> dict[str, torch.Tensor]:
         """Return the chosen tensors by first name, in the order of the model."""
         tensors = first_named_tensors(self.model)
@@ -238,7 +256,10 @@ class Blueprint:
         for name, tensor in tensors.items():
             origin = self._origins[self._first_names.get(name, name)]
             saved, overlaps = self.saved_value(name), storage_uses[origin.spec.storage] > 1
-            if saved is not None and not overlaps:  # no initial value is computed
+            make = self.made.get(self._first_names.get(name, name))
+            if saved is None and make is not None:
+                values = make(seed).to(device)
+            elif saved is not None and not overlaps:  # no initial value is computed
                 values = _saved_values(name, origin.spec, saved, device, read)
             else:
                 together = shared if overlaps else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -13,12 +13,21 @@ from torch import nn
 from bigtrain.errors import ConfigError
 from bigtrain.hub.folder import HF
 from bigtrain.hub.hub_model import INITIAL, HubModel
-from bigtrain.hub.lora import adapters_of, attach, name_without_adapter
+from bigtrain.hub.lora import (
+    DTYPES,
+    QuantizedLayer,
+    adapters_of,
+    attach,
+    name_without_adapter,
+    quantized_value,
+    word_of,
+)
 from bigtrain.job.schema import LoraConfig, ModelConfig
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.models.freeze import freeze
 from bigtrain.models.pretrained import use_pretrained
+from bigtrain.tensors.shards import StateTensor
 
 
 @dataclass(frozen=True)
@@ -121,12 +130,12 @@ def _blueprint(config: ModelConfig, args: Mapping[str, Any], has_values: bool) -
         return make_model(config.name, args)
 
     lora, source = config.lora, config.pretrained if has_values else None
-    if source is None:
-        return _adapted(make, lora, config.name)
     blueprint = _adapted(make, lora, config.name)
-    plain = blueprint if lora is None else describe(make)
-    use_pretrained(plain, config.name, source, config.pretrained_except)
-    blueprint.values = _adapted_names(blueprint.model, plain.values)
+    if source is not None:
+        plain = blueprint if lora is None else describe(make)
+        use_pretrained(plain, config.name, source, config.pretrained_except)
+        blueprint.values = _adapted_values(blueprint.model, plain.values)
+    _quantize_initial(blueprint, make)
     return blueprint
 
 
@@ -139,8 +148,9 @@ def _hub_blueprint(hub: HubModel, labels: Mapping[str, Any], lora: LoraConfig | 
     if hub.has_weights:
         # Adapters change the names of the tensors, and the files have those of the plain model.
         saved = hub.values(blueprint.model if lora is None else _on_meta(hub))
-        blueprint.values = _adapted_names(blueprint.model, saved.values)
+        blueprint.values = _adapted_values(blueprint.model, saved.values)
         blueprint.saved_dtypes = saved.dtypes
+    _quantize_initial(blueprint, hub.architecture.make)
     blueprint.files = hub.saved_files(saved).files
     return blueprint
 
@@ -162,9 +172,40 @@ def _adapted(
     return describe(lambda: attach(make(), lora, base, class_name), name_without_adapter)
 
 
-def _adapted_names(model: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return values by the names that the tensors have in a model with adapters."""
+def _adapted_values(
+    model: nn.Module, values: Mapping[str, StateTensor]
+) -> Mapping[str, StateTensor]:
+    """Return values by the names and in the form that they have in a model with adapters."""
     adapters = adapters_of(model)
     if adapters is None:
         return values
-    return {adapters.adapted_name(name): value for name, value in values.items()}
+    found, layers = {}, dict(adapters.quantized)
+    for name, value in values.items():
+        module, _, own = name.rpartition(".")
+        packed = value
+        if own == "weight" and module in layers:
+            dtype = value.dtype if value.dtype in DTYPES.values() else torch.float32
+            layers[module] = replace(layers[module], dtype=word_of(dtype))
+            packed = quantized_value(value, layers[module])
+        found[adapters.adapted_name(name)] = packed
+    model.lora_adapters = replace(adapters, quantized=layers)  # type: ignore[assignment]
+    return found
+
+
+def _quantize_initial(blueprint: Blueprint, make: Callable[[], nn.Module]) -> None:
+    """Let weights in 4 bits without saved values begin with those of the model without adapters."""
+    adapters = adapters_of(blueprint.model)
+    if adapters is None or not blueprint.deferred:
+        return  # a constructor that makes values has them quantized
+    plain = cache(lambda: describe(make))
+
+    def made(name: str, layer: QuantizedLayer, seed: int) -> torch.Tensor:
+        value = StateTensor.of(plain().initial_value(f"{name}.weight", seed))
+        return quantized_value(value, layer).values()
+
+    names = {name: adapters.adapted_name(f"{name}.weight") for name in adapters.quantized}
+    blueprint.made = {
+        names[name]: partial(made, name, layer)
+        for name, layer in adapters.quantized.items()
+        if names[name] not in blueprint.values
+    }

@@ -174,6 +174,7 @@ def _block_ticks(
         tuple(p.requires_grad for p in parameters),
         forward,
         backward,
+        packed=tuple(p.dtype == torch.uint8 for p in parameters),
     )
 
 

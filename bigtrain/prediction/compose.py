@@ -212,6 +212,7 @@ def _rest(
         tuple(t.trained for t in own_parameters),
         (0, backward_start - sections[-1].passes[0].loss_ticks),
         (0, stop),
+        packed=tuple(t.is_packed for t in own_parameters),
     )
 
 

@@ -311,6 +311,7 @@ class SectionSplitter:
                 tuple(t.trained for t in parameters),
                 (forward[0] - forward_window.begin, forward[1] - forward_window.begin),
                 (max(backward[0], backward_window.begin) + offset, backward[1] + offset),
+                packed=tuple(t.is_packed for t in parameters),
             )
         return replace(section_pass, ticks=visit)
 

@@ -111,6 +111,11 @@ class SectionTensor:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is bytes; see `BlockTicks.packed`."""
+        return self.kind == "torch.uint8"
+
 
 @dataclass(frozen=True, eq=False)
 class OpLog:

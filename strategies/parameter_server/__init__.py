@@ -89,7 +89,7 @@ class ParameterServer(Strategy):
             materializes=True,
             optimizer_gets="pieces",
             optimizer_sees="parameters",
-            cannot_hold=frozenset({"gradient_hooks", "accumulate_hooks", "writes"}),
+            cannot_hold=frozenset({"gradient_hooks", "accumulate_hooks", "writes", "packed"}),
             state_ranks=self.servers,
             sharded_states=1,
             num_servers=self.servers,

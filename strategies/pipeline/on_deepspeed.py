@@ -31,13 +31,13 @@ class DeepSpeedPipeline(Pipeline):
     @property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`: ZeRO on DeepSpeed shares the engine."""
-        hooks: frozenset[Oddity] = frozenset({"gradient_hooks", "accumulate_hooks"})
+        others: frozenset[Oddity] = frozenset({"gradient_hooks", "accumulate_hooks", "packed"})
         traits = super().traits
         return replace(
             traits,
             optimizer_gets="copies",
             shares_engine=True,
-            cannot_hold=traits.cannot_hold | hooks,
+            cannot_hold=traits.cannot_hold | others,
         )
 
     def warning(self) -> str | None:

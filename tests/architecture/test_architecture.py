@@ -38,6 +38,7 @@ ADAPTERS = {f"strategies.{library}_adapter" for library in FOREIGN}
 SHADOWING = {
     *("accelerate", "datasets", "deepspeed", "fairscale", "numpy", "pydantic", "rich"),
     *("safetensors", "torch", "torchvision", "transformers", "timm", "tokenizers", "peft", "yaml"),
+    "torchao",
 }
 STARTING = {"-n", "--num-ranks", "--restarts", "--min-ranks"}
 TRAIN_OPTIONS = STARTING | {
@@ -131,7 +132,7 @@ def test_the_engine_loads_nothing_that_only_some_runs_need():
     runs need.
     """
     names = ("torch", "deepspeed", "fairscale", "torchvision", "sklearn", "tensorboard")
-    names += ("transformers", "timm", "huggingface_hub", "tokenizers", "peft")
+    names += ("transformers", "timm", "huggingface_hub", "tokenizers", "peft", "torchao")
     assert loaded("import bigtrain.engine.setup", *names) == ["torch"]
     assert loaded("import bigtrain.hub.export", *names) == ["torch"]
 

@@ -46,6 +46,7 @@ NOT_IMPORTED = (
     "timm",
     "horovod",
     "peft",
+    "torchao",
     "tensorboard",
     "wandb",
 )

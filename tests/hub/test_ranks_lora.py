@@ -13,10 +13,13 @@ from support.ranks import run_ranks
 
 pytest.importorskip("peft")
 from support import hub_models, lora_runs  # noqa: E402
-from support.lora_faults import FAULTS  # noqa: E402
+from support.lora_faults import FAULTS, FAULTS_IN_4_BITS  # noqa: E402
 
 from bigtrain.checkpoint.read import Checkpoint  # noqa: E402
 from bigtrain.hub.export import export_folder  # noqa: E402
+from bigtrain.hub.lora import adapters_of  # noqa: E402
+from bigtrain.hub.nf4 import CARRIER  # noqa: E402
+from bigtrain.tensors.shards import read_whole  # noqa: E402
 
 AXES: dict[str, dict[str, int]] = {
     **dict.fromkeys(("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"), {"pp": 2}),
@@ -111,13 +114,18 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     import peft
     import transformers
 
-    family = lora_runs.CASES[name].family
-    alone, merged = root / f"{step.parent.name}-{family}-alone", root / f"{step.parent.name}-merged"
+    family = lora_runs.EVERY[name].family
+    places = root / f"opened-{step.parent.name}-{step.parent.parent.name}"
+    alone, merged = places / "alone", places / "merged"
+    places.mkdir()
     made = export_folder(Checkpoint(step), alone, None)
     assert made.opened_by == "peft"
     with warnings.catch_warnings():  # of Conv1D
         warnings.simplefilter("ignore")
         opened = peft.PeftModel.from_pretrained(lora_runs.base_model(root, name), str(alone))
+    adapters = adapters_of(lora_runs.begun(root, name))
+    if adapters.quantized:  # they were trained on this base
+        lora_runs.in_4_bits(opened, adapters)
     torch.testing.assert_close(logits(opened), expected, rtol=1e-5, atol=2e-6)
     if family not in hub_models.FAMILIES:
         return
@@ -126,6 +134,8 @@ def check_opened(root: Path, name: str, step: Path, expected: torch.Tensor) -> N
     torch.testing.assert_close(
         logits(hub_models.reopened(merged, family)), expected, rtol=1e-5, atol=2e-6
     )
+    if adapters.quantized:
+        return
     with hub_models.quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         itself = transformers.AutoModelForCausalLM.from_pretrained(step)
@@ -205,3 +215,82 @@ def test_every_case_is_opened_again(strategy, tmp_path):
     for name in names:
         step = lora_runs.saved_in(tmp_path, name, strategy) / f"step-{lora_runs.STEPS}"
         check_opened(tmp_path, name, step, trained_logits(tmp_path, name, lora_runs.STEPS))
+
+
+# A base in 4 bits (QLoRA): the plain loop has weights of torchao.
+
+IN_4_BITS = [*lora_runs.QUANTIZED]
+GRID_IN_4_BITS = [
+    *((strategy, 2) for strategy in (*REPLICAS, "1f1b", "gpipe", "interleaved_1f1b")),
+    *(("zero_bubble", 2), ("fsdp+full", 2), ("1f1b+full", 2), ("ddp+offload_cpu", 2)),
+    *(("fsdp", 4), ("1f1b_ddp", 4), ("1f1b_fsdp", 4)),
+]
+
+
+def check_peaks(results: list[dict[str, Any]], name: str) -> None:
+    for result in results:
+        assert lora_runs.peak_error(result[name]) == pytest.approx(0, abs=0.01), name
+
+
+def test_a_base_in_4_bits_is_sharded_saved_and_goes_on_in_a_pipeline(tmp_path):
+    """Two steps under fsdp, two in a pipeline; a merged export has the logits."""
+    names, steps = ["wide 4 bits", "gpt2 4 bits"], 2
+    first = run("fsdp", 2, tmp_path, names, steps=steps)
+    options = {"steps": steps, "resumed_from": "fsdp"}
+    later = run("1f1b", 2, tmp_path, names, **options)
+    for name in names:
+        check_peaks([*first, *later], name)
+        losses, trained = lora_runs.plain_loop(tmp_path, name, 2 * steps)
+        for before, after in zip(first, later, strict=True):
+            found = [*before[name]["losses"], *after[name]["losses"]]
+            assert found == pytest.approx(losses, abs=2e-6)
+        last = lora_runs.saved_in(tmp_path, name, "1f1b") / f"step-{2 * steps}"
+        lora_runs.assert_saved(last, trained)
+        same_base(lora_runs.saved_in(tmp_path, name, "fsdp") / f"step-{steps}", last)
+        check_opened(tmp_path, name, last, trained_logits(tmp_path, name, 2 * steps))
+
+
+def same_base(one: Path, other: Path) -> None:
+    """Two checkpoints have the same weights in 4 bits, bit for bit."""
+    first, second = Checkpoint(one).tensors, Checkpoint(other).tensors
+    names = [name for name in first if name.endswith(CARRIER)]
+    assert names
+    for name in names:
+        assert torch.equal(read_whole(first[name]), read_whole(second[name])), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "names", "double"),
+    [
+        *((*one, IN_4_BITS, False) for one in GRID_IN_4_BITS),
+        *((one, 2, IN_4_BITS, True) for one in ("ddp", "fsdp", "1f1b")),
+    ],
+)
+def test_adapters_on_a_base_in_4_bits_are_those_of_a_plain_loop(
+    strategy, ranks, names, double, tmp_path
+):
+    check(strategy, ranks, tmp_path, names, double=double)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_zero2", "zero1_torch", "1f1b"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peaks_with_a_base_in_4_bits_are_predicted(strategy, precision, tmp_path):
+    keys = {"train.precision": precision}
+    rows = repeat_if_above(
+        lambda: run(strategy, 2, tmp_path, IN_4_BITS, keys=keys),
+        lambda row: min(lora_runs.peak_error(row[name]) for name in IN_4_BITS) < -0.01,
+    )
+    for name in IN_4_BITS:
+        check_peaks(rows, name)
+
+
+@pytest.mark.parametrize("fault", FAULTS_IN_4_BITS)
+def test_a_wrong_base_in_4_bits_would_be_found(fault, tmp_path):
+    name, strategy = "gpt 4 bits", "fsdp" if "slice" in fault else "ddp"
+    results = run(strategy, 2, tmp_path, [name], keys={"memory.predict": False}, fault=fault)
+    losses, trained = lora_runs.plain_loop(tmp_path, name)
+    for result in results:
+        assert result[name]["losses"] != pytest.approx(losses, abs=2e-6)
+    step = lora_runs.saved_in(tmp_path, name, strategy) / f"step-{lora_runs.STEPS}"
+    with pytest.raises(AssertionError):
+        lora_runs.assert_saved(step, trained)

@@ -9,20 +9,28 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.checkpoint.read import FileTensor
 from bigtrain.core import state
-from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
+from bigtrain.hub import lora
+from bigtrain.tensors.shards import Extent, StateTensor, local_tensor, whole_extents
 
 FAULTS = ("slice of rank 0", "not averaged", "zeros in B", "first slice reloaded")
+FAULTS_IN_4_BITS = ("other codes on rank 1", "first slice on each rank")
+"""Faults of a base in 4 bits that a run would not notice either."""
 
 
 @contextmanager
 def put_in(fault: str | None, rank: int, model: nn.Module) -> Iterator[None]:
     """Run the `with` block with one of `FAULTS`; without any if it is None."""
-    if fault is None:
+    if fault in (None, "first slice on each rank"):
         yield
+    elif fault == "other codes on rank 1":
+        made = lora.quantized
+        with mock.patch.object(lora, "quantized", lambda *args: _other_codes(made(*args), rank)):
+            yield
     elif fault == "not averaged":  # "N ranks train N adapters": nothing reduces their gradients
         names = [name for name, _ in model.named_parameters() if "lora_" in name]
         model._ddp_params_and_buffers_to_ignore = names[1:]  # type: ignore[assignment]
@@ -34,6 +42,22 @@ def put_in(fault: str | None, rank: int, model: nn.Module) -> Iterator[None]:
         change = _own_slice if fault == "slice of rank 0" else _zeros
         with mock.patch.object(state.StateTensor, "of", _changed(change, rank)):
             yield
+
+
+def spoil_shards(fault: str | None, model: nn.Module) -> None:
+    """Give every rank the first rank's slice of each weight in 4 bits, if that is the fault."""
+    if fault != "first slice on each rank":
+        return
+    for parameter in model.parameters():
+        if parameter.dtype == torch.uint8:
+            dist.broadcast(local_tensor(parameter.detach()), src=0)
+
+
+def _other_codes(carrier: Tensor, rank: int) -> Tensor:
+    """The bytes of a weight; on rank 1 one code of each hundred is another."""
+    if rank == 1:
+        carrier[-carrier.numel() // 2 :: 50] ^= 1
+    return carrier
 
 
 def _changed(change: Any, rank: int) -> Any:

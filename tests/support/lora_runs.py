@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +23,12 @@ from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import BigtrainError
-from bigtrain.hub.lora import adapters_of
+from bigtrain.hub.lora import Adapters, adapters_of
+from bigtrain.hub.nf4 import Nf4Layout
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.loss import as_loss
+from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.spec import ModelSpec
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import read_whole
@@ -34,6 +36,7 @@ from bigtrain.tensors.shards import read_whole
 ROWS, STEPS, SEED = 4, 3, 0
 KEEP_FP32 = "LORA_RUNS_KEEP_FP32"
 LORA = {"rank": 4, "alpha": 8}
+IN_4_BITS = {**LORA, "quantize": "nf4"}
 
 
 class Plain(nn.Module):
@@ -72,12 +75,15 @@ class Case:
     """A family of `hub_models`, `gpt`, or `path`."""
     lora: Mapping[str, Any] | None = None
     freeze: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `gpt` besides those of a small one."""
 
     def config(self, root: Path) -> ModelConfig:
         section: dict[str, Any] = {"lora": self.lora, "freeze": self.freeze}
         if self.family == "gpt":
             args = {"num_layers": 4, "width": 32, "num_heads": 2, "vocab_size": hub_models.WORDS}
-            section |= {"name": "gpt", "args": {**args, "sequence_length": hub_models.LENGTH}}
+            args |= {"sequence_length": hub_models.LENGTH, **self.args}
+            section |= {"name": "gpt", "args": args}
         elif self.family == "path":
             section["name"] = "support.lora_runs:Plain"
         else:
@@ -99,13 +105,32 @@ CASES = {
 }
 
 
+WIDE = {"width": 256, "num_heads": 4, "num_layers": 2}
+QUANTIZED = {
+    "llama 4 bits": Case("llama", IN_4_BITS),
+    "llama 4 bits parts": Case(
+        "llama",
+        {
+            **{**IN_4_BITS, "targets": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+            "quantize_except": ["layers.1.mlp"],
+        },
+    ),
+    "gpt2 4 bits": Case("gpt2", IN_4_BITS),
+    "gpt 4 bits": Case("gpt", IN_4_BITS),
+    "path 4 bits": Case("path", {**IN_4_BITS, "targets": ["wide", "table"]}),
+    "wide 4 bits": Case("gpt", IN_4_BITS, args=WIDE),
+}
+"""Cases whose frozen weights are in 4 bits."""
+EVERY = {**CASES, **QUANTIZED}
+
+
 def folder_of(root: Path, family: str) -> Path:
     return root / family.replace(" ", "_")
 
 
 def prepare(root: Path, names: list[str]) -> None:
     """Save the folders of the cases' models of transformers."""
-    for family in {CASES[name].family for name in names} & set(hub_models.FAMILIES):
+    for family in {EVERY[name].family for name in names} & set(hub_models.FAMILIES):
         if not folder_of(root, family).exists():
             hub_models.save(family, folder_of(root, family))
 
@@ -147,7 +172,7 @@ def train_one(
     try:
         job = job_from_keys(strategy, {**fixed, "memory.track_steps": steps, **(keys or {})})
         plan = make_plan(job, context.world_size, "cpu")
-        spec = ModelSpec.of(CASES[name].config(root))
+        spec = ModelSpec.of(EVERY[name].config(root))
         blueprint = spec.describe(num_classes=None, sequence_length=None)
         assert blueprint.deferred, blueprint.reason
         loss = as_loss(rows_loss)
@@ -158,6 +183,7 @@ def train_one(
             lora_faults.put_in(fault, context.rank, blueprint.model),
             Engine(blueprint, loss, sgd, job, context, example=example) as engine,
         ):
+            lora_faults.spoil_shards(fault, engine.model)
             if resumed_from is not None:
                 engine.load(saved_in(root, name, resumed_from) / f"step-{steps}")
             each, done = ROWS // context.dp_size, engine.steps_done
@@ -205,18 +231,23 @@ def local_tensors(engine: Engine) -> dict[str, Tensor]:
 
 def begun(root: Path, name: str, *, double: bool = False) -> nn.Module:
     """The model of a case with the values that every run begins with, in one process."""
-    spec = ModelSpec.of(CASES[name].config(root))
-    model = spec.describe(num_classes=None, sequence_length=None).materialize("cpu", seed=SEED)
+    model = described(root, name).materialize("cpu", seed=SEED)
     return model.double() if double else model
+
+
+def described(root: Path, name: str) -> Blueprint:
+    """The model of a case, without values."""
+    spec = ModelSpec.of(EVERY[name].config(root))
+    return spec.describe(num_classes=None, sequence_length=None)
 
 
 def base_model(root: Path, name: str) -> nn.Module:
     """The model of a case without adapters, made without bigtrain if transformers has it."""
-    family = CASES[name].family
+    family = EVERY[name].family
     if family in hub_models.FAMILIES:
         opened: nn.Module = hub_models.reopened(folder_of(root, family), family)
         return opened
-    spec = ModelSpec.of(Case(family).config(root))
+    spec = ModelSpec.of(Case(family, args=EVERY[name].args).config(root))
     return spec.describe(num_classes=None, sequence_length=None).materialize("cpu", seed=SEED)
 
 
@@ -224,7 +255,7 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     """The model of a case, made with transformers and peft alone, with the run's adapters."""
     import peft
 
-    case, start = CASES[name], begun(root, name, double=double)
+    case, start = EVERY[name], begun(root, name, double=double)
     base = base_model(root, name)
     base = base.double() if double else base
     if case.lora is None:
@@ -245,6 +276,8 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     with warnings.catch_warnings():  # of Conv1D
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(base, config)  # type: ignore[arg-type]
+    if adapters.quantized:
+        in_4_bits(model, adapters)
     given = {
         f"base_model.model.{one}": value
         for one, value in start.state_dict().items()
@@ -253,6 +286,25 @@ def plain_model(root: Path, name: str, *, double: bool = False) -> nn.Module:
     unknown = model.load_state_dict(given, strict=False).unexpected_keys
     assert not unknown, unknown
     return model.train()
+
+
+def in_4_bits(model: Any, adapters: Adapters) -> None:
+    """Give the frozen linear layers of peft's model weights of torchao, in 4 bits."""
+    from torchao.quantization import to_nf4
+
+    modules = dict(model.named_modules())
+    for name, quantized in adapters.quantized.items():
+        place = f"base_model.model.{name}"
+        place += ".base_layer" if f"{place}.base_layer" in modules else ""
+        layer, size = modules[place], Nf4Layout(quantized.shape).scale_block
+        values = layer.weight.detach().float()
+        if quantized.transposed:  # torchao multiplies by a transpose only
+            linear = nn.Linear(*quantized.shape[::-1])
+            linear.bias, values = layer.bias, values.t().contiguous()
+            parent, _, own = place.rpartition(".")
+            setattr(modules[parent], own, linear)
+            layer = linear
+        layer.weight = nn.Parameter(to_nf4(values, 64, size), requires_grad=False)
 
 
 def plain_loop(

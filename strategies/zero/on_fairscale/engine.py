@@ -98,7 +98,7 @@ class FairscaleEngine(Zero):
             engine="fairscale",
             optimizer_gets="copies",
             optimizer_sees="parameters",
-            cannot_hold=SPARSE | {"mixed"},
+            cannot_hold=SPARSE | {"mixed", "packed"},
             state_ranks=None,
             sharded_states=self.stage,
         )

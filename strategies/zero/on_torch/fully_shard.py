@@ -192,15 +192,13 @@ class _UnitTraffic:
 
     def gathered(self, units: Sequence[BlockTicks], overlaps: OverlapPhase) -> list[Traffic]:
         """Return the all-gathers of units, and the copies from the host if shards are there."""
-        elements, messages = sum(self._padded(unit) for unit in units), []
+        messages = []
         if self._away and units:
-            nbytes, calls = (
-                self._shard_width * elements // self._ranks,
-                sum(len(u.shapes) for u in units),
-            )
+            nbytes = sum(self._padded(u, self._shard_width) for u in units) // self._ranks
+            calls = sum(len(u.shapes) for u in units)
             messages.append(Traffic("from_host", nbytes, calls, "micro_batch", overlaps))
         if self._ranks > 1 and units:
-            nbytes = self._used_width * elements
+            nbytes = sum(self._padded(unit, self._used_width) for unit in units)
             messages.append(self._exchange("all_gather", nbytes, len(units), overlaps))
             messages.append(self._copied(nbytes // self._ranks + nbytes, overlaps))
         return messages
@@ -208,7 +206,7 @@ class _UnitTraffic:
     def reduced(self) -> list[Traffic]:
         """Return the reduce-scatters, the all-reduces over replicas, and the copies to the host."""
         units = [unit for unit in self.units if any(unit.trained)]
-        nbytes = self._shard_width * sum(self._padded(unit, trained=True) for unit in units)
+        nbytes = sum(self._padded(unit, self._shard_width, trained=True) for unit in units)
         shard, messages = nbytes // self._ranks, []
         if self._ranks > 1 and units:
             messages.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
@@ -248,11 +246,18 @@ class _UnitTraffic:
         """Return the copies into and out of the buffers of an exchange."""
         return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
 
-    def _padded(self, unit: BlockTicks, *, trained: bool = False) -> int:
-        """Return the elements of a unit: each rank has equally many rows, the last ranks padded."""
+    def _padded(self, unit: BlockTicks, width: int, *, trained: bool = False) -> int:
+        """Return the bytes of a unit: each rank has equally many rows, the last ranks padded.
+
+        Args:
+            unit: the unit.
+            width: bytes of an element that is not packed.
+            trained: only those of trained parameters.
+        """
+        widths = unit.widths(width, width)
         return self._ranks * sum(
-            math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1
-            for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
+            nbytes * (math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1)
+            for shape, nbytes, wanted in zip(unit.shapes, widths, unit.trained, strict=True)
             if wanted or not trained
         )
 

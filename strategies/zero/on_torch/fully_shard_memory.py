@@ -115,12 +115,18 @@ class _Sizes:
         key = (id(unit), trained)
         if key not in self._known:  # the unit is stored too, so that no other gets its id
             nbytes = sum(
-                (self.shard_width if is_trained else self.frozen_width) * self._padded(shape)
-                for shape, is_trained in zip(unit.shapes, unit.trained, strict=True)
+                width * self._padded(shape)
+                for shape, width, is_trained in zip(
+                    unit.shapes, self._shard_widths(unit), unit.trained, strict=True
+                )
                 if is_trained or not trained
             )
             self._known[key] = unit, nbytes
         return self._known[key][1]
+
+    def _shard_widths(self, unit: BlockTicks) -> tuple[int, ...]:
+        """Bytes of an element of each parameter's shard."""
+        return unit.widths(self.shard_width, self.frozen_width)
 
     def _padded(self, shape: tuple[int, ...]) -> int:
         """The elements of a rank's shard of a parameter."""
@@ -136,8 +142,8 @@ class _Sizes:
             shard = self.shard(unit)
             most = max(most, excess + shard)
             excess += shard - sum(
-                (self.shard_width if is_trained else self.frozen_width) * math.prod(shape)
-                for shape, is_trained in zip(unit.shapes, unit.trained, strict=True)
+                width * math.prod(shape)
+                for shape, width in zip(unit.shapes, self._shard_widths(unit), strict=True)
             )
         return most
 
@@ -157,7 +163,9 @@ class _Sizes:
 
     def whole(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit after it is copied out of the flat buffer."""
-        return sum(map(self._padded, unit.shapes)) * self.ranks * self.used_width
+        widths = unit.widths(self.used_width, self.used_width)
+        elements = zip(map(self._padded, unit.shapes), widths, strict=True)
+        return self.ranks * sum(count * width for count, width in elements)
 
     def copied(self, unit: BlockTicks) -> int:
         """Bytes in addition to a whole unit at the most, while one rank copies its parameters.
@@ -168,13 +176,15 @@ class _Sizes:
         if not self.alone:
             return 0
         done = last = most = 0
-        for shape, is_trained in zip(unit.shapes, unit.trained, strict=True):
+        used_widths = unit.widths(self.used_width, self.used_width)
+        for shape, width, used in zip(
+            unit.shapes, self._shard_widths(unit), used_widths, strict=True
+        ):
             elements = math.prod(shape)
-            width = self.shard_width if is_trained else self.frozen_width
             copies = [width * elements] if self.on_host else []
-            copies += [self.used_width * elements] if self.used_width != width else []
+            copies += [used * elements] if used != width else []
             most = max(most, done + last + sum(copies))
-            done, last = done + self.used_width * elements, copies[-1] if copies else 0
+            done, last = done + used * elements, copies[-1] if copies else 0
             most = max(most, done + last)
         return max(0, most - done)
 
