@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from bigtrain.models.blocks import independent_blocks
+from bigtrain.models.blocks import find_blocks, independent_blocks
 
 
 def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
@@ -30,15 +30,21 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
     if not drop:
         return None
     copied = copy.deepcopy(model)
+    new_names: dict[str, str] = {}
     for parent, names in groups.items():
         remaining = [name for name in names if name not in drop]
         if len(remaining) < len(names):
+            prefix = f"{parent}." if parent else ""
+            new_names |= {name: f"{prefix}{number}" for number, name in enumerate(remaining)}
             container = copied.get_submodule(parent)
             blocks = [copied.get_submodule(name) for name in remaining]
             for name in [n for n, _ in container.named_children()]:
                 delattr(container, name)
             for number, block in enumerate(blocks):
                 container.add_module(str(number), block)
+    # A list of one block is not repeated, so its block would no longer be found.
+    kept = [name for name, _ in find_blocks(model) if name not in drop]
+    copied.own_blocks = tuple(new_names.get(name, name) for name in kept)  # type: ignore[assignment]
     order, index = [], -1
     for name, _ in named:
         if name not in drop:
