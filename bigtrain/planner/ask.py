@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -20,6 +20,7 @@ from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.machine.cluster import Cluster, DeviceSpec
 from bigtrain.machine.residuals import (
@@ -236,11 +237,19 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
     job = parts.job
     if job.model.loss is not None:
         return lambda *_: parts.workload.loss
+    # The head was looked for in a run of the whole model, and is the same for any batch.
+    known = parts.workload.loss
+    found = (
+        {"head": known.head}
+        if isinstance(known, ChunkedCrossEntropy)
+        else {"chunked_loss": False, "head": None, "chunk_size": None}
+    )
+    model = replace(parts.model, config=job.model.model_copy(update=found))
 
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
         return choose_loss(
-            parts.model,
+            model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),
