@@ -127,9 +127,7 @@ def _setting(options: FitOptions, cluster: Cluster, batch: int) -> tuple[Setting
     return setting, notes
 
 
-def _show(
-    subject: Subject, setting: Setting, answers: list[FitAnswer], notes: list[str]
-) -> None:
+def _show(subject: Subject, setting: Setting, answers: list[FitAnswer], notes: list[str]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(fit_table(subject, setting, answers))
     for line in [*notes, *answer_lines(subject, setting, answers)]:

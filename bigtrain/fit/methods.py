@@ -178,9 +178,7 @@ def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
     return outcome if isinstance(outcome, EvaluatedPlan) else None
 
 
-def _remedies(
-    subject: Subject, method: Method, setting: Setting, opened: Opened
-) -> list[Remedy]:
+def _remedies(subject: Subject, method: Method, setting: Setting, opened: Opened) -> list[Remedy]:
     """Changes that make a method fit: fewer bytes of each number, then more devices."""
     found = []
     if not method.words:

@@ -74,9 +74,7 @@ def _peak(peak: StatePeak | None) -> str:
     return f"{format_bytes(peak.bytes)}{host}"
 
 
-def answer_lines(
-    subject: Subject, setting: Setting, answers: Sequence[FitAnswer]
-) -> Iterator[str]:
+def answer_lines(subject: Subject, setting: Setting, answers: Sequence[FitAnswer]) -> Iterator[str]:
     """For each way the command that runs it, or what would make it fit, or why it cannot be."""
     for found in answers:
         title = found.method.title

@@ -60,9 +60,7 @@ class HubFolder:
         return found
 
 
-def find_folder(
-    name: str, key: str, *, weights: bool, config_alone: bool = False
-) -> HubFolder:
+def find_folder(name: str, key: str, *, weights: bool, config_alone: bool = False) -> HubFolder:
     """Find a folder, or an id in the cache, and read its configuration.
 
     Args:

@@ -156,8 +156,8 @@ def open_evaluator(question: Question) -> Opened:
     single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
     )
-    check_job(single_job)
-    setup = open_setup(single_job, make_plan(single_job, 1, "cpu"))
+    model_spec = check_job(single_job)
+    setup = open_setup(single_job, make_plan(single_job, 1, "cpu"), model_spec, by_block=True)
     if setup.workload.whole_bytes > question.limit:
         raise ConfigError(
             f"plan: every rank builds the model whole ({setup.blueprint.reason}), which takes "
