@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bigtrain.errors import ConfigError
 from bigtrain.devices import device_names
+from bigtrain.errors import ConfigError
 from bigtrain.fit.methods import FitAnswer, Setting, answer, methods
 from bigtrain.fit.show import answer_lines, fit_document, fit_table
 from bigtrain.fit.subject import Subject, find_subject
@@ -123,6 +123,7 @@ def _setting(options: FitOptions, cluster: Cluster, batch: int) -> tuple[Setting
         rows=options.micro_batch_size,
         margins=margins,
         overrides=tuple(options.overrides),
+        every_plan=options.every_plan,
     )
     return setting, notes
 

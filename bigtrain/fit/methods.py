@@ -62,6 +62,9 @@ class Setting:
     margins: dict[str, float]
     overrides: tuple[str, ...]
     """Keys of the job that the user sets."""
+    every_plan: bool = False
+    """Whether pipelines and tensor slices are searched even if a plan of replicas fits: that takes
+    a minute."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
         question = make_question(subject, method, setting)
         opened = open_evaluator(question)
         planned = ask(question, opened)
+        if not planned.result.best and question.tp == 1 and setting.devices > 1:
+            setting = replace(setting, every_plan=True)
+            question = make_question(subject, method, setting)
+            planned = ask(question, opened)
         if planned.result.best:
             best = planned.result.best[0]
             return FitAnswer(method, planned, best, True, phase_peaks(planned, best))
@@ -152,16 +159,19 @@ def make_question(
             *words,
         ],
     )
+    # Plans of replicas need no further runs of the model, and no search over cuts.
+    only_replicas = not setting.every_plan
     return Question(
         job=job,
         cluster=setting.cluster,
         devices=setting.devices,
         memory=setting.memory,
         global_batch_size=setting.global_batch_size,
-        pp=job.mesh.pp,
+        pp=1 if only_replicas and job.mesh.pp is None else job.mesh.pp,
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
-        tp=job.mesh.tp,
+        tp=1 if only_replicas and job.mesh.tp is None else job.mesh.tp,
         rows=setting.rows,
+        only_best=True,
         margins=setting.margins,
     )
 
@@ -189,14 +199,12 @@ def _remedies(subject: Subject, method: Method, setting: Setting, opened: Opened
                 found.append(remedy)
                 break
     devices = 2 * setting.devices
-    reached = opened if setting.devices > 1 else None
     while devices <= MOST_DEVICES:
         if devices > setting.cluster.node.devices and setting.cluster.between is None:
             break
         batch = max(setting.global_batch_size, devices)
-        wider = replace(setting, devices=devices, global_batch_size=batch)
-        reached = reached or open_evaluator(make_question(subject, method, wider))
-        remedy = _tried(subject, method, wider, (), opened=reached)
+        wider = replace(setting, devices=devices, global_batch_size=batch, rows=1, every_plan=False)
+        remedy = _tried(subject, method, wider, (), opened=opened)
         if remedy is not None:
             found.append(remedy)
             break

@@ -12,6 +12,8 @@ from rich.table import Table
 from bigtrain.fit.methods import FitAnswer, Setting
 from bigtrain.fit.subject import Subject
 from bigtrain.memory.added_bytes import StatePeak
+from bigtrain.planner.ask import PlannedAnswer
+from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.planner.show import plan_figures, plan_values, recompute_summary
 from bigtrain.units import format_bytes, format_count, format_seconds
 
@@ -44,7 +46,7 @@ def _column(found: FitAnswer) -> dict[str, str]:
         return {"fits": "no answer, see below"}
     shown, planned = found.shown, found.planned
     fits = "yes" if found.fits else f"no: {format_bytes(found.missing_bytes)} too much"
-    cells = {"fits": fits, "trained": format_count(_trained(found))}
+    cells = {"fits": fits, "trained": format_count(_trained(planned))}
     cells |= {f"{name} peak": _peak(peak) for name, peak in _phases(found).items()}
     candidate = shown.candidate
     cells["plan"] = shown.label
@@ -58,9 +60,8 @@ def _column(found: FitAnswer) -> dict[str, str]:
     return cells
 
 
-def _trained(found: FitAnswer) -> int:
-    assert found.planned is not None
-    return found.planned.setup.parameters - found.planned.setup.frozen_parameters
+def _trained(planned: PlannedAnswer) -> int:
+    return planned.setup.parameters - planned.setup.frozen_parameters
 
 
 def _phases(found: FitAnswer) -> dict[str, StatePeak | None]:
@@ -82,18 +83,17 @@ def answer_lines(subject: Subject, setting: Setting, answers: Sequence[FitAnswer
             yield f"{title}: {found.refused}"
         elif found.fits:
             yield f"{title}: {run_command(subject, setting, found)}"
-        else:
-            yield from _missing_lines(subject, setting, found)
+        elif found.shown is not None:
+            yield from _missing_lines(setting, found, found.shown)
 
 
-def _missing_lines(subject: Subject, setting: Setting, found: FitAnswer) -> Iterator[str]:
-    assert found.shown is not None
-    breakdown = vars(found.shown.peak.breakdown)
+def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) -> Iterator[str]:
+    breakdown = vars(smallest.peak.breakdown)
     kind = max(breakdown, key=lambda part: breakdown[part])
     needed = setting.memory.nbytes + found.missing_bytes
     yield (
         f"{found.method.title}: does not fit. The smallest peak is "
-        f"{format_bytes(found.shown.peak.bytes)}, of which {kind} are "
+        f"{format_bytes(smallest.peak.bytes)}, of which {kind} are "
         f"{format_bytes(breakdown[kind])}; devices of {format_bytes(needed)} would hold it."
     )
     for remedy in found.remedies:
@@ -149,7 +149,7 @@ def _document(subject: Subject, setting: Setting, found: FitAnswer) -> dict[str,
     phases = _phases(found)
     return document | {
         "num_parameters": found.planned.num_parameters,
-        "trained_parameters": _trained(found),
+        "trained_parameters": _trained(found.planned),
         "missing_bytes": found.missing_bytes,
         "phases": {
             name: None

@@ -65,8 +65,8 @@ def find_subject(
     if not name.startswith(HF) and "/" not in name and not Path(name).expanduser().is_dir():
         raise ConfigError(
             f"fit {name}: there is no such folder or built-in model"
-            f"{did_you_mean(name, list_models()) or '.'} Give a folder with a config.json, an id of "
-            "the Hub (OWNER/NAME), timm:NAME, a built-in name such as gpt2, or "
+            f"{did_you_mean(name, list_models()) or '.'} Give a folder with a config.json, an id "
+            "of the Hub (OWNER/NAME), timm:NAME, a built-in name such as gpt2, or "
             "package.module:Class."
         )
     return _of_hub(name.removeprefix(HF), length, args, samples, has_data=has_data)

@@ -349,6 +349,7 @@ class FitOptions(argparse.Namespace):
     global_batch_size: int | None
     micro_batch_size: int | None
     engines: str
+    every_plan: bool
     as_json: bool
     overrides: list[str]
 
@@ -385,7 +386,8 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
     parser.add_argument(
         "--cluster",
         metavar="FILE",
-        help="a name in configs/clusters or a YAML file (default: this machine's GPUs, or a100-node)",
+        help="a name in configs/clusters or a YAML file (default: this machine's GPUs; without any "
+        "a100-node)",
     )
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
@@ -417,6 +419,11 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
         default="torch",
         metavar="A,B",
         help="libraries to choose from: torch, deepspeed, fairscale (default torch)",
+    )
+    parser.add_argument(
+        "--every-plan",
+        action="store_true",
+        help="search pipelines and tensor slices, too, if replicas fit (takes a minute or more)",
     )
     parser.add_argument(
         "--json",

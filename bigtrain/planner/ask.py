@@ -60,6 +60,8 @@ class Question:
     tp: int | None = None
     at_hand: bool = False
     """Whether the cluster is this machine, on which blocks can be timed."""
+    only_best: bool = False
+    """Whether the fastest plan is enough of an answer."""
     margins: Mapping[str, float] = field(kw_only=True)
     """The engines to choose from, each with the share by which its forecasts are enlarged."""
 
@@ -202,7 +204,7 @@ def _search(question: Question, opened: Opened) -> PlannedAnswer:
         techniques=techniques,
     )
     search = PlanSearch(evaluator, space)
-    answer = search.run(question.limit)
+    answer = search.run(question.limit, only_best=question.only_best)
     flops = sum(
         float(((w.flops + w.low_flops) * w.times).sum())
         for s in whole_model.sections

@@ -1,0 +1,321 @@
+"""Compare forecasts with published peaks of fine-tuning runs on GPUs, with the rows' own settings.
+
+    python benchmarks/published_peaks.py --output benchmarks/results/published_peaks.json
+
+The rows with exact bytes are those of fms-acceleration (`scripts/benchmarks/refs/*.csv`, variant
+`none`): A100-80GB, torch 2.4.1, transformers 4.48.1 (granite: 4.45.2), bf16 weights without
+autocast, samples of 4,096 tokens, gradient checkpointing of every block, FlashAttention 2, AdamW
+with foreach kernels, LoRA of rank 16 on q, k, v and o with fp32 matrices and dropout 0.1. Several
+GPUs: FSDP1 with full shards; the forecast is of `fully_shard`. PEFT's rows (`method_comparison`,
+Llama-3.2-3B on an L40S) print the mean of the bytes allocated after a step: these are compared with
+the states, and the logits that are then alive. torchtitan's rows (Llama 3 8B on 8 H100, fp32
+parameters, bf16 compute, 8,192 tokens) print the highest *reserved* bytes, which are above those
+allocated.
+
+Models are transformers' own, on the meta device, from their public configurations. The loss is
+computed in the order in which transformers 4.48 does, inside the model: logits, their fp32 values,
+a contiguous copy without the last position, cross entropy. No constant is fitted to a row. The one
+that is added is documented: cuBLAS has a workspace of 8,519,680 bytes in each of the two threads
+that compute matrix products, forward and backward (torch's CUBLAS_WORKSPACE_CONFIG, :4096:2:16:8).
+
+Besides, two estimators that need no download: `accelerate estimate-memory` says four times the
+bytes of the fp32 parameters for training with Adam, and DeepSpeed's
+`estimate_zero*_model_states_mem_needs` the states of its stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import keep
+from torch import Tensor, nn
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.hub.lora import attach
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import LoraConfig
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.memory.timeline import Peak
+from bigtrain.optim.factory import optimizer_factory
+from bigtrain.planner.evaluate import PlanEvaluator
+from bigtrain.planner.space import Candidate, SearchSpace
+from bigtrain.prediction.section_library import SectionLibrary
+from bigtrain.timing.step_time import StepTimer
+
+CUBLAS_WORKSPACES = 2 * 8_519_680
+"""Bytes of the workspaces of two threads on an A100, torch's default."""
+LENGTH = 4096
+STATES_BAR, PEAK_BAR = 0.0005, 0.03
+_LLAMA = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral-7B-v0.1": (
+        "Mistral",
+        {
+            **_LLAMA,
+            **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000},
+            "sliding_window": None,
+        },
+    ),
+    "Meta-Llama-3-8B": (
+        "Llama",
+        {
+            **_LLAMA,
+            **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+        },
+    ),
+    "PowerLM-3b": (
+        "Granite",
+        {
+            **_LLAMA,
+            **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 40},
+            **{"num_attention_heads": 36, "num_key_value_heads": 36, "vocab_size": 49152},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Llama-3.2-3B": (
+        "Llama",
+        {
+            **_LLAMA,
+            **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28},
+            **{"num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256},
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""By name: transformers' family, and the public configuration."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One printed row."""
+
+    model: str
+    gpus: int
+    lora: int
+    """The rank of the adapters; 0 in full."""
+    batch: int
+    """Samples of a GPU."""
+    peak: int
+    """Bytes allocated at the peak."""
+    end: int
+    """Bytes allocated at the end, when there are no gradients."""
+    older: bool = False
+    """Whether the loss frees the bf16 logits, as transformers 4.45 does."""
+
+
+ROWS = (
+    Published("Mistral-7B-v0.1", 1, 0, 4, 72_434_837_504, 43_467_876_352),
+    Published("Mistral-7B-v0.1", 1, 0, 8, 72_435_230_720, 43_468_269_568),
+    Published("Mistral-7B-v0.1", 1, 16, 4, 26_704_571_904, 14_664_493_056),
+    Published("Mistral-7B-v0.1", 1, 16, 8, 38_742_912_512, 14_664_886_272),
+    Published("Mistral-7B-v0.1", 2, 0, 2, 36_225_939_968, 28_984_199_680),
+    Published("Mistral-7B-v0.1", 2, 0, 4, 36_226_136_576, 28_984_396_288),
+    Published("Mistral-7B-v0.1", 2, 16, 2, 15_144_870_400, 7_368_030_720),
+    Published("Mistral-7B-v0.1", 2, 16, 4, 21_959_827_968, 7_368_227_328),
+    Published("PowerLM-3b", 1, 0, 4, 35_134_836_736, 21_089_537_536, older=True),
+    Published("PowerLM-3b", 1, 0, 8, 47_059_390_976, 21_089_930_752, older=True),
+    Published("PowerLM-3b", 1, 16, 4, 20_169_870_848, 7_183_026_688, older=True),
+    Published("PowerLM-3b", 1, 16, 8, 33_152_880_128, 7_183_419_904, older=True),
+    Published("PowerLM-3b", 2, 0, 2, 17_626_672_128, 14_116_037_120, older=True),
+    Published("PowerLM-3b", 2, 16, 2, 10_321_519_104, 3_624_651_776, older=True),
+)
+"""fms-acceleration, variant `none`; of Llama-3-8B it prints rows of faster kernels only."""
+
+
+class WithItsLoss(nn.Module):
+    """A causal language model that computes its loss as transformers did when a row was measured.
+
+    Args:
+        model: a model of transformers.
+        older: see `Published.older`.
+    """
+
+    def __init__(self, model: Any, *, older: bool) -> None:
+        super().__init__()
+        self.net, self.older = model, older
+        self.scale = getattr(model.config, "logits_scaling", None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the loss, as a sum over the tokens after the first."""
+        hidden = self.net.model(ids, use_cache=False)[0]
+        logits = self.net.lm_head(hidden)
+        if self.scale is not None:
+            logits = logits / self.scale
+        wide = logits.float()
+        if self.older:
+            del logits
+        moved = wide[..., :-1, :].contiguous()
+        labels = ids[..., 1:].contiguous()
+        return F.cross_entropy(moved.view(-1, moved.shape[-1]), labels.view(-1), reduction="sum")
+
+
+class OfTheModel:
+    """The loss that a model has computed itself."""
+
+    def __call__(self, output: Tensor, target: Any, count: float | None = None) -> Tensor:
+        """Return the model's output."""
+        del target, count
+        return output
+
+    def count(self, target: Tensor) -> int:
+        """The tokens that are predicted."""
+        return target.numel() - len(target)
+
+
+def described(row: Published) -> nn.Module:
+    """The model of a row on the meta device: bf16 weights, fp32 adapters."""
+    import transformers
+
+    family, fields = MODELS[row.model]
+    config = getattr(transformers, f"{family}Config")(**fields)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+        model.config.use_cache = False
+        if row.lora:
+            targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+            settings = LoraConfig(rank=row.lora, alpha=16, dropout=0.1, targets=targets)
+            attach(model, settings)
+            for name, parameter in model.named_parameters():
+                if ".lora_" in name:
+                    parameter.data = parameter.data.float()
+    return WithItsLoss(model, older=row.older)
+
+
+def forecast(row: Published) -> tuple[Peak, int, int, int]:
+    """Return the peak of a row, the bytes of its states at the end, P, and trained parameters."""
+    model = described(row)
+    job = load_job(
+        None,
+        "single",
+        [
+            "train.precision=fp32",  # no autocast: the parameters have their own dtypes
+            *("optim.name=adamw", "optim.lr=1e-5", "optim.weight_decay=0.01", "optim.eps=1e-4"),
+            *("optim.implementation=foreach", "optim.clip_norm=1.0"),
+        ],
+    )
+    ids = torch.zeros((1, LENGTH), dtype=torch.int64)
+    example = MicroBatch(ids, ids.clone(), LENGTH - 1, 1)
+    library = SectionLibrary(
+        model,
+        example,
+        lambda *_: OfTheModel(),
+        optimizer_factory(job.optim, 0),
+        torch.device("cpu"),
+    )
+    evaluator = PlanEvaluator(job, library, StepTimer(load_cluster("a100-node")), {"torch": 0.0})
+    candidate = _candidate(row, library.num_blocks)
+    fit = evaluator.fit(candidate, evaluator.plan_of(candidate))
+    sections = len(fit.levels["keep"].sections)
+    rank = fit.forecast(fit.uniform_stages([0, sections], "full"), 0)
+    states = rank.states.parameters + rank.states.buffers + rank.states.optimizer
+    if row.gpus > 1:  # the gradients' shards stay with FSDP1
+        states += rank.states.gradients
+    numbers = [p.numel() for p in model.parameters()]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return rank.peak(), states + 3 * row.batch * LENGTH * 8, sum(numbers), trained
+
+
+def _candidate(row: Published, blocks: int) -> Candidate:
+    """The plan of a row: one process, or full shards."""
+    space = SearchSpace(
+        devices=row.gpus,
+        per_node=8,
+        global_batch_size=row.batch * row.gpus,
+        num_blocks=blocks,
+        pp=1,
+        tp=1,
+        rows=row.batch,
+        engines=("torch",),
+        device_type="cuda",
+    )
+    wanted = "single" if row.gpus == 1 else "fsdp"
+    found = {candidate.label: candidate for candidate in space.candidates()}
+    return found[wanted]
+
+
+def others(row: Published, parameters: int, trained: int) -> dict[str, int]:
+    """What estimators say that know neither activations nor, in part, adapters."""
+    model_states = {
+        # 4 x the bytes of fp32 parameters, for training with Adam
+        "accelerate estimate-memory": 4 * 4 * parameters,
+        # estimate_zero3_model_states_mem_needs without offload: 18 bytes a parameter over all
+        # GPUs, and the largest layer in bf16 and fp32
+        "deepspeed estimate_zero3": 18 * parameters // row.gpus + 4 * _largest_layer(row),
+        # estimate_zero2: bf16 parameters and gradients on each GPU, 16 bytes a parameter over all
+        "deepspeed estimate_zero2": 4 * parameters + 16 * parameters // row.gpus,
+    }
+    del trained
+    return model_states
+
+
+def _largest_layer(row: Published) -> int:
+    fields = MODELS[row.model][1]
+    return int(fields["vocab_size"] * fields["hidden_size"])
+
+
+def compared(row: Published) -> dict[str, Any]:
+    """A row with its forecast and the errors."""
+    peak, states, parameters, trained = forecast(row)
+    states += CUBLAS_WORKSPACES
+    predicted = peak.bytes + CUBLAS_WORKSPACES
+    return {
+        "model": row.model,
+        "gpus": row.gpus,
+        "tuning": f"lora r {row.lora}" if row.lora else "full",
+        "batch": row.batch,
+        "parameters": parameters,
+        "trained": trained,
+        "printed_peak": row.peak,
+        "forecast_peak": predicted,
+        "peak_error": predicted / row.peak - 1,
+        "phase": peak.phase,
+        "breakdown": dict(vars(peak.breakdown)),
+        "printed_end": row.end,
+        "forecast_end": states,
+        "end_error": states / row.end - 1,
+        "others": {
+            name: {"bytes": size, "error": size / row.peak - 1}
+            for name, size in others(row, parameters, trained).items()
+        },
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare every row, print a table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows, from 0")
+    options = parser.parse_args(arguments)
+    rows = []
+    for number, row in enumerate(ROWS):
+        if options.rows is not None and number not in options.rows:
+            continue
+        found = compared(row)
+        rows.append(found)
+        known = "; ".join(
+            f"{name} {other['error']:+.0%}" for name, other in found["others"].items()
+        )
+        sys.stdout.write(
+            f"{number:2} {row.model:16} {row.gpus} x {row.batch} {found['tuning']:9} "
+            f"peak {row.peak:>14,} forecast {found['forecast_peak']:>14,} "
+            f"{found['peak_error']:+7.2%} in {found['phase']:8} "
+            f"end {row.end:>14,} forecast {found['forecast_end']:>14,} {found['end_error']:+.3%} "
+            f"({known})\n"
+        )
+        sys.stdout.flush()
+    keep(options.output, {"rows": rows, "bars": {"states": STATES_BAR, "peak": PEAK_BAR}})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
