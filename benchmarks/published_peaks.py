@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from harness import keep
 from torch import Tensor, nn
 
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.data.loader import MicroBatch
 from bigtrain.hub.lora import attach
 from bigtrain.job.load import load_job
@@ -110,6 +111,16 @@ class Published:
     """Bytes allocated at the end, when there are no gradients."""
     older: bool = False
     """Whether the loss frees the bf16 logits, as transformers 4.45 does."""
+    quantity: str = "allocated"
+    """What is printed as the peak: bytes allocated at the peak, those after a step, or reserved."""
+    length: int = LENGTH
+    policy: BlockPolicy = "full"
+    """What the blocks keep."""
+    mixed: bool = False
+    """Whether parameters are fp32 and computed in bf16; otherwise they are bf16."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    reason: str = ""
+    """Why the row is not held to the bars."""
 
 
 ROWS = (
@@ -129,6 +140,34 @@ ROWS = (
     Published("PowerLM-3b", 2, 16, 2, 10_321_519_104, 3_624_651_776, older=True),
 )
 """fms-acceleration, variant `none`; of Llama-3-8B it prints rows of faster kernels only."""
+
+_PEFT = "the logits of the last batch are alive, and its padded length is not printed"
+_TITAN = (
+    "reserved, not allocated bytes; its selective recomputation keeps every second product, ours "
+    "keeps all"
+)
+_AFTER: dict[str, Any] = {
+    "quantity": "after a step",
+    "length": 210,
+    "policy": "keep",
+    "targets": ("q_proj", "v_proj"),
+    "reason": _PEFT,
+}
+_RESERVED: dict[str, Any] = {
+    "quantity": "reserved",
+    "length": 8192,
+    "policy": "selective",
+    "mixed": True,
+    "reason": _TITAN,
+}
+OTHER_ROWS = (
+    Published("Llama-3.2-3B", 1, 0, 4, 26_063_126_151, 0, **_AFTER),
+    Published("Llama-3.2-3B", 1, 32, 4, 6_923_989_748, 0, **_AFTER),
+    Published("Llama-3.2-3B", 1, 64, 4, 7_070_843_245, 0, **_AFTER),
+    Published("Meta-Llama-3-8B", 8, 0, 1, int(49.59 * 2**30), 0, **_RESERVED),
+    Published("Meta-Llama-3-8B", 8, 0, 2, int(82.4 * 2**30), 0, **_RESERVED),
+)
+"""PEFT's method comparison (L40S) and torchtitan (H100, 8 of a node)."""
 
 
 class WithItsLoss(nn.Module):
@@ -179,12 +218,11 @@ def described(row: Published) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**fields)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = model if row.mixed else model.to(torch.bfloat16)
         model.config.use_cache = False
         if row.lora:
-            targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-            settings = LoraConfig(rank=row.lora, alpha=16, dropout=0.1, targets=targets)
-            attach(model, settings)
+            attach(model, LoraConfig(rank=row.lora, alpha=16, dropout=0.1, targets=row.targets))
             for name, parameter in model.named_parameters():
                 if ".lora_" in name:
                     parameter.data = parameter.data.float()
@@ -198,13 +236,14 @@ def forecast(row: Published) -> tuple[Peak, int, int, int]:
         None,
         "single",
         [
-            "train.precision=fp32",  # no autocast: the parameters have their own dtypes
+            # without autocast the parameters have their own dtypes
+            f"train.precision={'bf16' if row.mixed else 'fp32'}",
             *("optim.name=adamw", "optim.lr=1e-5", "optim.weight_decay=0.01", "optim.eps=1e-4"),
             *("optim.implementation=foreach", "optim.clip_norm=1.0"),
         ],
     )
-    ids = torch.zeros((1, LENGTH), dtype=torch.int64)
-    example = MicroBatch(ids, ids.clone(), LENGTH - 1, 1)
+    ids = torch.zeros((1, row.length), dtype=torch.int64)
+    example = MicroBatch(ids, ids.clone(), row.length - 1, 1)
     library = SectionLibrary(
         model,
         example,
@@ -216,13 +255,14 @@ def forecast(row: Published) -> tuple[Peak, int, int, int]:
     candidate = _candidate(row, library.num_blocks)
     fit = evaluator.fit(candidate, evaluator.plan_of(candidate))
     sections = len(fit.levels["keep"].sections)
-    rank = fit.forecast(fit.uniform_stages([0, sections], "full"), 0)
+    rank = fit.forecast(fit.uniform_stages([0, sections], row.policy), 0)
     states = rank.states.parameters + rank.states.buffers + rank.states.optimizer
-    if row.gpus > 1:  # the gradients' shards stay with FSDP1
-        states += rank.states.gradients
+    if row.gpus > 1 or row.quantity == "after a step":  # FSDP1 keeps the gradients' shards
+        trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        states += trained_bytes // row.gpus
     numbers = [p.numel() for p in model.parameters()]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return rank.peak(), states + 3 * row.batch * LENGTH * 8, sum(numbers), trained
+    return rank.peak(), states + 3 * row.batch * row.length * 8, sum(numbers), trained
 
 
 def _candidate(row: Published, blocks: int) -> Candidate:
@@ -243,19 +283,17 @@ def _candidate(row: Published, blocks: int) -> Candidate:
     return found[wanted]
 
 
-def others(row: Published, parameters: int, trained: int) -> dict[str, int]:
-    """What estimators say that know neither activations nor, in part, adapters."""
-    model_states = {
+def others(row: Published, parameters: int) -> dict[str, int]:
+    """The bytes that estimators name which know neither activations nor adapters."""
+    return {
         # 4 x the bytes of fp32 parameters, for training with Adam
         "accelerate estimate-memory": 4 * 4 * parameters,
         # estimate_zero3_model_states_mem_needs without offload: 18 bytes a parameter over all
         # GPUs, and the largest layer in bf16 and fp32
         "deepspeed estimate_zero3": 18 * parameters // row.gpus + 4 * _largest_layer(row),
-        # estimate_zero2: bf16 parameters and gradients on each GPU, 16 bytes a parameter over all
-        "deepspeed estimate_zero2": 4 * parameters + 16 * parameters // row.gpus,
+        # estimate_zero2: 2 bytes a parameter on each GPU, and 18 over all
+        "deepspeed estimate_zero2": 2 * parameters + 18 * parameters // row.gpus,
     }
-    del trained
-    return model_states
 
 
 def _largest_layer(row: Published) -> int:
@@ -268,26 +306,49 @@ def compared(row: Published) -> dict[str, Any]:
     peak, states, parameters, trained = forecast(row)
     states += CUBLAS_WORKSPACES
     predicted = peak.bytes + CUBLAS_WORKSPACES
-    return {
+    if row.quantity == "after a step":
+        predicted = states
+    found = {
         "model": row.model,
         "gpus": row.gpus,
         "tuning": f"lora r {row.lora}" if row.lora else "full",
         "batch": row.batch,
+        "length": row.length,
+        "quantity": row.quantity,
         "parameters": parameters,
         "trained": trained,
-        "printed_peak": row.peak,
-        "forecast_peak": predicted,
-        "peak_error": predicted / row.peak - 1,
+        "printed": row.peak,
+        "forecast": predicted,
+        "error": predicted / row.peak - 1,
         "phase": peak.phase,
         "breakdown": dict(vars(peak.breakdown)),
-        "printed_end": row.end,
-        "forecast_end": states,
-        "end_error": states / row.end - 1,
+        "reason": row.reason,
         "others": {
             name: {"bytes": size, "error": size / row.peak - 1}
-            for name, size in others(row, parameters, trained).items()
+            for name, size in others(row, parameters).items()
         },
     }
+    if row.end:
+        found |= {"printed_end": row.end, "forecast_end": states}
+        found["end_error"] = states / row.end - 1
+    return found
+
+
+def line(number: int, found: dict[str, Any]) -> str:
+    """A row as text."""
+    known = "; ".join(f"{name} {other['error']:+.0%}" for name, other in found["others"].items())
+    end = ""
+    if "end_error" in found:
+        end = (
+            f", at the end {found['printed_end']:,}, forecast {found['forecast_end']:,}: "
+            f"{found['end_error']:+.3%}"
+        )
+    why = f" ({found['reason']})" if found["reason"] else ""
+    return (
+        f"{number:2} {found['model']}, {found['gpus']} GPUs x {found['batch']} x "
+        f"{found['length']}, {found['tuning']}: {found['quantity']} {found['printed']:,}, forecast "
+        f"{found['forecast']:,} in {found['phase']}: {found['error']:+.2%}{end}{why}. {known}\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -297,23 +358,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows, from 0")
     options = parser.parse_args(arguments)
     rows = []
-    for number, row in enumerate(ROWS):
+    for number, row in enumerate((*ROWS, *OTHER_ROWS)):
         if options.rows is not None and number not in options.rows:
             continue
-        found = compared(row)
-        rows.append(found)
-        known = "; ".join(
-            f"{name} {other['error']:+.0%}" for name, other in found["others"].items()
-        )
-        sys.stdout.write(
-            f"{number:2} {row.model:16} {row.gpus} x {row.batch} {found['tuning']:9} "
-            f"peak {row.peak:>14,} forecast {found['forecast_peak']:>14,} "
-            f"{found['peak_error']:+7.2%} in {found['phase']:8} "
-            f"end {row.end:>14,} forecast {found['forecast_end']:>14,} {found['end_error']:+.3%} "
-            f"({known})\n"
-        )
+        rows.append(compared(row))
+        sys.stdout.write(line(number, rows[-1]))
         sys.stdout.flush()
-    keep(options.output, {"rows": rows, "bars": {"states": STATES_BAR, "peak": PEAK_BAR}})
+        keep(options.output, {"rows": rows, "bars": {"states": STATES_BAR, "peak": PEAK_BAR}})
     return 0
 
 
