@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import lay_slices, make_layout
@@ -15,6 +15,7 @@ from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.models.parameters import first_named_tensors
 from bigtrain.planner.ask import PlannedAnswer
 from bigtrain.planner.evaluate import EvaluatedPlan
+from bigtrain.prediction.fake_runs.runs import resize_micro_batch
 from bigtrain.prediction.predict import Prediction
 from bigtrain.tensors.shards import COPIED_BYTES
 
@@ -51,7 +52,9 @@ def phase_peaks(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> PhasePeaks:
     Raises:
         ConfigError: a stage or a slice cannot be made.
     """
-    evaluator, workload = planned.search.evaluator, planned.setup.workload
+    evaluator, opened = planned.search.evaluator, planned.setup.workload
+    batch = resize_micro_batch(opened.micro_batch, evaluated.candidate.rows)
+    workload = replace(opened, example=batch)
     device_type = planned.question.cluster.device.kind
     plan = make_plan(evaluated.job, planned.question.devices, device_type)
     layout, slices = None, None

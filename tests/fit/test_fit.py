@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,13 @@ from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
+from bigtrain.fit.methods import Setting, answer, methods
+from bigtrain.fit.show import answer_lines
+from bigtrain.fit.subject import Subject, find_subject
 from bigtrain.hub import folder as hub_folder
 from bigtrain.job.load import load_job
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.planner.ask import rank_limits
 from bigtrain.report.dry_run import predict_ranks
 
 pytest.importorskip("transformers")
@@ -109,60 +113,72 @@ def test_the_peaks_are_those_of_a_run_with_the_plan(
     assert found["lora"]["trained_parameters"] < found["full"]["trained_parameters"]
 
 
+def setting(memory: str | None = None, *words: str, devices: int = 1) -> Setting:
+    """A question for A100s; of their memory 2 GiB are no tensors."""
+    cluster = load_cluster("a100-node")
+    limit, _ = rank_limits(cluster, memory=memory, cap=None)
+    margins = {"torch": 0.005}
+    return Setting(cluster, devices, limit, 4, None, margins, tuple(words))
+
+
+def subject(name: str, length: int | None = None, **args: Any) -> Subject:
+    return find_subject(name, length=length, args=args, has_data=False, samples=4)
+
+
 def test_what_does_not_fit_fits_with_the_words_that_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = config(tmp_path, "llama", hidden_size=256, intermediate_size=2048, vocab_size=4096)
-    tight = ["--memory", "40MiB", "--micro-batch-size", "1", "--length", "8"]
-    words = [str(folder), "--cluster", "a100-node", *tight]
-    words[words.index("40MiB")] = "2110MiB"  # 2 GiB of it are no tensors
-    assert cli.main(["fit", *words]) == 0  # LoRA fits
-    said = capsys.readouterr().out
+    sizes = ("model.args={num_layers: 3, width: 256, num_heads: 2}",)
+    gpt, full = subject("gpt-10m", 8), methods(4)[0]
+    tight = setting("2080MiB", *sizes)
+    found = answer(gpt, full, tight)
+    assert not found.fits
+    (said, *fixes) = answer_lines(gpt, tight, [found])
     assert re.search(r"full: does not fit. The smallest peak is .*, of which parameters are", said)
-    fixes = re.findall(r"^  with (.*): \S+ fits, ", said, re.MULTILINE)
-    assert fixes
-    for fix in fixes:
-        again = answers(capsys, [*words, *shlex.split(fix)])
-        assert again["full"]["fits"], fix
-    needed = re.search(r"devices of ([\d.]+) (\w+) would hold it", said)
-    assert needed is not None
-    roomy = float(needed[1]) * 1.01
-    more = [w if w != "2110MiB" else f"{roomy:.2f}{needed[2]}" for w in words]
-    assert answers(capsys, more)["full"]["fits"]
+    assert len(fixes) == len(found.remedies) == 2
+    for remedy in found.remedies:
+        option, *number = remedy.words[0].split()
+        if option == "--devices":
+            again = answer(gpt, full, setting("2080MiB", *sizes, devices=int(number[0])))
+        else:
+            again = answer(gpt, full, setting("2080MiB", *sizes, *remedy.words))
+        assert again.fits, remedy
+        assert again.shown is not None
+    enough = setting(str(tight.memory.nbytes + found.missing_bytes), *sizes)
+    assert answer(gpt, full, enough).fits
+    less = setting(str(tight.memory.nbytes + found.missing_bytes - 2**16), *sizes)
+    assert not answer(gpt, full, less).fits
+    del capsys
 
 
-def test_nothing_fits_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = config(tmp_path, "llama", hidden_size=256, intermediate_size=2048, vocab_size=4096)
-    found = answers(capsys, [str(folder), "--cluster", "a100-node", "--memory", "2050MiB"], 1)
+def test_nothing_fits_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt-10m", "--cluster", "a100-node", "--memory", "2049MiB", "--length", "8"]
+    found = answers(capsys, [*words, "--micro-batch-size", "1"], 1)
     assert not found["full"]["fits"]
     assert found["full"]["missing_bytes"] > 0
     assert found["full"]["command"] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("gpt-10m", ["model.args={num_layers: 2, width: 32, num_heads: 2}", "--length", "16"]),
-        ("lenet", []),
-        ("timm:vit_tiny_patch16_224", []),
-        (f"{__name__}:Net", ["data.name=synthetic", "data.args={input_shape: [3, 4, 4]}"]),
-    ],
-)
-def test_other_names(name: str, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    if name.startswith("timm:"):
-        pytest.importorskip("timm")
-    found = answers(capsys, [name, *SMALL, *more])
+def test_a_built_in_model_and_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["data.name=synthetic", "data.args={input_shape: [3, 4, 4]}"]
+    found = answers(capsys, [f"{__name__}:Net", *SMALL, *own])
     assert found["full"]["fits"]
     assert found["full"]["phases"]["train"]["device_bytes"] > 0
+    assert subject("lenet").data_words[1].startswith("data.args={kind: classification, input_shap")
+    assert "[3,520,520]" in subject("fcn_resnet50").data_words[1]
+
+
+def test_a_model_of_timm() -> None:
+    pytest.importorskip("timm")
+    assert "[3,224,224]" in subject("timm:vit_tiny_patch16_224").data_words[1]
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit", "mixtral"])
-def test_other_kinds_of_the_hub(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = answers(capsys, [str(config(tmp_path, kind)), *SMALL, "--micro-batch-size", "2"])
-    assert found["full"]["fits"]
-    assert found["lora"]["fits"]
+def test_other_kinds_of_the_hub(kind: str, tmp_path: Path) -> None:
+    given = subject(str(config(tmp_path, kind)))
+    found = answer(given, methods(4)[0], setting())
+    assert found.refused is None
+    assert found.fits
 
 
 def test_only_the_configuration_is_fetched(
