@@ -54,6 +54,7 @@ setup(
         "bigtrain.engine.alongside",
         "bigtrain.engine.run_loss",
         "bigtrain.files",
+        "bigtrain.fit",
         "bigtrain.hub",
         "bigtrain.hvd",
         "bigtrain.hvd.elastic",

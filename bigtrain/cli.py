@@ -25,6 +25,7 @@ COMMANDS = {
     "init": "write a first model, data source, job and test to edit",
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
+    "fit": "whether a model can be fine-tuned on some devices: full, LoRA, QLoRA",
     "check": "exit with 1 if a job's predicted peak is above a limit, for continuous integration",
     "compare": "run strategies side by side: memory by part, time, losses",
     "speedup": "whether more ranks pay: compute and communication, measured and predicted",
@@ -81,6 +82,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         READERS[command](arguments)
     if command == "plan":
         from bigtrain.planner.command import main as run
+    elif command == "fit":
+        from bigtrain.fit.command import main as run
     elif command == "check":
         from bigtrain.report.check import main as run
     elif command == "compare":

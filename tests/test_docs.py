@@ -43,7 +43,7 @@ GROUPS = {
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "own_loop", "engine", "report"),
-    "commands": ("planner", "compare", "speedup", "verify", "doctor", "hvd"),
+    "commands": ("planner", "fit", "compare", "speedup", "verify", "doctor", "hvd"),
 }
 MOST_WIDTH = 120
 CONTENTS_FROM_LINES = 150
@@ -257,6 +257,7 @@ OPTIONS = {
     "train": lambda given: arguments.train_arguments(given, starts_ranks=True),
     "plan": arguments.plan_arguments,
     "check": arguments.peak_check_arguments,
+    "fit": arguments.fit_arguments,
     "compare": arguments.compare_arguments,
     "speedup": arguments.speedup_arguments,
     "verify": arguments.verify_arguments,

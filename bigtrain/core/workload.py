@@ -32,12 +32,14 @@ class Workload:
     that are not named represent themselves."""
     notes: tuple[str, ...] = ()
     """Lines on the model."""
+    known_uses: ParameterUses | None = None
+    """How a forward pass uses parameters, if that is known without a run of the whole model."""
 
     @cached_property
     def parameter_uses(self) -> ParameterUses | None:
         """How a forward pass uses parameters; None without an example."""
-        if self.example is None:
-            return None
+        if self.example is None or self.known_uses is not None:
+            return self.known_uses
         return parameter_uses(self.model, self.example, self.loss)
 
     @property

@@ -43,6 +43,7 @@ from bigtrain.models.parameters import low_names
 from bigtrain.models.spec import ModelSpec
 from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.own_loop.model_inputs import set_model_inputs
+from bigtrain.prediction.shorten import uses_by_block
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 from bigtrain.units import format_bytes, format_count
@@ -174,13 +175,17 @@ def check_job(job: Job) -> ModelSpec:
     return model
 
 
-def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup:
+def open_setup(
+    job: Job, plan: Plan, model: ModelSpec | None = None, *, by_block: bool = False
+) -> RunSetup:
     """Open the data and describe the model; no weight is made and no process group needed.
 
     Args:
         job: checked by `check_job`.
         plan: the plan of the job.
         model: what `check_job` returned; by default the job's model is looked up.
+        by_block: whether one of several equal blocks is enough to see how a forward pass uses
+            parameters, as the planner assumes; a run looks at the whole model.
 
     Raises:
         ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
@@ -216,6 +221,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         loss,
         optimizer,
         blueprint.whole_bytes,
+        known_uses=uses_by_block(blueprint.model, example, loss) if by_block else None,
         notes=(*blueprint.notes, *_model_notes(job, plan, model, blueprint), *notes),
     )
     # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.

@@ -7,7 +7,7 @@ configuration first. Several processes may do so at once: huggingface_hub locks 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,14 @@ class HubFolder:
         return found
 
 
-def find_folder(name: str, key: str, *, weights: bool) -> HubFolder:
+def find_folder(name: str, key: str, *, weights: bool, config_alone: bool = False) -> HubFolder:
     """Find a folder, or an id in the cache, and read its configuration.
 
     Args:
         name: the path of a folder, or `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hub.
         key: the job's key and value, for messages.
         weights: whether the weights are needed, too. Otherwise only small files are fetched.
+        config_alone: fetch `config.json` and nothing else; `weights` is false then.
 
     Raises:
         ConfigError: there is no such folder, the id is not cached and cannot be fetched, or the
@@ -85,15 +86,28 @@ def find_folder(name: str, key: str, *, weights: bool) -> HubFolder:
             f"{key}: there is no folder {path}. Give a folder with a {CONFIG} and weights, or an "
             "id of the Hub, OWNER/NAME."
         )
-    return _opened(_fetched(repository, revision or None, key, weights=weights), key)
+    small = (CONFIG,) if config_alone else _SMALL
+    patterns = _WEIGHTS if weights else ()
+    return _opened(_fetched(repository, revision or None, key, small, patterns), key)
 
 
-def _fetched(repository: str, revision: str | None, key: str, *, weights: bool) -> Path:
-    """Return the folder of an id in the Hub's cache, after fetching what it lacks."""
+def _fetched(
+    repository: str, revision: str | None, key: str, small: Sequence[str], weights: Sequence[str]
+) -> Path:
+    """Return the folder of an id in the Hub's cache, after fetching the files that it lacks.
+
+    Args:
+        repository: `OWNER/NAME`.
+        revision: a branch, tag or commit; None for the main branch.
+        key: the job's key and value, for messages.
+        small: patterns of the small files.
+        weights: patterns of the weights; the files of the first that has any are enough.
+    """
     hub = import_library("huggingface_hub", key)
     errors = import_library("huggingface_hub.errors", key)
     offline = bool(hub.is_offline_mode())
     at = f" --revision {revision}" if revision else ""
+    files = f" {CONFIG}" if tuple(small) == (CONFIG,) else ""
 
     def snapshot(*patterns: str) -> Path:
         return Path(
@@ -106,9 +120,9 @@ def _fetched(repository: str, revision: str | None, key: str, *, weights: bool) 
         )
 
     try:
-        path = snapshot(*_SMALL)
-        for pattern in _WEIGHTS if weights else ():
-            path = snapshot(*_SMALL, pattern)
+        path = snapshot(*small)
+        for pattern in weights:
+            path = snapshot(*small, pattern)
             if any(path.glob(pattern)):
                 break
     except errors.LocalEntryNotFoundError as error:
@@ -116,13 +130,13 @@ def _fetched(repository: str, revision: str | None, key: str, *, weights: bool) 
         why = "HF_HUB_OFFLINE=1 forbids to fetch it" if offline else f"the Hub: {_first(error)}"
         raise ConfigError(
             f"{key}: {repository} is not in the cache {where}, and {why}. On a machine with a "
-            f"connection run: hf download {repository}{at}; or give the path of a folder."
+            f"connection run: hf download {repository}{files}{at}; or give the path of a folder."
         ) from None
     except Exception as error:
         # Errors of HTTP libraries, of authentication, and of a full disk have no common base.
         raise ConfigError(
             f"{key}: {repository} could not be fetched: {type(error).__name__}: {_first(error)}. "
-            f"Try: hf download {repository}{at}; or give the path of a folder."
+            f"Try: hf download {repository}{files}{at}; or give the path of a folder."
         ) from None
     return path
 

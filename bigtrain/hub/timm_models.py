@@ -35,6 +35,18 @@ def check_timm(name: str, args: Mapping[str, Any]) -> None:
             )
 
 
+def image_shape(name: str) -> tuple[int, ...]:
+    """Return the shape of one input of a model: channels, height, width.
+
+    Raises:
+        ConfigError: timm is not installed, or has no such model.
+    """
+    check_timm(name, {})
+    timm = import_library("timm", f"model.name={TIMM}{name}")
+    config = timm.models.get_pretrained_cfg(name)
+    return (3, 224, 224) if config is None else tuple(config.input_size)
+
+
 def make_timm(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Construct a model of timm with initial weights, on torch's default device.
 

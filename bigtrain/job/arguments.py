@@ -336,6 +336,107 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     return options
 
 
+class FitOptions(argparse.Namespace):
+    """Options of `bigtrain fit`."""
+
+    name: str
+    devices: int
+    cluster: str | None
+    memory: str | None
+    lora: int
+    qlora: bool
+    length: int | None
+    global_batch_size: int | None
+    micro_batch_size: int | None
+    engines: str
+    every_plan: bool
+    as_json: bool
+    overrides: list[str]
+
+
+def fit_arguments(arguments: list[str]) -> FitOptions:
+    """Read the arguments of `bigtrain fit`.
+
+    Raises:
+        SystemExit: 2 for an unknown option or number, 0 after --help.
+    """
+    parser = CommandParser(
+        prog="bigtrain fit",
+        usage="%(prog)s NAME [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Whether a model can be fine-tuned on these devices: full, LoRA and QLoRA. "
+        "Only its configuration is read.",
+        epilog="Any key of a job can be set, too: optim.name=adamw_8bit.",
+    )
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="a folder with a config.json, OWNER/NAME on the Hub, timm:NAME, a built-in name, or "
+        "package.module:Class",
+    )
+    parser.add_argument(
+        "-n",
+        "--num-ranks",
+        "--devices",
+        dest="devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices, one rank each (default 1)",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="a name in configs/clusters or a YAML file (default: this machine's GPUs; without any "
+        "a100-node)",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--lora", type=int, default=16, metavar="R", help="rank of the adapters (default 16)"
+    )
+    parser.add_argument("--qlora", action="store_true", help="only QLoRA")
+    parser.add_argument(
+        "--length",
+        type=int,
+        metavar="L",
+        help="tokens of a sample (default 2048, or the model's positions if it has fewer)",
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="B",
+        help="samples of an optimizer step, over all ranks (default 16, or one for each device)",
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        metavar="B",
+        help="samples of a rank in one pass (default: the planner chooses)",
+    )
+    parser.add_argument(
+        "--engines",
+        default="torch",
+        metavar="A,B",
+        help="libraries to choose from: torch, deepspeed, fairscale (default torch)",
+    )
+    parser.add_argument(
+        "--every-plan",
+        action="store_true",
+        help="search pipelines and tensor slices, too, if replicas fit (takes a minute or more)",
+    )
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print one JSON document on standard output",
+    )
+    options, rest = parser.parse_known_args(arguments, namespace=FitOptions())
+    parser.refuse_unknown(rest)
+    options.overrides = _joined(parser, rest)
+    return options
+
+
 class CheckOptions(argparse.Namespace):
     """Options of `bigtrain check`."""
 
@@ -566,8 +667,8 @@ def _joined(parser: CommandParser, words: list[str]) -> list[str]:
             word = f"{word.lower() if word.isupper() else word}={remaining.pop(0)}"
         if word.startswith("strategy="):
             fix = f"Write --strategy {word[9:]}"
-            if parser.prog.endswith(" plan"):
-                fix = "Leave it out: bigtrain plan chooses the strategy"
+            if parser.prog.endswith((" plan", " fit")):
+                fix = f"Leave it out: {parser.prog} chooses the strategy"
             if parser.prog.endswith(" check"):
                 parser.error(f"{word} is an option. {fix}")
             parser.error(f"{word} would be the strategy of every row. {fix}")
@@ -582,6 +683,7 @@ def _is_file(word: str) -> bool:
 READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "plan": plan_arguments,
     "check": peak_check_arguments,
+    "fit": fit_arguments,
     "compare": compare_arguments,
     "verify": verify_arguments,
     "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),

@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -20,6 +20,7 @@ from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.machine.cluster import Cluster, DeviceSpec
 from bigtrain.machine.residuals import (
@@ -59,6 +60,8 @@ class Question:
     tp: int | None = None
     at_hand: bool = False
     """Whether the cluster is this machine, on which blocks can be timed."""
+    only_best: bool = False
+    """Whether the fastest plan is enough of an answer."""
     margins: Mapping[str, float] = field(kw_only=True)
     """The engines to choose from, each with the share by which its forecasts are enlarged."""
 
@@ -155,8 +158,8 @@ def open_evaluator(question: Question) -> Opened:
     single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
     )
-    check_job(single_job)
-    setup = open_setup(single_job, make_plan(single_job, 1, "cpu"))
+    model_spec = check_job(single_job)
+    setup = open_setup(single_job, make_plan(single_job, 1, "cpu"), model_spec, by_block=True)
     if setup.workload.whole_bytes > question.limit:
         raise ConfigError(
             f"plan: every rank builds the model whole ({setup.blueprint.reason}), which takes "
@@ -201,7 +204,7 @@ def _search(question: Question, opened: Opened) -> PlannedAnswer:
         techniques=techniques,
     )
     search = PlanSearch(evaluator, space)
-    answer = search.run(question.limit)
+    answer = search.run(question.limit, only_best=question.only_best)
     flops = sum(
         float(((w.flops + w.low_flops) * w.times).sum())
         for s in whole_model.sections
@@ -236,11 +239,19 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
     job = parts.job
     if job.model.loss is not None:
         return lambda *_: parts.workload.loss
+    # The head was looked for in a run of the whole model, and is the same for any batch.
+    known = parts.workload.loss
+    found = (
+        {"head": known.head}
+        if isinstance(known, ChunkedCrossEntropy)
+        else {"chunked_loss": False, "head": None, "chunk_size": None}
+    )
+    model = replace(parts.model, config=job.model.model_copy(update=found))
 
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
         return choose_loss(
-            parts.model,
+            model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),

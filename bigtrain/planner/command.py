@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     path = Path(options.output or "plan.yaml")
     replaced = _check_output(path, named=options.output is not None)
     job = load_job(options.job, "single", options.overrides)
-    cluster = load_cluster(options.cluster) if options.cluster else _this_machine(options.devices)
+    cluster = load_cluster(options.cluster) if options.cluster else this_machine(options.devices)
     question, margin = make_question(job, cluster, options)
     planned = ask(question)
     words = ["bigtrain", "plan", *arguments]
@@ -113,7 +113,8 @@ def _number_in_words(words: list[str], key: str) -> int | None:
     return None
 
 
-def _this_machine(devices: int | None) -> Cluster:
+def this_machine(devices: int | None) -> Cluster:
+    """Measure the rates of this machine, or return those that were measured before."""
     from bigtrain.machine.local_cluster import measure_local_cluster
 
     return measure_local_cluster(devices if devices is not None and devices > 0 else None)

@@ -11,6 +11,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.model_checks import ModelChecks
 from bigtrain.core.strategy import ModelFacts, Plan
 from bigtrain.core.variants import Variant
+from bigtrain.costs.forecast import Forecast
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
@@ -53,6 +54,8 @@ class EvaluatedPlan:
     """The blocks that save less than everything, by name."""
     cuts: tuple[str, ...]
     """The block that each stage but the first begins with."""
+    stages: tuple[SectionRange, ...]
+    """The sections of each stage, with the policies of its blocks."""
 
     @property
     def label(self) -> str:
@@ -212,16 +215,25 @@ class PlanEvaluator:
         stages, peaks = fitted
         return self._evaluated(candidate, plan, fit, stages, peaks)
 
-    def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
-        """Why optimizer state that is offloaded to the host does not fit there; None if it does."""
+    def forecasts(self, evaluated: EvaluatedPlan) -> dict[int, Forecast]:
+        """The forecasts of the ranks whose peaks a plan has, by pp rank."""
+        fit = self.fit(evaluated.candidate, evaluated.plan)
+        return {rank: fit.forecast(evaluated.stages, rank) for rank in evaluated.peaks}
+
+    def host_state_bytes(self, candidate: Candidate, plan: Plan) -> int:
+        """Bytes of optimizer state that each rank offloads to the host, at most; 0 if none is."""
         if plan.offload_tiers.optimizer != "cpu":
-            return None
-        node = self.timer.cluster.node
+            return 0
         numbers = self.fit(candidate, plan).levels["keep"].numbers
         shards = candidate.pp * plan.state_ranks
         # The host holds gradients and fp32 values in addition, four bytes each.
         width = state_widths(self.whole_model(candidate.rows)).optimizer + 2 * 4
-        rank_bytes = int(numbers * width) // shards
+        return int(numbers * width) // shards
+
+    def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
+        """Why optimizer state that is offloaded to the host does not fit there; None if it does."""
+        node = self.timer.cluster.node
+        rank_bytes = self.host_state_bytes(candidate, plan)
         node_bytes = rank_bytes * min(node.devices, candidate.devices)
         if node_bytes <= node.host_memory:
             return None
@@ -327,7 +339,7 @@ class PlanEvaluator:
         blocks = sum(bool(section.name) for section in fit.levels["keep"].sections)
         job = candidate.job(self._job, **written_options(cuts, recomputed, blocks))
         seconds = self._seconds(plan, fit, stages)
-        return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts)
+        return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts, stages)
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
         return self.timer.plan_seconds(

@@ -338,22 +338,33 @@ class StageFitter:
                 remaining -= bool(section.name)
             stages[stage] = replace(stages[stage], choices=tuple(choices))
 
+    def forecast(self, stages: Sequence[SectionRange], rank: int) -> Forecast:
+        """The forecast of a rank, with the given stages."""
+        forecast = self._forecast(stages, rank)
+        self._forecasts.clear()
+        return forecast
+
     def _peak(self, stages: Sequence[SectionRange], rank: int) -> Peak:
         """The predicted peak of a rank, over its step and a save."""
+        forecast = self._forecast(stages, rank)
+        own_stages = self._stages_of[rank]
+        sections = [section for stage in own_stages for section in self.sections(stages[stage])]
+        return self._or_save(forecast, sections)
+
+    def _forecast(self, stages: Sequence[SectionRange], rank: int) -> Forecast:
+        """The forecast of a rank's step."""
         own_stages = self._stages_of[rank]
         profiles = {
             stage: self._profiles.with_split_backward(stages[stage]) for stage in own_stages
         }
         forecasts = forecast_stages(profiles, self._plan, self._forecasts)
-        sections = [section for stage in own_stages for section in self.sections(stages[stage])]
         if len(own_stages) > 1:  # equal stages share one profile, and have different tensors
             forecasts = {
                 stage: _with_stage(stage_forecast, stage)
                 for stage, stage_forecast in forecasts.items()
             }
         plan = with_fewer_micro_batches(self._plan)
-        forecast = forecast_rank_step(forecasts, plan, rank, self._tied_on(rank))
-        return self._or_save(forecast, sections)
+        return forecast_rank_step(forecasts, plan, rank, self._tied_on(rank))
 
     def _or_save(self, forecast: Forecast, sections: Sequence[Section]) -> Peak:
         """The peak of a rank's step, or of a save where that is higher."""

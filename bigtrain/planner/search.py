@@ -77,27 +77,29 @@ class PlanSearch:
         self._bounds = (self._bound_even_seconds, self._bound_bytes, self._bound_cut_seconds)
         self._open = [*self._opened()]
 
-    def run(self, limit: int) -> SearchResult:
+    def run(self, limit: int, *, only_best: bool = False) -> SearchResult:
         """Find the fastest plans that fit.
 
         Args:
             limit: bytes that a rank may hold.
+            only_best: whether the fastest plan is enough; then there is no front.
 
         Raises:
             ConfigError: every candidate is refused.
         """
         began = time.perf_counter()
         answer = SearchResult(candidates=len(self._open))
-        answer.best = self._fastest(limit, MAX_PLANS, answer)
+        count = 1 if only_best else MAX_PLANS
+        answer.best = self._fastest(limit, count, answer)
         if not answer.best:
             # Moving state in every step costs more than all else that saves memory: it comes last.
             self._open += self._opened(fallback_tier=True)
             answer.candidates, answer.below_bound = len(self._open), 0
-            answer.best = self._fastest(limit, MAX_PLANS, answer)
+            answer.best = self._fastest(limit, count, answer)
         if all(opened.refused for opened in self._open) and self._refused:
             raise ConfigError(self._refused[0].reason)
         fitting = list(answer.best)
-        for share in FRONT_LIMITS if fitting else ():
+        for share in FRONT_LIMITS if fitting and not only_best else ():
             fitting += self._fastest(int(limit * share), 1)
         answer.front = _front(fitting)
         answer.rejected += self._refused

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from bigtrain.models.blocks import independent_blocks
+from bigtrain.data.loader import MicroBatch
+from bigtrain.losses.loss import Loss
+from bigtrain.models.blocks import find_blocks, independent_blocks
+from bigtrain.tracing.parameter_uses import ParameterUses, parameter_uses
 
 
 def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
@@ -29,16 +33,24 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
     drop = {n for parent, names in groups.items() for n in _spare(model, parent, names, most)}
     if not drop:
         return None
-    copied = copy.deepcopy(model)
+    # Blocks that are left out are not copied: a large model has many of them.
+    memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Module() for name in drop}
+    copied = copy.deepcopy(model, memo)
+    new_names: dict[str, str] = {}
     for parent, names in groups.items():
         remaining = [name for name in names if name not in drop]
         if len(remaining) < len(names):
+            prefix = f"{parent}." if parent else ""
+            new_names |= {name: f"{prefix}{number}" for number, name in enumerate(remaining)}
             container = copied.get_submodule(parent)
             blocks = [copied.get_submodule(name) for name in remaining]
             for name in [n for n, _ in container.named_children()]:
                 delattr(container, name)
             for number, block in enumerate(blocks):
                 container.add_module(str(number), block)
+    # A list of one block is not repeated, so its block would no longer be found.
+    kept = [name for name, _ in find_blocks(model) if name not in drop]
+    copied.own_blocks = tuple(new_names.get(name, name) for name in kept)  # type: ignore[assignment]
     order, index = [], -1
     for name, _ in named:
         if name not in drop:
@@ -47,6 +59,40 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
         else:
             order.append(index)  # the last remaining block before it
     return copied, tuple(order)
+
+
+def uses_by_block(model: nn.Module, example: MicroBatch, loss: Loss | None) -> ParameterUses | None:
+    """Return how a forward pass uses the parameters of a model, from a pass of few of its blocks.
+
+    Args:
+        model: a model on the meta device.
+        example: one micro-batch; only shapes matter.
+        loss: the loss of the model's output.
+
+    Returns:
+        None if nothing can be left out, or the model does not run so.
+    """
+    shortened = shorten_model(model)
+    if shortened is None:
+        return None
+    short, order = shortened
+    uses = parameter_uses(short, example, loss)
+    if uses is None:
+        return None
+    remaining = [name for name, _ in independent_blocks(short)]
+    wholes: dict[str, list[str]] = {}
+    for (name, _), index in zip(independent_blocks(model), order, strict=True):
+        wholes.setdefault(remaining[index], []).append(name)
+
+    def names_of(name: str) -> list[str]:
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1):
+            block = ".".join(parts[:end])
+            if block in wholes:
+                return [whole + name[len(block) :] for whole in wholes[block]]
+        return [name]
+
+    return uses.renamed(names_of)
 
 
 def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,37 @@ class ParameterUses:
     """Whether the loss computes a gradient of any kind, through the model's output."""
     reached: frozenset[str] | None = None
     """Parameters in the graph of the loss; None without a loss, or where the graph hides some."""
+
+    def renamed(self, names_of: Callable[[str], Iterable[str]]) -> ParameterUses:
+        """The same uses by other names.
+
+        Args:
+            names_of: returns the new names of a module or parameter: several, if it stands for
+                several.
+        """
+
+        def every(names: Iterable[str]) -> Iterator[str]:
+            return (new for name in names for new in names_of(name))
+
+        def first(name: str) -> str:
+            return next(iter(names_of(name)), name)
+
+        # Writes are compared with the modules around them: those of one name are enough.
+        writes = (
+            replace(write, name=first(write.name), inside=tuple(map(first, write.inside)))
+            for write in self.writes
+        )
+        graph = self.graph_in_forward
+        return replace(
+            self,
+            writes=tuple(writes),
+            sparse=tuple(every(self.sparse)),
+            sparse_and_dense=tuple(every(self.sparse_and_dense)),
+            called=frozenset(every(self.called)),
+            used=frozenset(every(self.used)),
+            graph_in_forward=None if graph is None else first(graph),
+            reached=None if self.reached is None else frozenset(every(self.reached)),
+        )
 
     def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
         """The modules that are never called although their parameters are used.

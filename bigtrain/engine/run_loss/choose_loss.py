@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import torch
@@ -16,7 +17,9 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, check_hea
 from bigtrain.losses.linear_cross_entropy import ACCELERATOR_CHUNK_BYTES, DEFAULT_CHUNK_BYTES
 from bigtrain.losses.loss import CrossEntropy, Loss, main_logits
 from bigtrain.losses.tasks import Task
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.spec import ModelSpec
+from bigtrain.prediction.shorten import shorten_model
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.tree import tree_tensors
 
@@ -126,6 +129,8 @@ def choose_loss(
 def find_head(model: nn.Module, example: MicroBatch) -> str:
     """Return the name of the linear layer whose output is, unchanged, the model's logits.
 
+    A copy with few of the equal blocks is run, if the head is outside of them: that is faster.
+
     Args:
         model: a model on any device, the meta device too; a copy is run once on fake tensors.
         example: one micro-batch; only its shapes matter.
@@ -133,6 +138,17 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
     Raises:
         ConfigError: there is no such layer, or the model does not run on fake tensors.
     """
+    shortened = shorten_model(model)
+    if shortened is not None:
+        blocks = tuple(f"{name}." for name, _ in independent_blocks(shortened[0]))
+        with suppress(ConfigError):
+            name = _head_of(shortened[0], example)
+            if not name.startswith(blocks):
+                return name
+    return _head_of(model, example)
+
+
+def _head_of(model: nn.Module, example: MicroBatch) -> str:
     outputs_of: list[tuple[str, Tensor]] = []
     cpu = torch.device("cpu")
     try:

@@ -1,0 +1,135 @@
+"""`bigtrain fit`: from the name of a model to the memory and the plan of fine-tuning it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from bigtrain.devices import device_names
+from bigtrain.errors import ConfigError
+from bigtrain.fit.methods import FitAnswer, Setting, answer, methods
+from bigtrain.fit.show import answer_lines, fit_document, fit_table
+from bigtrain.fit.subject import Subject, find_subject
+from bigtrain.job.arguments import FitOptions, fit_arguments
+from bigtrain.job.load import parse_overrides
+from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.planner.ask import engine_margins, rank_limits
+from bigtrain.planner.command import PLANNED_ENGINES, this_machine
+
+DEFAULT_CLUSTER = "a100-node"
+"""The devices that are assumed on a machine without a GPU."""
+DEFAULT_BATCH = 16
+
+
+def main(arguments: list[str]) -> int:
+    """Run `bigtrain fit`; returns the exit status: 1 if no way of fine-tuning fits.
+
+    Raises:
+        ConfigError: the model, the devices or a number is wrong.
+    """
+    options = fit_arguments(arguments)
+    _check_numbers(options)
+    cluster = _cluster(options)
+    batch = options.global_batch_size or max(DEFAULT_BATCH, options.devices)
+    setting, notes = _setting(options, cluster, batch)
+    keys = parse_overrides(options.overrides).values
+    subject = find_subject(
+        options.name,
+        length=options.length,
+        args=_section(_section(keys, "model"), "args"),
+        has_data="data" in keys,
+        samples=max(batch, 1),
+    )
+    chosen = [m for m in methods(options.lora) if m.name == "qlora" or not options.qlora]
+    answers = [answer(subject, method, setting) for method in chosen]
+    if all(found.refused is not None for found in answers):
+        raise ConfigError(str(answers[0].refused))
+    if options.as_json:
+        document = fit_document(subject, setting, answers)
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    else:
+        _show(subject, setting, answers, notes)
+    return 0 if any(found.fits for found in answers) else 1
+
+
+def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = keys.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _check_numbers(options: FitOptions) -> None:
+    """Refuse numbers that no run can have.
+
+    Raises:
+        ConfigError: with the number and the fix.
+    """
+    numbers = {
+        "--devices": (options.devices, "--devices 8"),
+        "--lora": (options.lora, "--lora 16"),
+        "--length": (options.length, "--length 2048"),
+        "--global-batch-size": (options.global_batch_size, "--global-batch-size 16"),
+        "--micro-batch-size": (options.micro_batch_size, "--micro-batch-size 1"),
+    }
+    for option, (number, fix) in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"fit: {option} {number}: at least 1 is needed. Use {fix}.")
+    batch = options.global_batch_size
+    if batch is not None and batch < options.devices:
+        raise ConfigError(
+            f"fit: --global-batch-size {batch} is less than one sample for each of "
+            f"{options.devices} devices. Use --global-batch-size {options.devices} or more."
+        )
+
+
+def _cluster(options: FitOptions) -> Cluster:
+    """The named cluster, or this machine's GPUs, or the default."""
+    if options.cluster is not None:
+        return load_cluster(options.cluster)
+    return this_machine(options.devices) if device_names() else load_cluster(DEFAULT_CLUSTER)
+
+
+def _setting(options: FitOptions, cluster: Cluster, batch: int) -> tuple[Setting, list[str]]:
+    """The devices and the batch, and lines on assumptions.
+
+    Raises:
+        ConfigError: an engine or a size is wrong.
+    """
+    engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
+    unknown = [name for name in engines if name not in PLANNED_ENGINES]
+    if unknown or not engines:
+        raise ConfigError(
+            f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is not one of "
+            f"the planner's engines. Use --engines {','.join(PLANNED_ENGINES)}"
+        )
+    memory, reserved = rank_limits(cluster, memory=options.memory, cap=None)
+    at_hand = options.cluster is None and bool(device_names())
+    margins, why = engine_margins(engines, None if at_hand else cluster.device)
+    notes = [f"{reserved}; {why}"]
+    if options.cluster is None and not at_hand:
+        notes.insert(
+            0,
+            f"this machine has no GPU: {cluster.name} is assumed. Name other devices with "
+            "--cluster, or another memory with --memory 24GiB",
+        )
+    setting = Setting(
+        cluster=cluster,
+        devices=options.devices,
+        memory=memory,
+        global_batch_size=batch,
+        rows=options.micro_batch_size,
+        margins=margins,
+        overrides=tuple(options.overrides),
+        every_plan=options.every_plan,
+    )
+    return setting, notes
+
+
+def _show(subject: Subject, setting: Setting, answers: list[FitAnswer], notes: list[str]) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(fit_table(subject, setting, answers))
+    for line in [*notes, *answer_lines(subject, setting, answers)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

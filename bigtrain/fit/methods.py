@@ -1,0 +1,232 @@
+"""Ways of fine-tuning, and the planner's answer for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from bigtrain.errors import ConfigError
+from bigtrain.fit.peaks import PhasePeaks, phase_peaks
+from bigtrain.fit.subject import Subject
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import LoraConfig
+from bigtrain.machine.cluster import Cluster
+from bigtrain.memory.cap import Limit
+from bigtrain.planner.ask import Opened, PlannedAnswer, Question, ask, open_evaluator
+from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
+
+QUANTIZE = "quantize"
+"""The key of `model.lora` that stores the frozen weights in 4 bits."""
+MOST_DEVICES = 64
+"""The most devices that are tried if a model does not fit."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of fine-tuning."""
+
+    name: str
+    title: str
+    words: tuple[str, ...] = ()
+    """Keys of the job."""
+    missing: str | None = None
+    """Why this version cannot do it; None if it can."""
+
+
+def methods(rank: int) -> list[Method]:
+    """Return the ways that are compared.
+
+    Args:
+        rank: of the adapters.
+    """
+    lora, own = f"model.lora.rank={rank}", f"r {rank}"
+    quantized = f"model.lora.{QUANTIZE}=nf4"
+    missing = None if QUANTIZE in LoraConfig.model_fields else f"there is no key {quantized}"
+    return [
+        Method("full", "full"),
+        Method("lora", f"LoRA {own}", (lora,)),
+        Method("qlora", f"QLoRA {own}", (lora, quantized), missing),
+    ]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The devices and the batch of a question, apart from the model."""
+
+    cluster: Cluster
+    devices: int
+    memory: Limit
+    global_batch_size: int
+    rows: int | None
+    margins: dict[str, float]
+    overrides: tuple[str, ...]
+    """Keys of the job that the user sets."""
+    every_plan: bool = False
+    """Whether pipelines and tensor slices are searched even if a plan of replicas fits: that takes
+    a minute."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that makes a method fit."""
+
+    words: tuple[str, ...]
+    """Options of `bigtrain fit` or keys of the job."""
+    label: str
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FitAnswer:
+    """The answer for one method."""
+
+    method: Method
+    planned: PlannedAnswer | None = None
+    shown: EvaluatedPlan | None = None
+    """The fastest plan that fits, or if none does, the one with the least memory."""
+    fits: bool = False
+    phases: PhasePeaks | None = None
+    refused: str | None = None
+    """Why there is no answer."""
+    remedies: tuple[Remedy, ...] = field(default=())
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of memory that the device lacks for `shown`; 0 if it fits."""
+        if self.fits or self.planned is None or self.shown is None:
+            return 0
+        question = self.planned.question
+        engine = self.shown.candidate.engine
+        needed = question.memory_for(self.shown.peak.bytes, engine)
+        return max(0, needed - question.memory.nbytes)
+
+
+def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
+    """Find the fastest plan of a method that fits, or what would make it fit."""
+    if method.missing is not None:
+        return FitAnswer(method, refused=method.missing)
+    try:
+        question = make_question(subject, method, setting)
+        opened = open_evaluator(question)
+        planned = ask(question, opened)
+        if not planned.result.best and question.tp == 1 and setting.devices > 1:
+            setting = replace(setting, every_plan=True)
+            question = make_question(subject, method, setting)
+            planned = ask(question, opened)
+        if planned.result.best:
+            best = planned.result.best[0]
+            return FitAnswer(method, planned, best, True, phase_peaks(planned, best))
+        smallest = _smallest(planned)
+        if smallest is None:
+            reasons = dict.fromkeys(rejected.reason for rejected in planned.result.rejected)
+            return FitAnswer(method, planned, refused=next(iter(reasons), "no plan can be made"))
+        found = tuple(_remedies(subject, method, setting, opened))
+        return FitAnswer(
+            method, planned, smallest, False, phase_peaks(planned, smallest), remedies=found
+        )
+    except ConfigError as error:
+        return FitAnswer(method, refused=str(error))
+
+
+def make_question(
+    subject: Subject, method: Method, setting: Setting, words: Sequence[str] = ()
+) -> Question:
+    """Make the planner's question.
+
+    Args:
+        subject: the model.
+        method: how it is fine-tuned.
+        setting: the devices and the batch.
+        words: further keys of the job.
+
+    Raises:
+        ConfigError: a key or its value is wrong.
+    """
+    lora = bool(method.words)
+    own = [w for w in setting.overrides if lora or not w.startswith("model.lora.")]
+    job = load_job(
+        None,
+        "single",
+        [
+            *subject.model_words,
+            *subject.data_words,
+            "train.precision=bf16",
+            f"train.global_batch_size={setting.global_batch_size}",
+            *method.words,
+            *own,
+            *words,
+        ],
+    )
+    # Plans of replicas need no further runs of the model, and no search over cuts.
+    only_replicas = not setting.every_plan
+    return Question(
+        job=job,
+        cluster=setting.cluster,
+        devices=setting.devices,
+        memory=setting.memory,
+        global_batch_size=setting.global_batch_size,
+        pp=1 if only_replicas and job.mesh.pp is None else job.mesh.pp,
+        dp=None if job.mesh.dp == -1 else job.mesh.dp,
+        tp=1 if only_replicas and job.mesh.tp is None else job.mesh.tp,
+        rows=setting.rows,
+        only_best=True,
+        margins=setting.margins,
+    )
+
+
+def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
+    """The plan with the least memory, as it would be with just that memory."""
+    found = planned.search.smallest()
+    if not isinstance(found, RejectedPlan) or found.peak is None:
+        return found if isinstance(found, EvaluatedPlan) else None
+    margin = 1 + planned.question.margins.get(found.candidate.engine, 0.0)
+    limit = math.ceil((found.peak.bytes + 1) * margin) + 1
+    evaluator = planned.search.evaluator
+    outcome = evaluator.evaluate(found.candidate, evaluator.plan_of(found.candidate), limit)
+    return outcome if isinstance(outcome, EvaluatedPlan) else None
+
+
+def _remedies(subject: Subject, method: Method, setting: Setting, opened: Opened) -> list[Remedy]:
+    """Changes that make a method fit: fewer bytes of each number, then more devices."""
+    found = []
+    if not method.words:
+        low = ("optim.master_weights=false",)
+        for words in (low, (*low, "optim.name=adamw_8bit")):
+            remedy = _tried(subject, method, setting, words)
+            if remedy is not None:
+                found.append(remedy)
+                break
+    devices = 2 * setting.devices
+    while devices <= MOST_DEVICES:
+        if devices > setting.cluster.node.devices and setting.cluster.between is None:
+            break
+        batch = max(setting.global_batch_size, devices)
+        wider = replace(setting, devices=devices, global_batch_size=batch, rows=1, every_plan=False)
+        remedy = _tried(subject, method, wider, (), opened=opened)
+        if remedy is not None:
+            found.append(remedy)
+            break
+        devices *= 2
+    return found
+
+
+def _tried(
+    subject: Subject,
+    method: Method,
+    setting: Setting,
+    words: tuple[str, ...],
+    opened: Opened | None = None,
+) -> Remedy | None:
+    """The change, if a plan fits with it."""
+    try:
+        question = make_question(subject, method, setting, words)
+        planned = ask(question, opened)
+    except ConfigError:
+        return None
+    if not planned.result.best:
+        return None
+    best = planned.result.best[0]
+    options = words or (f"--devices {setting.devices}",)
+    return Remedy(options, best.label, best.peak.bytes, best.seconds.total)

@@ -1,0 +1,107 @@
+"""The peaks of a plan while it loads, trains, saves and resumes, on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import lay_slices, make_layout
+from bigtrain.assembly.state_peaks import forecast_state_peaks
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.costs.forecast import Forecast
+from bigtrain.devices import is_accelerator
+from bigtrain.memory.added_bytes import StatePeak
+from bigtrain.models.parameters import first_named_tensors
+from bigtrain.planner.ask import PlannedAnswer
+from bigtrain.planner.evaluate import EvaluatedPlan
+from bigtrain.prediction.fake_runs.runs import resize_micro_batch
+from bigtrain.prediction.predict import Prediction
+from bigtrain.tensors.shards import COPIED_BYTES
+
+
+@dataclass(frozen=True)
+class PhasePeaks:
+    """The highest peaks of all ranks; `host_bytes` are in addition to those of an accelerator."""
+
+    load: StatePeak
+    """While the parameters get their values: a rank's share of them, and at most one tensor."""
+    train: StatePeak
+    save: StatePeak | None
+    """None if the optimizer does not run on tensors without values. So for `resume`."""
+    resume: StatePeak | None
+
+    @property
+    def by_name(self) -> Mapping[str, StatePeak | None]:
+        """The peaks in the order of a run."""
+        return {
+            "load": self.load,
+            "train": self.train,
+            "save": self.save,
+            "resume": self.resume,
+        }
+
+
+def phase_peaks(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> PhasePeaks:
+    """Forecast all phases of a plan.
+
+    Args:
+        planned: the answer to a question.
+        evaluated: one of its plans.
+
+    Raises:
+        ConfigError: a stage or a slice cannot be made.
+    """
+    evaluator, opened = planned.search.evaluator, planned.setup.workload
+    batch = resize_micro_batch(opened.micro_batch, evaluated.candidate.rows)
+    workload = replace(opened, example=batch)
+    device_type = planned.question.cluster.device.kind
+    plan = make_plan(evaluated.job, planned.question.devices, device_type)
+    layout, slices = None, None
+    if plan.pp > 1:
+        layout = make_layout(plan, workload)
+    if plan.tp > 1:
+        slices = lay_slices(plan, workload)
+    resolved = ResolvedPlan.of(plan, workload.model, layout, slices)
+    host = evaluator.host_state_bytes(evaluated.candidate, evaluated.plan)
+    forecasts = evaluator.forecasts(evaluated)
+    load = train = StatePeak(0)
+    save: StatePeak | None = None
+    resume: StatePeak | None = None
+    for rank, peak in evaluated.peaks.items():
+        load = load.or_higher(_load(planned, forecasts[rank]))
+        train = train.or_higher(StatePeak(peak.bytes, host))
+        prediction = Prediction(peak, own_peak=peak, states=forecasts[rank].states)
+        config = planned.question.job.checkpoint
+        state = forecast_state_peaks(resolved, workload, config, prediction, rank)
+        if state.save is not None and state.resume is not None:
+            kept = StatePeak(state.save.bytes, state.save.host_bytes + host)
+            save = kept.or_higher(save)
+            again = StatePeak(state.resume.bytes, state.resume.host_bytes + host)
+            resume = again.or_higher(resume)
+    return PhasePeaks(load, train, save, resume)
+
+
+def _load(planned: PlannedAnswer, forecast: Forecast) -> StatePeak:
+    """The peak while a rank's parameters and buffers get their values, as docs/pretrained.md says.
+
+    A tensor is read in pieces straight to its place, where it may be cast to another dtype; one
+    that no file has is made on the host.
+    """
+    setup, states = planned.setup, forecast.states
+    tensors = first_named_tensors(setup.workload.model)
+    largest = max((4 * tensor.numel() for tensor in tensors.values()), default=0)
+    share = states.parameters + states.buffers
+    if setup.workload.whole_bytes:
+        share = max(share, setup.workload.whole_bytes)
+    device = max(share + min(largest, share), forecast.building.total)
+    if not is_accelerator(planned.question.cluster.device.kind):
+        return StatePeak(device)
+    made = [t.nbytes for name, t in tensors.items() if not _is_read(planned, name)]
+    return StatePeak(device, max(COPIED_BYTES, max(made, default=0)))
+
+
+def _is_read(planned: PlannedAnswer, name: str) -> bool:
+    """Whether a tensor of the model is in the files of a run's model."""
+    from_files = planned.setup.model.hub is not None
+    return from_files and ".lora_" not in name
