@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
     "check": "exit with 1 if a job's predicted peak is above a limit, for continuous integration",
+    "explain": "what a file of DeepSpeed, Accelerate, axolotl or TRL asks for, and a better plan",
     "compare": "run strategies side by side: memory by part, time, losses",
     "speedup": "whether more ranks pay: compute and communication, measured and predicted",
     "verify": "check that strategies compute the same numbers as one process",
@@ -83,6 +84,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.planner.command import main as run
     elif command == "check":
         from bigtrain.report.check import main as run
+    elif command == "explain":
+        from bigtrain.explain.command import main as run
     elif command == "compare":
         from bigtrain.compare.command import main as run
     elif command == "speedup":

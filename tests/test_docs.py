@@ -43,7 +43,7 @@ GROUPS = {
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "own_loop", "engine", "report"),
-    "commands": ("planner", "compare", "speedup", "verify", "doctor", "hvd"),
+    "commands": ("planner", "explain", "compare", "speedup", "verify", "doctor", "hvd"),
 }
 MOST_WIDTH = 120
 CONTENTS_FROM_LINES = 150

@@ -392,6 +392,70 @@ def peak_check_arguments(arguments: list[str]) -> CheckOptions:
     return options
 
 
+class ExplainOptions(argparse.Namespace):
+    """Options of `bigtrain explain`."""
+
+    file: str
+    model: str | None
+    devices: int | None
+    cluster: str | None
+    memory: str | None
+    as_json: bool
+    overrides: list[str]
+
+
+def explain_arguments(arguments: list[str]) -> ExplainOptions:
+    """Read the arguments of `bigtrain explain`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = CommandParser(
+        prog="bigtrain explain",
+        usage="%(prog)s FILE [MODEL] [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Say what a configuration of DeepSpeed, Accelerate, axolotl or TRL asks for, "
+        "what it takes, what is wrong with it, and which plan is better. Nothing is run.",
+        epilog="FILE is a DeepSpeed JSON, or a YAML of Accelerate, axolotl or TRL. MODEL is a "
+        "folder with a config.json, hf:OWNER/NAME, a built-in name or package.module:Class; it may "
+        "be left out if the file names one.",
+    )
+    parser.add_argument(
+        "-n",
+        "--num-ranks",
+        "--devices",
+        dest="devices",
+        type=int,
+        metavar="N",
+        help="devices, one rank each (default: as many as the file says)",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="a name in configs/clusters or a YAML file (default: this machine's GPUs, or "
+        "h100-node if it has none)",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print one JSON document on standard output",
+    )
+    options, rest = parser.parse_known_args(arguments, namespace=ExplainOptions())
+    parser.refuse_unknown(rest)
+    if options.devices is not None and options.devices < 1:
+        parser.error(f"--devices {options.devices}: at least 1 is needed. Use --devices 1")
+    if not rest or "=" in rest[0]:
+        parser.error("there is no file. Write bigtrain explain FILE MODEL")
+    options.file, options.model = rest.pop(0), None
+    if rest and "=" not in rest[0]:
+        options.model = rest.pop(0)
+    options.overrides = _joined(parser, rest)
+    return options
+
+
 def checkpoint_parser() -> CommandParser:
     """The parser of `bigtrain checkpoint` and its actions."""
     parser = CommandParser(
@@ -570,6 +634,8 @@ def _joined(parser: CommandParser, words: list[str]) -> list[str]:
                 fix = "Leave it out: bigtrain plan chooses the strategy"
             if parser.prog.endswith(" check"):
                 parser.error(f"{word} is an option. {fix}")
+            if parser.prog.endswith(" explain"):
+                parser.error(f"{word}: the file names the strategy. Leave it out")
             parser.error(f"{word} would be the strategy of every row. {fix}")
         overrides.append(word)
     return overrides
@@ -582,6 +648,7 @@ def _is_file(word: str) -> bool:
 READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "plan": plan_arguments,
     "check": peak_check_arguments,
+    "explain": explain_arguments,
     "compare": compare_arguments,
     "verify": verify_arguments,
     "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),

@@ -1,0 +1,6 @@
+"""What a configuration of another tool asks for, and a better plan: `bigtrain explain FILE MODEL`.
+
+Decides: how the four kinds of files are told apart; which key of DeepSpeed, Accelerate, axolotl and
+TRL means which key of a job; which of their keys do nothing or contradict each other; when another
+plan counts as better.
+"""
