@@ -9,7 +9,7 @@ from bigtrain.devices import accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.explain.outlook import find_better, forecast_file
 from bigtrain.explain.read_request import read_request
-from bigtrain.explain.request import Request
+from bigtrain.explain.request import COMMAND_LINE, Asked, Request
 from bigtrain.explain.settle import (
     forecast_words,
     pasted_words,
@@ -26,6 +26,12 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 USUAL_CLUSTER = "h100-node"
 """The devices of a forecast if this machine has no GPU and the user names none."""
 
+_CHOSEN = (
+    *("mesh.", "train.micro_batch_size", "train.accumulation_steps", "model.chunked_loss"),
+    "optim.implementation",
+)
+"""Keys that the planner chooses, or leaves to their defaults."""
+
 
 def main(arguments: list[str]) -> int:
     """Explain a file; returns the exit status.
@@ -38,8 +44,7 @@ def main(arguments: list[str]) -> int:
     if options.as_json:
         sys.stdout.write(json.dumps(document(told), indent=1) + "\n")
     else:
-        for line in text_lines(told):
-            print(line)
+        sys.stdout.write("".join(f"{line}\n" for line in text_lines(told)))
     return 0
 
 
@@ -59,13 +64,11 @@ def explain(options: ExplainOptions) -> Explanation:
     check_layers(request, subject)
     settle_strategy(request, ranks.value, cluster)
     settle_batch(request, ranks.value)
-    pasted = pasted_words(request, subject, options.overrides)
-    words = forecast_words(request, subject, options.overrides)
+    pasted = pasted_words(request, subject)
+    words = forecast_words(request, subject)
     file = forecast_file(request, ranks.value, cluster, words, pasted)
     # The planner chooses mesh and micro-batch; and the loss, which need not have whole logits.
-    chosen = ("mesh.", "train.micro_batch_size", "train.accumulation_steps", "model.chunked_loss")
-    chosen += ("optim.implementation",)
-    free = [word for word in words if not word.startswith(chosen)]
+    free = [word for word in words if not word.startswith(_CHOSEN)]
     pasted = [word for word in pasted if not word.startswith("optim.implementation")]
     job = load_job(None, "single", free)
     better = find_better(file, job, ranks.value, cluster, options.memory, pasted)
@@ -109,11 +112,9 @@ def _take_words(request: Request, words: list[str]) -> None:
     Raises:
         ConfigError: a word is no key with a value.
     """
-    from bigtrain.explain.request import Asked
-
     tree = parse_overrides(words)
     for path in tree.origins:
         key, value = ".".join(path), tree.values
         for part in path:
             value = value[part]
-        request.keys[key] = Asked(value, why="the command line")
+        request.keys[key] = Asked(value, why=COMMAND_LINE)

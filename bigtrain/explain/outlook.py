@@ -11,8 +11,8 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.registry import make_technique
 from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import ConfigError, unquoted_word
-from bigtrain.explain.deepspeed_file import write_json
 from bigtrain.explain.request import Request
+from bigtrain.explain.tools.deepspeed_file import write_json
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job, Role, RoleConfig
 from bigtrain.machine.cluster import Cluster
@@ -28,7 +28,6 @@ FASTER = 0.98
 """A plan is better if it takes at most this share of the seconds ..."""
 SMALLER = 0.9
 """... or at most this share of the memory in no more time."""
-_TARGETS, _SAVED = "model.lora.targets", "model.lora.modules_to_save"
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,39 @@ def forecast_file(
     Returns:
         The forecast; without a peak, its note says why.
     """
-    own = _own_words(request, pasted)
-    for _ in range(3):
+    for _ in range(_MOST_TRIES):
+        own = _own_words(request, pasted)
         try:
             peak, seconds, note = _forecast(request, ranks, cluster, words)
             return Outlook(request.words, own, peak, seconds, note)
         except ConfigError as error:
             reason = str(error)
-            refused = next((key for key in (_SAVED, _TARGETS) if reason.startswith(key)), None)
+            refused = next((key for key in _REPLACED if reason.startswith(key)), None)
             if refused is None or refused not in request.keys:
                 return Outlook(request.words, own, None, None, reason)
-            dropped = request.keys.pop(refused)
-            request.find("not forecast", dropped.written, reason.rstrip("."))
-            words = [word for word in words if not word.startswith(f"{refused}=")]
-    return Outlook(request.words, own, None, None, "the model refuses its adapters")
+            replacement = _REPLACED[refused]
+            said = reason.partition(". Use ")[0].rstrip(".")
+            more = "" if replacement is None else f"; it is forecast with {replacement}"
+            request.find("not forecast", request.keys.pop(refused).written, f"{said}{more}")
+            words, pasted = (_without(refused, each, replacement) for each in (words, pasted))
+    return Outlook(request.words, own, None, None, reason)
+
+
+_REPLACED: dict[str, str | None] = {
+    "optim.name": "optim.name=adamw",
+    "optim.implementation": None,
+    "optim.master_weights": None,
+    "model.lora.targets": None,
+    "model.lora.modules_to_save": None,
+    "model.chunked_loss": None,
+}
+"""Keys that a strategy or a model may refuse, and the word with which a plan is forecast then."""
+_MOST_TRIES = 4
+
+
+def _without(key: str, words: Sequence[str], replacement: str | None) -> list[str]:
+    kept = [word for word in words if not word.startswith(f"{key}=")]
+    return kept if replacement is None else [*kept, replacement]
 
 
 def _forecast(

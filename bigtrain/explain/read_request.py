@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bigtrain.errors import ConfigError, plain_text
-from bigtrain.explain import accelerate_file, axolotl_file, deepspeed_file, trl_file
 from bigtrain.explain.config_file import KINDS_TEXT, ConfigFile, read_config_file
 from bigtrain.explain.request import Request
+from bigtrain.explain.tools import (
+    accelerate_file,
+    axolotl_file,
+    axolotl_keys,
+    deepspeed_file,
+    trl_file,
+)
 from bigtrain.job.schema import Job
 
 _READERS: dict[str, Callable[[ConfigFile], Request]] = {
@@ -18,14 +24,14 @@ _READERS: dict[str, Callable[[ConfigFile], Request]] = {
 }
 _MARKS = {
     "Accelerate": accelerate_file.MARKS,
-    "axolotl": axolotl_file.MARKS,
+    "axolotl": axolotl_keys.MARKS,
     "TRL": trl_file.MARKS,
     "DeepSpeed": deepspeed_file.MARKS,
 }
 """Keys that only files of one kind have."""
 _KEYS = {
     "Accelerate": accelerate_file.TABLE.known,
-    "axolotl": axolotl_file.TABLE.known,
+    "axolotl": axolotl_keys.TABLE.known,
     "TRL": trl_file.TABLE.known,
     "DeepSpeed": deepspeed_file.ALL_KEYS,
 }
@@ -64,8 +70,8 @@ def kind_of(file: ConfigFile) -> str:
             "--dry-run"
         )
     keys = ", ".join(plain_text(key, 40) for key in list(file.values)[:_SHOWN])
-    marks = "; ".join(f"{tool}: {' or '.join(marks)}" for tool, marks in _MARKS.items())
+    signs = "; ".join(f"{tool}: {' or '.join(marks)}" for tool, marks in _MARKS.items())
     raise ConfigError(
         f"FILE: {file.path} is none of the files that are read (its keys: {keys}). Give "
-        f"{KINDS_TEXT}; each is known by a key ({marks})."
+        f"{KINDS_TEXT}; each is known by a key ({signs})."
     )

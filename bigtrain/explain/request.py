@@ -11,6 +11,8 @@ from bigtrain.explain.config_file import ConfigFile, leaves
 from bigtrain.job.deepspeed_sections import is_true
 
 FindingKind = Literal["contradiction", "no effect", "not forecast"]
+COMMAND_LINE = "the command line"
+"""The reason for a value that the user has typed."""
 FINDING_KINDS: tuple[FindingKind, ...] = ("contradiction", "no effect", "not forecast")
 
 
@@ -49,16 +51,19 @@ class Finding:
 
     def line(self, file: str) -> str:
         """Return it as one line; keys of other files than `file` are named with their path."""
-        lines = dict.fromkeys(each.line for each in self.written if each.line is not None)
-        path = next((each.path for each in self.written), file)
-        where = "" if path == file else f"{path} "
-        if lines:
-            numbers = ", ".join(map(str, list(lines)[:_LISTED]))
-            where += f"line{'s' if len(lines) > 1 else ''} {numbers}"
+        numbers: dict[str, list[str]] = {}
+        for each in self.written[:_LISTED]:
+            if each.line is not None and str(each.line) not in numbers.setdefault(each.path, []):
+                numbers[each.path].append(str(each.line))
+        places = [
+            f"{'' if path == file else f'{path} '}line{'s' if len(lines) > 1 else ''} "
+            f"{', '.join(lines)}"
+            for path, lines in numbers.items()
+        ]
         keys = ", ".join(map(str, self.written[:_LISTED]))
         if len(self.written) > _LISTED:
             keys += f" and {len(self.written) - _LISTED} more"
-        head = ": ".join(part for part in (where.strip(), keys) if part)
+        head = ": ".join(part for part in (" and ".join(places), keys) if part)
         return " ".join(part for part in (f"{head}: {self.reason}.", self.fix) if part)
 
 
@@ -207,7 +212,7 @@ class Section:
                 f"{self.place(key)}: {written}: a {kind} of {least:g} or more is needed. Correct "
                 f"{key}."
             ) from None
-        return self.asked(key, int(number) if whole else number)
+        return self.asked(key, int(number) if number == int(number) else number)
 
     def place(self, key: str) -> str:
         """Return the path with the line of a key."""

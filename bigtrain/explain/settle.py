@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bigtrain.errors import ConfigError, unquoted_word
-from bigtrain.explain.request import Asked, Request
+from bigtrain.explain.request import COMMAND_LINE, Asked, Request
 from bigtrain.explain.subject import Subject
 from bigtrain.machine.cluster import Cluster
 
@@ -15,6 +15,9 @@ _STEPS = "train.accumulation_steps"
 _GLOBAL = "train.global_batch_size"
 _LENGTH = "data.args.sequence_length"
 DATA_PLACEHOLDER = "DATA.jsonl"
+"""The path of the data in a command, which the user replaces."""
+_SCHEDULES = ("optim.warmup", "optim.schedule", "train.epochs", "train.steps")
+"""The length of a run changes neither its memory nor the seconds of a step."""
 
 
 def settle_ranks(request: Request, devices: int | None) -> Asked:
@@ -71,6 +74,8 @@ def settle_batch(request: Request, ranks: int) -> None:
     sizes = [request.keys[key].value for key in ("mesh.tp", "mesh.pp") if key in request.keys]
     replicas = max(1, ranks // max(1, _product(sizes)))
     total, micro, steps = (request.keys.get(key) for key in (_GLOBAL, _MICRO, _STEPS))
+    if total is not None and total.why == COMMAND_LINE and steps and steps.why != COMMAND_LINE:
+        steps = None  # the user's batch goes before the file's accumulation
     if total is not None and micro is None:
         share = max(1, total.value // replicas)
         made = max(1, share // (steps.value if steps is not None else 1))
@@ -81,6 +86,12 @@ def settle_batch(request: Request, ranks: int) -> None:
         steps = Asked(made, (*total.written, *micro.written), f"{total.value} samples a step")
     steps = steps or Asked(1, why="assumed: the file has no accumulation")
     product = micro.value * steps.value * replicas
+    if total is not None and total.value != product and not total.written:
+        raise ConfigError(
+            f"train.global_batch_size={total.value} is not micro-batch {micro.value} x "
+            f"accumulation {steps.value} x {replicas} ranks. Use "
+            f"train.global_batch_size={product}."
+        )
     if total is not None and total.value != product:
         written = dict.fromkeys((*total.written, *micro.written, *steps.written))
         request.find(
@@ -108,51 +119,45 @@ def _product(sizes: Sequence[int]) -> int:
     return product
 
 
-def forecast_words(request: Request, subject: Subject, words: Sequence[str]) -> list[str]:
+def forecast_words(request: Request, subject: Subject) -> list[str]:
     """Return the keys of the job that is forecast, KEY=VALUE.
 
     Args:
-        request: settled.
+        request: settled; the user's own keys are among its own.
         subject: the model.
-        words: the user's own keys, which go before the file's.
     """
     made = [f"model.name={subject.name}"]
     if subject.name.startswith("hf:"):
         made.append("model.pretrained=false")
-    made += subject.data
     keys = _keys(request, subject)
-    samples = max(1024, int(keys[_GLOBAL].value))
+    left_out = [*_SCHEDULES]
     if subject.data:
-        made.append(f"data.args.samples={samples}")
-    # The length of a run changes neither its memory nor the seconds of a step.
-    schedules = ("optim.warmup", "optim.schedule", "train.epochs", "train.steps")
-    made += [
-        unquoted_word(key, asked.value)
-        for key, asked in keys.items()
-        if not key.startswith((*schedules, _LENGTH))
-    ]
-    return [*made, *words]
-
-
-def pasted_words(request: Request, subject: Subject, words: Sequence[str]) -> list[str]:
-    """Return the keys of the job that a user would run, KEY=VALUE, without strategy and batch."""
-    made = [f"model.name={subject.name}"]
-    keys = _keys(request, subject)
-    given = {word.partition("=")[0] for word in words}
-    if subject.is_language and not any(key.startswith("data.") for key in given):
-        made += ["data.name=text", f"data.path={DATA_PLACEHOLDER}"]
-        made.append(unquoted_word(_LENGTH, keys[_LENGTH].value))
-    elif not any(key.startswith("data.") for key in given):
         made += subject.data
+        made.append(f"data.args.samples={max(1024, int(keys[_GLOBAL].value))}")
+        left_out.append("data.")
+    return [*made, *_words(keys, left_out)]
+
+
+def pasted_words(request: Request, subject: Subject) -> list[str]:
+    """Return the keys of the job that a user would run, KEY=VALUE, without strategy and batch."""
+    made, keys = [f"model.name={subject.name}"], _keys(request, subject)
+    left_out = [_MICRO, _STEPS, _GLOBAL, "model.chunked_loss", "mesh."]
+    if subject.is_language and subject.data:
+        made += ["data.name=text", f"data.path={DATA_PLACEHOLDER}"]
+    elif subject.data:
+        made += subject.data
+        left_out.append("data.")
     if "train.epochs" in keys and "train.steps" not in keys:
         made.append("train.steps=null")
-    left_out = (_MICRO, _STEPS, _GLOBAL, _LENGTH, "model.chunked_loss", "mesh.")
-    made += [
+    return [*made, *_words(keys, left_out)]
+
+
+def _words(keys: Mapping[str, Asked], left_out: Sequence[str]) -> list[str]:
+    return [
         unquoted_word(key, asked.value)
         for key, asked in keys.items()
-        if not key.startswith(left_out) and key not in given
+        if not key.startswith(tuple(left_out))
     ]
-    return [*made, *words]
 
 
 def _keys(request: Request, subject: Subject) -> dict[str, Asked]:

@@ -61,8 +61,8 @@ def job_name_of(model: str) -> str:
         return f"{HF}{model}"
     if model.startswith((".", "/", "~")):
         raise ConfigError(
-            f"MODEL: there is no folder {plain_text(model, 120)}. Give a folder with a config.json, "
-            "hf:OWNER/NAME, a built-in name such as gpt2, or package.module:Class."
+            f"MODEL: there is no folder {plain_text(model, 120)}. Give a folder with a "
+            "config.json, hf:OWNER/NAME, a built-in name such as gpt2, or package.module:Class."
         )
     return f"{HF}{model}" if "/" in model else model
 

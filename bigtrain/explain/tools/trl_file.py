@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bigtrain.errors import ConfigError, did_you_mean
-from bigtrain.explain.accelerate_file import read_accelerate
 from bigtrain.explain.config_file import ConfigFile, find_referenced, read_config_file
-from bigtrain.explain.deepspeed_file import read_deepspeed
-from bigtrain.explain.key_rules import (
+from bigtrain.explain.request import Asked, Request, Section, said_true
+from bigtrain.explain.tools.accelerate_file import read_accelerate
+from bigtrain.explain.tools.deepspeed_file import read_deepspeed
+from bigtrain.explain.tools.key_rules import (
     KeyTable,
     Rule,
     apply_rules,
@@ -14,8 +15,7 @@ from bigtrain.explain.key_rules import (
     read_numbers,
     sort_remaining,
 )
-from bigtrain.explain.request import Asked, Request, Section, said_true
-from bigtrain.explain.trainer_keys import (
+from bigtrain.explain.tools.trainer_keys import (
     AdapterKeys,
     quantise,
     read_adapters,
@@ -37,8 +37,10 @@ PROFILES = {
 }
 """The profiles that `accelerate_config` may name: our word, and their number of processes."""
 _ADAPTER = ("lora_*", "use_rslora", "use_dora")
-_FLASH = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2")
-_FLASH += ("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3")
+_FLASH = (
+    *("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"),
+    *("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"),
+)
 
 
 def _packs_by_length(section: Section) -> bool:
@@ -334,11 +336,11 @@ def _read_sharding(request: Request, section: Section) -> None:
         _read_fsdp(request, section)
     dtype = str(section.get("dtype") or section.get("torch_dtype") or "").removeprefix("torch.")
     replicated = request.strategy.value in ("ddp", "single")
-    if dtype in ("bfloat16", "auto") and replicated and not section.is_on("use_peft"):
-        if request.keys["optim.name"].value in ("adamw", "adamw_8bit", "adamw_4bit"):
-            written = tuple(section.written("dtype", "torch_dtype"))
-            request.keys["optim.master_weights"] = Asked(False, written)
-            request.keys.pop("optim.implementation", None)
+    is_low = dtype in ("bfloat16", "auto") and replicated and not section.is_on("use_peft")
+    if is_low and request.keys["optim.name"].value in ("adamw", "adamw_8bit", "adamw_4bit"):
+        written = tuple(section.written("dtype", "torch_dtype"))
+        request.keys["optim.master_weights"] = Asked(False, written)
+        request.keys.pop("optim.implementation", None)
 
 
 def _read_accelerate(request: Request, section: Section, name: str) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.explain.config_file import ConfigFile, find_referenced, read_config_file
-from bigtrain.explain.deepspeed_file import read_deepspeed
-from bigtrain.explain.key_rules import KeyTable, Rule, apply_rules, sort_remaining
 from bigtrain.explain.request import Asked, Request, Section
-from bigtrain.explain.trainer_keys import read_fsdp
+from bigtrain.explain.tools.deepspeed_file import read_deepspeed
+from bigtrain.explain.tools.key_rules import KeyTable, Rule, apply_rules, sort_remaining
+from bigtrain.explain.tools.trainer_keys import read_fsdp
 
 MARKS = ("distributed_type", "compute_environment")
 """Keys by which a file is known to be Accelerate's."""

@@ -14,6 +14,7 @@ from typing import Any
 from bigtrain.errors import ConfigError
 from bigtrain.explain.config_file import ConfigFile
 from bigtrain.explain.request import Asked, Request, Section, WrittenKey, said_true
+from bigtrain.explain.tools.key_rules import fix_of_name
 from bigtrain.job.deepspeed_json import Said, said_of_job
 from bigtrain.job.deepspeed_sections import (
     COMPARED,
@@ -59,8 +60,10 @@ _OLD_NAMES = {
     "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }
 """Older names of keys, by which a file may have written them."""
-_FP16_PARTS = ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window")
-_FP16_PARTS += ("hysteresis", "min_loss_scale", "consecutive_hysteresis")
+_FP16_PARTS = (
+    *("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"),
+    *("hysteresis", "min_loss_scale", "consecutive_hysteresis"),
+)
 
 
 def read_deepspeed_file(file: ConfigFile) -> Request:
@@ -134,11 +137,12 @@ def _report_faults(request: Request, section: Section, config: Mapping[str, Any]
         written = _written(section, fault.key)
         if fault.key.startswith("tensor_parallel") or not written:
             written = written or section.written(fault.key.partition(".")[0])
-        reason = "it is not a key of DeepSpeed" if fault.is_unknown else "it has no counterpart"
-        hint = fault.reason.partition(", did you mean ")[2]
-        if fault.is_unknown and hint:
-            reason += f", did you mean {hint}"
-        request.find("not forecast", written, reason.rstrip(".?"), f"{fault.fix}.")
+        if fault.is_unknown:
+            own = fault.key.rpartition(".")[2]
+            fix = fix_of_name(own, {*ALL_KEYS, *ZERO_PASSED, *ZERO_NOT_USED})
+            request.find("not forecast", written, "it is not a key of DeepSpeed", fix)
+        else:
+            request.find("not forecast", written, "it has no counterpart", f"{fault.fix}.")
     if is_true(fp16) and is_true(bf16):
         request.find(
             "contradiction",

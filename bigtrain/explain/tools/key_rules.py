@@ -1,4 +1,4 @@
-"""The form of the tables that say what the keys of a tool mean, and the one loop that reads them."""
+"""The form of the tables that say what the keys of a tool mean, and the loops that read them."""
 
 from __future__ import annotations
 
@@ -97,13 +97,20 @@ def sort_remaining(request: Request, section: Section, table: KeyTable) -> None:
             else:
                 request.outside.append(key)
             continue
-        hint = did_you_mean(str(key), table.known)
         request.find(
             "not forecast",
             section.written(key),
-            f"it is not a key of {table.tool} that is known here{hint.rstrip('.')}",
-            "Write that, or leave it out." if hint != "." else "Check its name.",
+            f"it is not a key of {table.tool} that is known here",
+            fix_of_name(str(key), table.known),
         )
+
+
+def fix_of_name(key: str, known: Iterable[str]) -> str:
+    """Return the fix for a key that is not known: the nearest one, or to look at it."""
+    hint = did_you_mean(key, known)
+    if hint == ".":
+        return "Check its name."
+    return f"D{hint.removeprefix(', d')} Write that, or leave it out."
 
 
 def _fits(key: str, patterns: Iterable[str]) -> bool:

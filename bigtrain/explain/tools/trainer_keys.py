@@ -309,9 +309,8 @@ def quantise(request: Request, written: list[WrittenKey]) -> None:
     request.find(
         "not forecast",
         written,
-        "weights in 4 bits have no counterpart; they are forecast in bf16, which takes 3.9 times "
-        "as much",
-        "Compare with fewer bytes for the parameters.",
+        "weights in 4 bits have no counterpart; they are forecast in bf16",
+        "Expect a quarter of the bytes of the parameters.",
     )
 
 
