@@ -86,7 +86,7 @@ def sort_remaining(request: Request, section: Section, table: KeyTable) -> None:
     for key in section.values:
         if key in table.numbers or key in table.read or section.get(key) is None:
             continue
-        if _fits(key, table.outside):
+        if fits(key, table.outside):
             request.outside.append(key)
             continue
         pattern = next((each for each in table.not_forecast if fnmatchcase(key, each)), None)
@@ -113,7 +113,8 @@ def fix_of_name(key: str, known: Iterable[str]) -> str:
     return f"D{hint.removeprefix(', d')} Write that, or leave it out."
 
 
-def _fits(key: str, patterns: Iterable[str]) -> bool:
+def fits(key: str, patterns: Iterable[str]) -> bool:
+    """Whether a key is one of some names, or fits one of some patterns."""
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
