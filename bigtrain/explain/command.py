@@ -9,7 +9,7 @@ from bigtrain.devices import accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.explain.outlook import find_better, forecast_file
 from bigtrain.explain.read_request import read_request
-from bigtrain.explain.request import COMMAND_LINE, Asked, Request
+from bigtrain.explain.request import TYPED, Asked, ToolRequest
 from bigtrain.explain.settle import (
     forecast_words,
     pasted_words,
@@ -30,7 +30,7 @@ _CHOSEN = (
     *("mesh.", "train.micro_batch_size", "train.accumulation_steps", "model.chunked_loss"),
     "optim.implementation",
 )
-"""Keys that the planner chooses, or leaves to their defaults."""
+"""Keys that the planner chooses, or dotted_leaves to their defaults."""
 
 
 def main(arguments: list[str]) -> int:
@@ -75,7 +75,7 @@ def explain(options: ExplainOptions) -> Explanation:
     return Explanation(request, subject, ranks, cluster, note, file, better)
 
 
-def _model(request: Request, model: str | None) -> str:
+def _model(request: ToolRequest, model: str | None) -> str:
     if model is not None:
         return model
     if request.model is None:
@@ -86,7 +86,7 @@ def _model(request: Request, model: str | None) -> str:
     return str(request.model.value)
 
 
-def _cluster(request: Request, name: str | None, ranks: int) -> tuple[Cluster, str]:
+def _cluster(request: ToolRequest, name: str | None, ranks: int) -> tuple[Cluster, str]:
     """The devices, and a note on them if the user has named none."""
     if name is not None:
         return load_cluster(name), ""
@@ -106,7 +106,7 @@ def _check_devices(ranks: int, cluster: Cluster) -> None:
         )
 
 
-def _take_words(request: Request, words: list[str]) -> None:
+def _take_words(request: ToolRequest, words: list[str]) -> None:
     """Let the user's own keys go before those of the file.
 
     Raises:
@@ -117,4 +117,4 @@ def _take_words(request: Request, words: list[str]) -> None:
         key, value = ".".join(path), tree.values
         for part in path:
             value = value[part]
-        request.keys[key] = Asked(value, why=COMMAND_LINE)
+        request.keys[key] = Asked(value, why=TYPED)

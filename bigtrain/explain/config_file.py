@@ -80,11 +80,11 @@ def find_referenced(path: str, named_in: ConfigFile, key: str) -> str:
     )
 
 
-def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def dotted_leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each leaf; a list, and an empty mapping, is one."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from leaves(value, f"{above}{key}.")
+            yield from dotted_leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 

@@ -11,7 +11,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.registry import make_technique
 from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import ConfigError, unquoted_word
-from bigtrain.explain.request import Request
+from bigtrain.explain.request import ToolRequest
 from bigtrain.explain.tools.deepspeed_file import write_json
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job, Role, RoleConfig
@@ -60,7 +60,7 @@ class Better:
 
 
 def forecast_file(
-    request: Request, ranks: int, cluster: Cluster, words: Sequence[str], pasted: Sequence[str]
+    request: ToolRequest, ranks: int, cluster: Cluster, words: Sequence[str], pasted: Sequence[str]
 ) -> Outlook:
     """Forecast the plan of a file.
 
@@ -110,7 +110,7 @@ def _without(key: str, words: Sequence[str], replacement: str | None) -> list[st
 
 
 def _forecast(
-    request: Request, ranks: int, cluster: Cluster, words: Sequence[str]
+    request: ToolRequest, ranks: int, cluster: Cluster, words: Sequence[str]
 ) -> tuple[Peak | None, float | None, str]:
     with TemporaryDirectory(prefix="bigtrain-") as folder:
         strategy, words = request.words, list(words)
@@ -132,7 +132,7 @@ def _forecast(
         return fullest.peak, step.seconds, step.source if step.seconds is None else ""
 
 
-def _own_words(request: Request, pasted: Sequence[str]) -> tuple[str, ...]:
+def _own_words(request: ToolRequest, pasted: Sequence[str]) -> tuple[str, ...]:
     """The words that run the file's plan."""
     batch = [
         unquoted_word(key, request.keys[key].value)

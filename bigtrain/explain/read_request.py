@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from bigtrain.errors import ConfigError, plain_text
 from bigtrain.explain.config_file import KINDS_TEXT, ConfigFile, read_config_file
-from bigtrain.explain.request import Request
+from bigtrain.explain.request import ToolRequest
 from bigtrain.explain.tools import (
     accelerate_file,
     axolotl_file,
@@ -16,41 +16,41 @@ from bigtrain.explain.tools import (
 )
 from bigtrain.job.schema import Job
 
-_READERS: dict[str, Callable[[ConfigFile], Request]] = {
+_READERS: dict[str, Callable[[ConfigFile], ToolRequest]] = {
     "Accelerate": accelerate_file.read_accelerate_file,
     "axolotl": axolotl_file.read_axolotl_file,
     "TRL": trl_file.read_trl_file,
     "DeepSpeed": deepspeed_file.read_deepspeed_file,
 }
 _MARKS = {
-    "Accelerate": accelerate_file.MARKS,
-    "axolotl": axolotl_keys.MARKS,
-    "TRL": trl_file.MARKS,
-    "DeepSpeed": deepspeed_file.MARKS,
+    "Accelerate": accelerate_file.ACCELERATE_MARKS,
+    "axolotl": axolotl_keys.AXOLOTL_MARKS,
+    "TRL": trl_file.TRL_MARKS,
+    "DeepSpeed": deepspeed_file.DEEPSPEED_MARKS,
 }
 """Keys that only files of one kind have."""
 _KEYS = {
-    "Accelerate": accelerate_file.TABLE.known,
-    "axolotl": axolotl_keys.TABLE.known,
-    "TRL": trl_file.TABLE.known,
-    "DeepSpeed": deepspeed_file.ALL_KEYS,
+    "Accelerate": accelerate_file.ACCELERATE_KEYS.known,
+    "axolotl": axolotl_keys.AXOLOTL_KEYS.known,
+    "TRL": trl_file.TRL_KEYS.known,
+    "DeepSpeed": deepspeed_file.DEEPSPEED_KEYS,
 }
 _LEAST_KNOWN = 2
 """Known keys that a file without a mark needs to be taken for one of a kind."""
 _SHOWN = 5
 
 
-def read_request(path: str) -> Request:
+def read_request(path: str) -> ToolRequest:
     """Read a file of any of the four kinds.
 
     Raises:
         ConfigError: there is no such file, it is of another kind, or a value is impossible.
     """
     file = read_config_file(path)
-    return _READERS[kind_of(file)](file)
+    return _READERS[tool_of(file)](file)
 
 
-def kind_of(file: ConfigFile) -> str:
+def tool_of(file: ConfigFile) -> str:
     """Return the tool that a file is for.
 
     Raises:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bigtrain.errors import ConfigError, plain_text
-from bigtrain.explain.config_file import ConfigFile, leaves
+from bigtrain.explain.config_file import ConfigFile, dotted_leaves
 from bigtrain.job.deepspeed_sections import is_true
 
 FindingKind = Literal["contradiction", "no effect", "not forecast"]
-COMMAND_LINE = "the command line"
+TYPED = "the command line"
 """The reason for a value that the user has typed."""
 FINDING_KINDS: tuple[FindingKind, ...] = ("contradiction", "no effect", "not forecast")
 
@@ -72,7 +72,7 @@ _LISTED = 6
 
 
 @dataclass
-class Request:
+class ToolRequest:
     """What a file asks for. The reader of its kind fills it."""
 
     tool: str
@@ -121,7 +121,7 @@ class Request:
         return [finding for finding in self.findings if finding.kind == kind]
 
 
-class Section:
+class FileSection:
     """The keys of a file, or of one of its sections, as a reader asks for them.
 
     Args:
@@ -166,16 +166,16 @@ class Section:
         """Return the value of a key, or what it means."""
         return Asked(self.get(key) if value is None else value, tuple(self.written(key)))
 
-    def inner(self, key: str) -> Section | None:
+    def inner(self, key: str) -> FileSection | None:
         """Return an inner section; None if it is no mapping."""
         values = self.get(key)
         if not isinstance(values, Mapping):
             return None
-        return Section(self.file, values, f"{self._above}{key}.")
+        return FileSection(self.file, values, f"{self._above}{key}.")
 
     def names(self) -> Iterator[str]:
         """Yield the dotted names of the keys that are written with a value."""
-        for name, value in leaves(self.values):
+        for name, value in dotted_leaves(self.values):
             if value not in (None, "", {}, []):
                 yield name
 

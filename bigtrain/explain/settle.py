@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from bigtrain.errors import ConfigError, unquoted_word
-from bigtrain.explain.request import COMMAND_LINE, Asked, Request
-from bigtrain.explain.subject import Subject
+from bigtrain.explain.request import TYPED, Asked, ToolRequest
+from bigtrain.explain.subject import ExplainedModel
 from bigtrain.machine.cluster import Cluster
 
 _MICRO = "train.micro_batch_size"
@@ -20,7 +20,7 @@ _SCHEDULES = ("optim.warmup", "optim.schedule", "train.epochs", "train.steps")
 """The length of a run changes neither its memory nor the seconds of a step."""
 
 
-def settle_ranks(request: Request, devices: int | None) -> Asked:
+def settle_ranks(request: ToolRequest, devices: int | None) -> Asked:
     """Find the number of ranks: from the command, the file, or the file's batch.
 
     Args:
@@ -52,7 +52,7 @@ def settle_ranks(request: Request, devices: int | None) -> Asked:
     )
 
 
-def settle_strategy(request: Request, ranks: int, cluster: Cluster) -> None:
+def settle_strategy(request: ToolRequest, ranks: int, cluster: Cluster) -> None:
     """Adapt words that depend on the number of ranks, or on those of a node."""
     asked, node = request.strategy, min(ranks, cluster.node.devices)
     if asked.value == "hybrid":
@@ -69,12 +69,12 @@ def settle_strategy(request: Request, ranks: int, cluster: Cluster) -> None:
         request.keys.pop("optim.implementation", None)
 
 
-def settle_batch(request: Request, ranks: int) -> None:
+def settle_batch(request: ToolRequest, ranks: int) -> None:
     """Complete the three keys of the batch, and report those that do not fit together."""
     sizes = [request.keys[key].value for key in ("mesh.tp", "mesh.pp") if key in request.keys]
     replicas = max(1, ranks // max(1, _product(sizes)))
     total, micro, steps = (request.keys.get(key) for key in (_GLOBAL, _MICRO, _STEPS))
-    if total is not None and total.why == COMMAND_LINE and steps and steps.why != COMMAND_LINE:
+    if total is not None and total.why == TYPED and steps and steps.why != TYPED:
         steps = None  # the user's batch goes before the file's accumulation
     if total is not None and micro is None:
         share = max(1, total.value // replicas)
@@ -119,7 +119,7 @@ def _product(sizes: Sequence[int]) -> int:
     return product
 
 
-def forecast_words(request: Request, subject: Subject) -> list[str]:
+def forecast_words(request: ToolRequest, subject: ExplainedModel) -> list[str]:
     """Return the keys of the job that is forecast, KEY=VALUE.
 
     Args:
@@ -138,7 +138,7 @@ def forecast_words(request: Request, subject: Subject) -> list[str]:
     return [*made, *_words(keys, left_out)]
 
 
-def pasted_words(request: Request, subject: Subject) -> list[str]:
+def pasted_words(request: ToolRequest, subject: ExplainedModel) -> list[str]:
     """Return the keys of the job that a user would run, KEY=VALUE, without strategy and batch."""
     made, keys = [f"model.name={subject.name}"], _keys(request, subject)
     left_out = [_MICRO, _STEPS, _GLOBAL, "model.chunked_loss", "mesh."]
@@ -160,7 +160,7 @@ def _words(keys: Mapping[str, Asked], left_out: Sequence[str]) -> list[str]:
     ]
 
 
-def _keys(request: Request, subject: Subject) -> dict[str, Asked]:
+def _keys(request: ToolRequest, subject: ExplainedModel) -> dict[str, Asked]:
     """The keys that this model has."""
     keys = dict(request.keys)
     if not (subject.is_language and subject.name.startswith("hf:")):

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bigtrain.explain.outlook import Better, Outlook
-from bigtrain.explain.request import FINDING_KINDS, Asked, Finding, Request, shown_value
+from bigtrain.explain.request import FINDING_KINDS, Asked, Finding, ToolRequest, shown_value
 from bigtrain.explain.settle import command
-from bigtrain.explain.subject import Subject
+from bigtrain.explain.subject import ExplainedModel
 from bigtrain.machine.cluster import Cluster
 from bigtrain.units import format_bytes, format_count, format_seconds
 
@@ -26,8 +26,8 @@ _GLOBAL, _LENGTH = "train.global_batch_size", "data.args.sequence_length"
 class Explanation:
     """All that is known of a file."""
 
-    request: Request
-    subject: Subject
+    request: ToolRequest
+    subject: ExplainedModel
     ranks: Asked
     cluster: Cluster
     cluster_note: str

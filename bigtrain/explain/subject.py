@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from bigtrain.errors import ConfigError, plain_text, unquoted_word
-from bigtrain.explain.request import Asked, Request
+from bigtrain.explain.request import Asked, ToolRequest
 from bigtrain.hub.folder import HF
 from bigtrain.hub.libraries import import_library
 from bigtrain.hub.lora import ALL_LINEAR
@@ -18,7 +18,7 @@ from bigtrain.job.schema import ModelConfig
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.spec import ModelSpec
 
-DEFAULT_LENGTH = 1024
+ASSUMED_LENGTH = 1024
 _LENGTH = "data.args.sequence_length"
 _TARGETS = "model.lora.targets"
 _SAVED = "model.lora.modules_to_save"
@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExplainedModel:
     """A model with samples for it."""
 
     name: str
@@ -67,7 +67,7 @@ def job_name_of(model: str) -> str:
     return f"{HF}{model}" if "/" in model else model
 
 
-def open_subject(request: Request, model: str, words: Sequence[str]) -> Subject:
+def open_subject(request: ToolRequest, model: str, words: Sequence[str]) -> ExplainedModel:
     """Describe the model, and choose samples for it.
 
     Args:
@@ -100,7 +100,7 @@ def open_subject(request: Request, model: str, words: Sequence[str]) -> Subject:
         data = _samples(spec, name, length, vocabulary)
     if not is_language:
         request.keys.pop(_LENGTH, None)
-    return Subject(name, spec, described.model, data, is_language)
+    return ExplainedModel(name, spec, described.model, data, is_language)
 
 
 def _initial(name: str) -> str | None:
@@ -108,7 +108,7 @@ def _initial(name: str) -> str | None:
     return "none" if name.startswith(HF) else None
 
 
-def _length(request: Request, spec: ModelSpec) -> int:
+def _length(request: ToolRequest, spec: ModelSpec) -> int:
     """Return the tokens of a sample; an assumption is added to the request."""
     known = request.keys.get(_LENGTH)
     most = spec.sequence_length
@@ -118,7 +118,7 @@ def _length(request: Request, spec: ModelSpec) -> int:
             config, "n_positions", None
         )
     if known is None:
-        length = min(DEFAULT_LENGTH, most) if isinstance(most, int) else DEFAULT_LENGTH
+        length = min(ASSUMED_LENGTH, most) if isinstance(most, int) else ASSUMED_LENGTH
         request.keys[_LENGTH] = Asked(length, why="assumed: the file has no sequence length")
         return length
     length = int(known.value)
@@ -165,7 +165,7 @@ def _samples(
     return ("data.name=synthetic", unquoted_word("data.args", args))
 
 
-def check_layers(request: Request, subject: Subject) -> None:
+def check_layers(request: ToolRequest, subject: ExplainedModel) -> None:
     """Compare the names of layers in the file with those of the model."""
     if request.layer_classes is not None:
         classes = {type(module).__name__ for module in subject.model.modules()}
@@ -187,7 +187,7 @@ def check_layers(request: Request, subject: Subject) -> None:
         _check_names(request, subject, key)
 
 
-def _take_default_targets(request: Request, subject: Subject) -> None:
+def _take_default_targets(request: ToolRequest, subject: ExplainedModel) -> None:
     """Take peft's targets for this kind of model, as it does if a file names none."""
     kind = subject.spec.hub.folder.settings.get("model_type") if subject.spec.hub else None
     constants = import_library("peft.utils.constants", "model.lora")
@@ -205,7 +205,7 @@ def _take_default_targets(request: Request, subject: Subject) -> None:
     request.keys[_TARGETS] = Asked([ALL_LINEAR], why="no layers are named")
 
 
-def _check_names(request: Request, subject: Subject, key: str) -> None:
+def _check_names(request: ToolRequest, subject: ExplainedModel, key: str) -> None:
     """Report names that fit no module, and drop them; patterns are replaced by what they fit."""
     asked = request.keys.get(key)
     if asked is None:

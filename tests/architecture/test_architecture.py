@@ -68,6 +68,9 @@ COMMANDS = {
         *("-h", "--help", "--config", "--strategy", "-n", "--num-ranks", "--peak", "--against"),
         *("--save", "--json"),
     },
+    "explain": {
+        *("-h", "--help", "-n", "--num-ranks", "--devices", "--cluster", "--memory", "--json"),
+    },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "speedup": _SIDES | {"--cluster", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed", "--script"},

@@ -11,9 +11,10 @@ import yaml
 
 from bigtrain.errors import ConfigError
 from bigtrain.explain.read_request import read_request
-from bigtrain.explain.request import Request
+from bigtrain.explain.request import ToolRequest
 from bigtrain.explain.settle import settle_batch, settle_ranks, settle_strategy
 from bigtrain.explain.tools import accelerate_file, axolotl_keys, trl_file
+from bigtrain.explain.tools.key_rules import fits
 from bigtrain.machine.cluster import load_cluster
 
 DEEPSPEED: dict[str, Any] = {
@@ -56,7 +57,7 @@ TRL: dict[str, Any] = {
 
 
 def written(folder: Path, values: dict[str, Any], **changes: Any) -> str:
-    """Write a file with some keys changed; None leaves a key out."""
+    """Write a file with some keys changed; None dotted_leaves a key out."""
     changed = {**values, **changes}
     changed = {key: value for key, value in changed.items() if value is not None}
     is_json = "zero_optimization" in values
@@ -66,15 +67,15 @@ def written(folder: Path, values: dict[str, Any], **changes: Any) -> str:
     return str(path)
 
 
-def read(folder: Path, values: dict[str, Any], **changes: Any) -> Request:
+def read(folder: Path, values: dict[str, Any], **changes: Any) -> ToolRequest:
     return read_request(written(folder, values, **changes))
 
 
-def asked(request: Request, key: str) -> Any:
+def asked(request: ToolRequest, key: str) -> Any:
     return request.keys[key].value
 
 
-def found(request: Request, kind: str) -> list[str]:
+def found(request: ToolRequest, kind: str) -> list[str]:
     return [finding.line(request.file.path) for finding in request.findings if finding.kind == kind]
 
 
@@ -153,8 +154,9 @@ def test_the_options_of_fsdp_are_words(tmp_path, options, words):
     ],
 )
 def test_the_kinds_of_accelerate_are_words(tmp_path, changes, words):
-    kept = {} if "fsdp_config" in changes or "parallelism_config" in changes else {"fsdp_config": None}
-    assert read(tmp_path, ACCELERATE, **kept, **changes).words == words
+    if "parallelism_config" not in changes:
+        changes = {"fsdp_config": None, **changes}
+    assert read(tmp_path, ACCELERATE, **changes).words == words
 
 
 def test_axolotl_asks_for_adapters_and_a_length(tmp_path):
@@ -545,8 +547,8 @@ def test_words_follow_the_ranks_of_a_node(tmp_path):
         ("a.yaml", "base_model: x\n  bad: [1", "a.yaml:2: it is not YAML"),
         ("a.yaml", "- 1\n- 2\n", "a.yaml has a list without keys"),
         ("a.yaml", "", "a.yaml has nothing"),
-        ("a.yaml", "colour: red\nshape: round\n", r"is none of the files that are read .its keys"),
-        ("a.yaml", "model: {name: gpt}\ntrain: {steps: 1}\n", "is a job of bigtrain. Run: bigtrain"),
+        ("a.yaml", "colour: red\nshape: round\n", "is none of the files that are read (its keys"),
+        ("a.yaml", "model: {name: gpt}\ntrain: {steps: 1}\n", "is a job of bigtrain. Run: "),
         ("a.json", '{"zero_optimization": {"stage": 7}}', "a.json:1: zero_optimization.stage=7"),
         ("a.json", '{"zero_optimization": 3}', "zero_optimization=3 is not an object"),
         ("a.yaml", "base_model: x\nmicro_batch_size: two\n", "a.yaml:2: micro_batch_size=two: a "),
@@ -578,16 +580,14 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_line(tmp_path, monkeypatch, 
     with pytest.raises(ConfigError) as refused:
         read_request(name)
     message = str(refused.value)
-    assert said.replace(r".its keys", "(its keys") in message
+    assert said in message
     assert "\n" not in message
 
 
 def test_every_key_of_transformers_is_in_the_table_of_trl():
     """Without a key of the installed version no line would say that it is not forecast."""
     training = pytest.importorskip("transformers").TrainingArguments
-    patterns = trl_file.TABLE
-    from bigtrain.explain.tools.key_rules import fits
-
+    patterns = trl_file.TRL_KEYS
     fields = training.__dataclass_fields__
     known = {*patterns.numbers, *patterns.read}
     others = (*patterns.outside, *patterns.not_forecast)
@@ -596,18 +596,16 @@ def test_every_key_of_transformers_is_in_the_table_of_trl():
 
 def test_every_key_of_accelerate_is_in_its_table():
     config = pytest.importorskip("accelerate.commands.config.config_args").ClusterConfig
-    from bigtrain.explain.tools.key_rules import fits
-
-    table = accelerate_file.TABLE
+    table = accelerate_file.ACCELERATE_KEYS
     others = (*table.outside, *table.not_forecast)
     fields = config.__dataclass_fields__
     assert not [name for name in fields if name not in table.read and not fits(name, others)]
 
 
-@pytest.mark.parametrize("table", [axolotl_keys.TABLE, trl_file.TABLE, accelerate_file.TABLE])
+@pytest.mark.parametrize(
+    "table", [axolotl_keys.AXOLOTL_KEYS, trl_file.TRL_KEYS, accelerate_file.ACCELERATE_KEYS]
+)
 def test_a_key_has_one_meaning(table):
-    from bigtrain.explain.tools.key_rules import fits
-
     assert not table.numbers.keys() & table.read
     for key in (*table.numbers, *table.read):
         assert not fits(key, [name for name in table.not_forecast if "*" not in name])

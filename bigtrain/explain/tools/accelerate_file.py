@@ -6,14 +6,22 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.explain.config_file import ConfigFile, find_referenced, read_config_file
-from bigtrain.explain.request import Asked, Request, Section
+from bigtrain.explain.request import Asked, FileSection, ToolRequest
 from bigtrain.explain.tools.deepspeed_file import read_deepspeed
-from bigtrain.explain.tools.key_rules import KeyTable, Rule, apply_rules, sort_remaining
+from bigtrain.explain.tools.key_rules import KeyRule, KeyTable, apply_rules, sort_remaining
 from bigtrain.explain.tools.trainer_keys import read_fsdp
 
-MARKS = ("distributed_type", "compute_environment")
+ACCELERATE_MARKS = ("distributed_type", "compute_environment")
 """Keys by which a file is known to be Accelerate's."""
-KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+DISTRIBUTED_TYPES = (
+    "NO",
+    "MULTI_GPU",
+    "MULTI_CPU",
+    "MULTI_XPU",
+    "FSDP",
+    "DEEPSPEED",
+    "MEGATRON_LM",
+)
 ELSEWHERE = ("XLA", "TPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 """Kinds for devices without a counterpart."""
 
@@ -22,36 +30,36 @@ def _lacks(kind: str) -> Any:
     return lambda section: section.get("distributed_type") != kind
 
 
-RULES = (
-    Rule(
+_RULES = (
+    KeyRule(
         "no effect",
         ("fsdp_config",),
         _lacks("FSDP"),
         "it is for distributed_type: FSDP",
         "Write distributed_type: FSDP, or leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("deepspeed_config",),
         _lacks("DEEPSPEED"),
         "it is for distributed_type: DEEPSPEED",
         "Write distributed_type: DEEPSPEED, or leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("megatron_lm_config",),
         _lacks("MEGATRON_LM"),
         "it is for distributed_type: MEGATRON_LM",
         "Leave it out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("fsdp_config", "deepspeed_config"),
         lambda section: bool(section.get("fsdp_config")) and bool(section.get("deepspeed_config")),
         "FSDP and DeepSpeed shard the same states, and only one of them runs",
         "Keep the one that distributed_type names.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("use_cpu", "distributed_type"),
         lambda section: (
@@ -62,7 +70,7 @@ RULES = (
         "Write use_cpu: false, or distributed_type: MULTI_CPU.",
     ),
 )
-TABLE = KeyTable(
+ACCELERATE_KEYS = KeyTable(
     tool="Accelerate",
     numbers={},
     read=frozenset(
@@ -85,7 +93,7 @@ TABLE = KeyTable(
             "Use train.compile=blocks, and measure with bigtrain compare.",
         ),
     },
-    rules=RULES,
+    rules=_RULES,
 )
 _DEEPSPEED_OUTSIDE = (
     *("deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
@@ -105,20 +113,20 @@ _IGNORED_WITH_FILE = (
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "bf16", "no": "fp32"}
 
 
-def read_accelerate_file(file: ConfigFile) -> Request:
+def read_accelerate_file(file: ConfigFile) -> ToolRequest:
     """Read a file whose loop calls `accelerator.prepare`.
 
     Raises:
         ConfigError: a value is impossible, or a file that it names is missing.
     """
-    request = Request("Accelerate", file)
+    request = ToolRequest("Accelerate", file)
     read_accelerate(request, file)
     whole = "whole logits, unless the model's loss computes them in chunks"
     request.keys.setdefault("model.chunked_loss", Asked(False, why=whole))
     return request
 
 
-def read_accelerate(request: Request, file: ConfigFile, trained_by: str = "Accelerate") -> None:
+def read_accelerate(request: ToolRequest, file: ConfigFile, trained_by: str = "Accelerate") -> None:
     """Add what a file asks for: the ranks, the strategy and the precision.
 
     Args:
@@ -129,7 +137,7 @@ def read_accelerate(request: Request, file: ConfigFile, trained_by: str = "Accel
     Raises:
         ConfigError: see `read_accelerate_file`.
     """
-    section = Section(file, file.values)
+    section = FileSection(file, file.values)
     kind = _kind(section)
     request.on_cpu = section.is_on("use_cpu") or kind == "MULTI_CPU"
     ranks = section.count("num_processes")
@@ -145,7 +153,7 @@ def read_accelerate(request: Request, file: ConfigFile, trained_by: str = "Accel
         if asked is not None:
             request.keys.setdefault(ours, asked)
     if kind == "FSDP":
-        options = section.inner("fsdp_config") or Section(file, {}, "fsdp_config.")
+        options = section.inner("fsdp_config") or FileSection(file, {}, "fsdp_config.")
         read_fsdp(request, options, 1, tuple(section.written("distributed_type")))
     elif kind == "DEEPSPEED":
         _read_deepspeed(request, section, trained_by)
@@ -155,11 +163,11 @@ def read_accelerate(request: Request, file: ConfigFile, trained_by: str = "Accel
         word = "single" if kind == "NO" else "ddp"
         request.strategy = Asked(word, tuple(section.written("distributed_type")))
     _read_mesh(request, section)
-    apply_rules(request, section, TABLE.rules)
-    sort_remaining(request, section, TABLE)
+    apply_rules(request, section, ACCELERATE_KEYS.rules)
+    sort_remaining(request, section, ACCELERATE_KEYS)
 
 
-def _kind(section: Section) -> str:
+def _kind(section: FileSection) -> str:
     kind = str(section.get("distributed_type") or "NO").upper()
     place = section.place("distributed_type")
     if kind in ELSEWHERE:
@@ -167,15 +175,15 @@ def _kind(section: Section) -> str:
             f"{place}: distributed_type={kind} is for devices that bigtrain does not have. Write "
             "MULTI_GPU, FSDP or DEEPSPEED to compare it with GPUs."
         )
-    if kind not in KINDS:
+    if kind not in DISTRIBUTED_TYPES:
         raise ConfigError(
-            f"{place}: distributed_type={kind}{did_you_mean(kind, KINDS)} Write one of "
-            f"{', '.join(KINDS)}."
+            f"{place}: distributed_type={kind}{did_you_mean(kind, DISTRIBUTED_TYPES)} Write one of "
+            f"{', '.join(DISTRIBUTED_TYPES)}."
         )
     return kind
 
 
-def _read_precision(request: Request, section: Section) -> None:
+def _read_precision(request: ToolRequest, section: FileSection) -> None:
     said = section.get("mixed_precision")
     name = "no" if said is False else str(said or "no").lower()
     if name not in PRECISIONS:
@@ -207,7 +215,7 @@ def _read_precision(request: Request, section: Section) -> None:
         )
 
 
-def _read_deepspeed(request: Request, section: Section, trained_by: str) -> None:
+def _read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str) -> None:
     part = section.inner("deepspeed_config")
     if part is None:
         raise ConfigError(
@@ -226,7 +234,7 @@ def _read_deepspeed(request: Request, section: Section, trained_by: str) -> None
         if not section.written("mixed_precision"):
             request.keys.pop("train.precision", None)
         file = read_config_file(found, f"{section.file.path}: deepspeed_config_file")
-        read_deepspeed(request, Section(file, file.values), trained_by)
+        read_deepspeed(request, FileSection(file, file.values), trained_by)
         request.keys.setdefault("train.precision", Asked("fp32", why="no precision is enabled"))
     else:
         _read_plugin(request, part, trained_by)
@@ -258,7 +266,7 @@ def _read_deepspeed(request: Request, section: Section, trained_by: str) -> None
             )
 
 
-def _read_plugin(request: Request, part: Section, trained_by: str) -> None:
+def _read_plugin(request: ToolRequest, part: FileSection, trained_by: str) -> None:
     """Add what the section says without a DeepSpeed file: its keys are those of one."""
     zero: dict[str, Any] = {
         "stage": 2 if part.get("zero_stage") is None else part.get("zero_stage")
@@ -279,10 +287,12 @@ def _read_plugin(request: Request, part: Section, trained_by: str) -> None:
         line = part.file.line_of(f"deepspeed_config.{key}")
         if line is not None:
             lines[name] = line
-    read_deepspeed(request, Section(ConfigFile(part.file.path, values, lines), values), trained_by)
+    read_deepspeed(
+        request, FileSection(ConfigFile(part.file.path, values, lines), values), trained_by
+    )
 
 
-def _read_megatron(request: Request, section: Section) -> None:
+def _read_megatron(request: ToolRequest, section: FileSection) -> None:
     """Add Megatron-LM's degrees as a pipeline and slices of layers."""
     part = section.inner("megatron_lm_config")
     words, keys = [], {"tensor": "megatron_lm_tp_degree", "1f1b": "megatron_lm_pp_degree"}
@@ -305,7 +315,7 @@ def _read_megatron(request: Request, section: Section) -> None:
     )
 
 
-def _read_mesh(request: Request, section: Section) -> None:
+def _read_mesh(request: ToolRequest, section: FileSection) -> None:
     """Add the sizes of `parallelism_config`."""
     part = section.inner("parallelism_config")
     if part is None:

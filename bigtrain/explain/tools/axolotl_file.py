@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from bigtrain.errors import ConfigError
 from bigtrain.explain.config_file import ConfigFile, find_referenced, read_config_file
-from bigtrain.explain.request import Asked, Request, Section, said_true
+from bigtrain.explain.request import Asked, FileSection, ToolRequest, said_true
 from bigtrain.explain.tools.axolotl_keys import (
+    AXOLOTL_KEYS,
     CHUNKING,
-    TABLE,
     fsdp_version_of,
     has_fsdp,
 )
 from bigtrain.explain.tools.deepspeed_file import read_deepspeed
 from bigtrain.explain.tools.key_rules import apply_rules, default, read_numbers, sort_remaining
 from bigtrain.explain.tools.trainer_keys import (
-    ALL_LINEAR,
     AdapterKeys,
     FsdpOptions,
     quantise,
     read_adapters,
     read_fsdp,
     read_optimizer,
-    read_schedule,
+    read_rate_schedule,
 )
+from bigtrain.hub.lora import ALL_LINEAR
 
 
-def read_axolotl_file(file: ConfigFile) -> Request:
+def read_axolotl_file(file: ConfigFile) -> ToolRequest:
     """Read a file of axolotl.
 
     Raises:
         ConfigError: a value is impossible, or a file that it names is missing.
     """
-    request, section = Request("axolotl", file), Section(file, file.values)
+    request, section = ToolRequest("axolotl", file), FileSection(file, file.values)
     if section.get("base_model") is not None:
         request.model = section.asked("base_model")
-    read_numbers(request, section, TABLE)
+    read_numbers(request, section, AXOLOTL_KEYS)
     default(request, "train.micro_batch_size", 1, "axolotl's default")
     default(request, "data.args.sequence_length", 512, "axolotl's default")
     _read_batch(request, section)
@@ -44,19 +44,19 @@ def read_axolotl_file(file: ConfigFile) -> Request:
     elif clip.value:
         request.keys["optim.clip_norm"] = clip
     read_optimizer(request, section, "optimizer", "adamw_torch_fused")
-    read_schedule(request, section, "lr_scheduler", "cosine")
+    read_rate_schedule(request, section, "lr_scheduler", "cosine")
     _read_warmup(request, section)
     _read_precision(request, section)
     _read_recompute(request, section)
     _read_sharding(request, section)
     _read_adapter(request, section)
     _read_loss(request, section)
-    apply_rules(request, section, TABLE.rules)
-    sort_remaining(request, section, TABLE)
+    apply_rules(request, section, AXOLOTL_KEYS.rules)
+    sort_remaining(request, section, AXOLOTL_KEYS)
     return request
 
 
-def _read_batch(request: Request, section: Section) -> None:
+def _read_batch(request: ToolRequest, section: FileSection) -> None:
     """Add the ranks that the mesh names, and the accumulation by the older key `batch_size`."""
     sizes = [
         asked
@@ -82,7 +82,7 @@ def _read_batch(request: Request, section: Section) -> None:
         request.keys["mesh.tp"] = slices
 
 
-def _read_warmup(request: Request, section: Section) -> None:
+def _read_warmup(request: ToolRequest, section: FileSection) -> None:
     ratio, epochs = section.number("warmup_ratio"), request.keys.get("train.epochs")
     steps = request.keys.pop("optim.warmup_steps", None)
     if steps is not None and steps.value:
@@ -91,7 +91,7 @@ def _read_warmup(request: Request, section: Section) -> None:
         request.keys["optim.warmup_epochs"] = Asked(ratio.value * epochs.value, ratio.written)
 
 
-def _read_precision(request: Request, section: Section) -> None:
+def _read_precision(request: ToolRequest, section: FileSection) -> None:
     """Add the precision: axolotl loads the weights in bf16 if the run is in bf16."""
     low = [key for key in ("bf16", "bfloat16") if said_true(section.get(key))]
     half = [key for key in ("fp16", "float16") if said_true(section.get(key))]
@@ -114,7 +114,7 @@ def _read_precision(request: Request, section: Section) -> None:
         request.keys["train.matmul"] = section.asked("tf32", "high")
 
 
-def _read_recompute(request: Request, section: Section) -> None:
+def _read_recompute(request: ToolRequest, section: FileSection) -> None:
     mode = section.get("gradient_checkpointing")
     if section.is_on("gradient_checkpointing"):
         request.added["full"] = section.asked("gradient_checkpointing", "full")
@@ -128,13 +128,13 @@ def _read_recompute(request: Request, section: Section) -> None:
         request.added[word] = section.asked(key, word)
 
 
-def _read_sharding(request: Request, section: Section) -> None:
+def _read_sharding(request: ToolRequest, section: FileSection) -> None:
     """Add the strategy: DeepSpeed's file, FSDP's options, or replicas."""
     deepspeed = section.get("deepspeed")
     if isinstance(deepspeed, str):
         found = find_referenced(deepspeed, section.file, "deepspeed")
         file = read_config_file(found, f"{section.place('deepspeed')}: deepspeed")
-        read_deepspeed(request, Section(file, file.values), "axolotl")
+        read_deepspeed(request, FileSection(file, file.values), "axolotl")
         request.strategy = Asked(request.strategy.value, tuple(section.written("deepspeed")))
     elif isinstance(deepspeed, dict):
         inner = section.inner("deepspeed")
@@ -146,8 +146,8 @@ def _read_sharding(request: Request, section: Section) -> None:
         _load_in_bf16(request)
 
 
-def _read_fsdp(request: Request, section: Section) -> None:
-    options = section.inner("fsdp_config") or Section(section.file, {}, "fsdp_config.")
+def _read_fsdp(request: ToolRequest, section: FileSection) -> None:
+    options = section.inner("fsdp_config") or FileSection(section.file, {}, "fsdp_config.")
     flags = section.get("fsdp") or []
     names = [flags] if isinstance(flags, str) else list(flags)
     written = tuple(section.written("fsdp", "fsdp_config")[:1])
@@ -164,7 +164,7 @@ def _read_fsdp(request: Request, section: Section) -> None:
         )
 
 
-def _load_in_bf16(request: Request) -> None:
+def _load_in_bf16(request: ToolRequest) -> None:
     """Say that parameters are bf16 without masters, for optimizers that can have them so."""
     if request.keys["optim.name"].value in ("adamw", "adamw_8bit", "adamw_4bit"):
         why = "axolotl loads the weights in bf16, and nothing keeps them in fp32"
@@ -172,7 +172,7 @@ def _load_in_bf16(request: Request) -> None:
         request.keys.pop("optim.implementation", None)
 
 
-def _read_adapter(request: Request, section: Section) -> None:
+def _read_adapter(request: ToolRequest, section: FileSection) -> None:
     adapter = section.get("adapter")
     if adapter is None:
         return
@@ -202,8 +202,8 @@ def _read_adapter(request: Request, section: Section) -> None:
         )
 
 
-def _check_sharded_quantised(request: Request, section: Section) -> None:
-    """Report weights in 4 bits that the tool's sharding leaves whole on each rank."""
+def _check_sharded_quantised(request: ToolRequest, section: FileSection) -> None:
+    """Report weights in 4 bits that the tool's sharding dotted_leaves whole on each rank."""
     storage = (section.get("bnb_config_kwargs") or {}).get("bnb_4bit_quant_storage", "uint8")
     if storage != "uint8":
         return
@@ -218,7 +218,7 @@ def _check_sharded_quantised(request: Request, section: Section) -> None:
         )
 
 
-def _read_loss(request: Request, section: Section) -> None:
+def _read_loss(request: ToolRequest, section: FileSection) -> None:
     plugins = [str(each) for each in section.get("plugins") or []]
     on = [key for key in CHUNKING if section.is_on(key)]
     cut = any(each.endswith("CutCrossEntropyPlugin") for each in plugins)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bigtrain.explain.request import Section, said_true
-from bigtrain.explain.tools.key_rules import KeyTable, Rule
+from bigtrain.explain.request import FileSection, said_true
+from bigtrain.explain.tools.key_rules import KeyRule, KeyTable
 from bigtrain.explain.tools.trainer_keys import FsdpOptions
 
-MARKS = ("base_model",)
+AXOLOTL_MARKS = ("base_model",)
 """Keys by which a file is known to be axolotl's."""
 ATTENTION = (
     *("flash_attention", "sdp_attention", "xformers_attention", "flex_attention"),
@@ -22,60 +22,60 @@ CHUNKING = ("liger_fused_linear_cross_entropy", "chunked_cross_entropy", "cut_cr
 """Switches with which the logits never exist as a whole."""
 
 
-def has_fsdp(section: Section) -> bool:
+def has_fsdp(section: FileSection) -> bool:
     """Whether a file asks for FSDP."""
     return bool(section.get("fsdp") or section.get("fsdp_config"))
 
 
-def _knows_documents(section: Section) -> bool:
+def _knows_documents(section: FileSection) -> bool:
     named = str(section.get("attn_implementation") or "")
     return named not in ("", "eager") or any(
         section.is_on(key) for key in ATTENTION if key not in ("s2_attention", "eager_attention")
     )
 
 
-def _offloads(section: Section) -> bool:
+def _offloads(section: FileSection) -> bool:
     options = section.inner("fsdp_config")
     return options is not None and FsdpOptions(options).is_on("offload_params")
 
 
-def fsdp_version_of(section: Section) -> int:
+def fsdp_version_of(section: FileSection) -> int:
     """Return the version of FSDP; axolotl's default is 1."""
     options = section.inner("fsdp_config")
     said = section.get("fsdp_version") or (options and FsdpOptions(options).get("version"))
     return 2 if str(said) == "2" else 1
 
 
-RULES = (
-    Rule(
+_RULES = (
+    KeyRule(
         "contradiction",
         ("bf16", "fp16"),
         lambda s: said_true(s.get("bf16")) and said_true(s.get("fp16")),
         "there is one precision",
         "Leave fp16 out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("deepspeed", "fsdp", "fsdp_config"),
         lambda s: bool(s.get("deepspeed")) and has_fsdp(s),
         "both shard the same states, and axolotl refuses both; it is forecast with DeepSpeed",
         "Leave one of them out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("load_in_8bit", "load_in_4bit"),
         lambda s: s.is_on("load_in_8bit") and s.is_on("load_in_4bit"),
         "the weights have one dtype",
         "Leave load_in_8bit out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("load_in_8bit", "load_in_4bit"),
         lambda s: not s.get("adapter") and not s.get("peft"),
         "quantised weights cannot be trained, and no adapter is",
         "Write adapter: qlora, or load_in_4bit: false.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("adapter",),
         lambda s: (
@@ -85,35 +85,35 @@ RULES = (
         "qlora trains adapters of weights in 4 bits, and load_in_4bit is not on",
         "Write load_in_4bit: true, or adapter: lora.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("sample_packing",),
         lambda s: not _knows_documents(s),
         "without an attention that knows where documents end, packed documents see each other",
         "Write flash_attention: true or sdp_attention: true.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ATTENTION,
         lambda s: sum(s.is_on(key) for key in ATTENTION) > 1,
         "there is one attention",
         "Keep one of them.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("gradient_accumulation_steps", "batch_size"),
         lambda s: bool(s.get("batch_size")) and bool(s.get("gradient_accumulation_steps")),
         "batch_size decides the accumulation, and axolotl refuses both",
         "Leave batch_size out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("warmup_steps", "warmup_ratio"),
         lambda s: bool(s.get("warmup_steps")) and bool(s.get("warmup_ratio")),
         "both say how long the warm-up is",
         "Leave one of them out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("optimizer", "fsdp_version"),
         lambda s: (
@@ -124,14 +124,14 @@ RULES = (
         "the optimizer of bitsandbytes fails on the shards of FSDP 2",
         "Write optimizer: adamw_torch_8bit.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("optimizer",),
         lambda s: _offloads(s) and "bit" in str(s.get("optimizer") or ""),
         "optimizers in 8 and 4 bits run on a GPU, and offload_params moves their states away",
         "Write optimizer: adamw_torch_fused, or offload_params: false.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         _ADAPTER,
         lambda s: not s.get("adapter"),
@@ -139,35 +139,35 @@ RULES = (
         "Write adapter: lora, or leave them out.",
         even_off=False,
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("gradient_checkpointing_kwargs",),
         lambda s: not s.is_on("gradient_checkpointing"),
         "gradient_checkpointing is not on",
         "Write gradient_checkpointing: true, or leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("num_epochs",),
         lambda s: bool(s.get("max_steps")),
         "max_steps decides the length",
         "Leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("group_by_length", "pad_to_sequence_len"),
         lambda s: s.is_on("sample_packing") and s.is_on("group_by_length"),
         "packed samples have one length",
         "Leave group_by_length out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("eval_sample_packing", "sample_packing_*"),
         lambda s: not s.is_on("sample_packing") and not s.is_on("eval_sample_packing"),
         "sample_packing is not on",
         "Leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("fsdp_version", "fsdp_final_state_dict_type"),
         lambda s: not has_fsdp(s),
@@ -175,7 +175,7 @@ RULES = (
         "Leave it out.",
     ),
 )
-TABLE = KeyTable(
+AXOLOTL_KEYS = KeyTable(
     tool="axolotl",
     numbers={
         "micro_batch_size": ("train.micro_batch_size", "count"),
@@ -273,5 +273,5 @@ TABLE = KeyTable(
         "pretraining_dataset": ("a stream of data", "Use data.name=text."),
         "use_pose": ("positions with gaps take as much memory", "Leave it out."),
     },
-    rules=RULES,
+    rules=_RULES,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError
 from bigtrain.explain.config_file import ConfigFile
-from bigtrain.explain.request import Asked, Request, Section, WrittenKey, said_true
+from bigtrain.explain.request import Asked, FileSection, ToolRequest, WrittenKey, said_true
 from bigtrain.explain.tools.key_rules import fix_of_name
 from bigtrain.job.deepspeed_json import Said, said_of_job
 from bigtrain.job.deepspeed_sections import (
@@ -30,9 +30,9 @@ from bigtrain.job.deepspeed_sections import (
 )
 
 AUTO = "auto"
-MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 """Keys by which a file is known to be DeepSpeed's."""
-ALL_KEYS = {*COMPARED, *PASSED, *NOT_USED, *REFUSED}
+DEEPSPEED_KEYS = {*COMPARED, *PASSED, *NOT_USED, *REFUSED}
 STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 """Our word for each ZeRO stage."""
 STAGES_OF = {
@@ -66,16 +66,16 @@ _FP16_PARTS = (
 )
 
 
-def read_deepspeed_file(file: ConfigFile) -> Request:
+def read_deepspeed_file(file: ConfigFile) -> ToolRequest:
     """Read a DeepSpeed JSON that a user's own loop passes to `deepspeed.initialize`."""
-    request = Request("DeepSpeed", file)
-    section = Section(file, file.values)
+    request = ToolRequest("DeepSpeed", file)
+    section = FileSection(file, file.values)
     read_deepspeed(request, section, trained_by=None)
     request.deepspeed_path = file.path
     return request
 
 
-def read_deepspeed(request: Request, section: Section, trained_by: str | None) -> None:
+def read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str | None) -> None:
     """Add what a DeepSpeed configuration asks for.
 
     Args:
@@ -116,7 +116,7 @@ def read_deepspeed(request: Request, section: Section, trained_by: str | None) -
     request.outside += [key for key in section.values if key in PASSED]
 
 
-def _names(section: Section, key: str) -> list[str]:
+def _names(section: FileSection, key: str) -> list[str]:
     """The names by which a file has written a key: its own, its short or its older ones."""
     above, _, own = key.rpartition(".")
     candidates = [own, own.removeprefix("stage3_"), *_OLD_NAMES.get(own, ())]
@@ -124,11 +124,11 @@ def _names(section: Section, key: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if section.written(name)]
 
 
-def _written(section: Section, key: str) -> list[WrittenKey]:
+def _written(section: FileSection, key: str) -> list[WrittenKey]:
     return section.written(*_names(section, key)[:1])
 
 
-def _report_faults(request: Request, section: Section, config: Mapping[str, Any]) -> None:
+def _report_faults(request: ToolRequest, section: FileSection, config: Mapping[str, Any]) -> None:
     """Report the keys that bigtrain does not support, and take them for left out."""
     fp16, bf16 = (config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
     for fault in section_faults(config):
@@ -139,7 +139,7 @@ def _report_faults(request: Request, section: Section, config: Mapping[str, Any]
             written = written or section.written(fault.key.partition(".")[0])
         if fault.is_unknown:
             own = fault.key.rpartition(".")[2]
-            fix = fix_of_name(own, {*ALL_KEYS, *ZERO_PASSED, *ZERO_NOT_USED})
+            fix = fix_of_name(own, {*DEEPSPEED_KEYS, *ZERO_PASSED, *ZERO_NOT_USED})
             request.find("not forecast", written, "it is not a key of DeepSpeed", fix)
         else:
             request.find("not forecast", written, "it has no counterpart", f"{fault.fix}.")
@@ -152,7 +152,7 @@ def _report_faults(request: Request, section: Section, config: Mapping[str, Any]
         )
 
 
-def _stage(request: Request, section: Section, zero: Mapping[str, Any]) -> int:
+def _stage(request: ToolRequest, section: FileSection, zero: Mapping[str, Any]) -> int:
     stage = zero.get("stage", 0)
     if stage == AUTO:
         request.find(
@@ -170,7 +170,9 @@ def _stage(request: Request, section: Section, zero: Mapping[str, Any]) -> int:
     return int(stage)
 
 
-def _read_offload(request: Request, section: Section, zero: dict[str, Any], stage: int) -> None:
+def _read_offload(
+    request: ToolRequest, section: FileSection, zero: dict[str, Any], stage: int
+) -> None:
     """Add the words for states on the host. Disks are forecast as the host."""
     words = {"offload_optimizer": "offload_cpu", "offload_param": "offload_parameters_cpu"}
     for key, word in words.items():
@@ -193,7 +195,7 @@ def _read_offload(request: Request, section: Section, zero: dict[str, Any], stag
 
 
 def _read_precision(
-    request: Request, section: Section, config: Mapping[str, Any], trained_by: str | None
+    request: ToolRequest, section: FileSection, config: Mapping[str, Any], trained_by: str | None
 ) -> None:
     fp16, bf16 = (config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
     known = request.keys.get("train.precision")
@@ -223,7 +225,7 @@ def _read_precision(
         request.find("no effect", parts, "fp16 is off", "Leave the section fp16 out.")
 
 
-def _read_batch(request: Request, section: Section, trained_by: str | None) -> None:
+def _read_batch(request: ToolRequest, section: FileSection, trained_by: str | None) -> None:
     """Add the keys of the batch and the clipping; compare them with those of a trainer."""
     for key, ours in {**BATCH, "gradient_clipping": "optim.clip_norm"}.items():
         is_clip = ours == "optim.clip_norm"
@@ -262,7 +264,9 @@ def _read_batch(request: Request, section: Section, trained_by: str | None) -> N
     )
 
 
-def _report_unused(request: Request, section: Section, zero: Mapping[str, Any], stage: int) -> None:
+def _report_unused(
+    request: ToolRequest, section: FileSection, zero: Mapping[str, Any], stage: int
+) -> None:
     """Report keys of `zero_optimization` that the stage does not read."""
     silent: dict[str, list[WrittenKey]] = {}
     for key in zero:
@@ -314,7 +318,7 @@ def _supported(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int) -
 
 
 def _read_optimizer(
-    request: Request, section: Section, config: Mapping[str, Any], trained_by: str | None
+    request: ToolRequest, section: FileSection, config: Mapping[str, Any], trained_by: str | None
 ) -> None:
     """Add the optimizer that the file names; its schedule does not change memory or seconds."""
     part = {key: value for key, value in config.items() if key == "optimizer"}

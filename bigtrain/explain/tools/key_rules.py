@@ -8,19 +8,19 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from bigtrain.errors import did_you_mean
-from bigtrain.explain.request import Asked, FindingKind, Request, Section, WrittenKey
+from bigtrain.explain.request import Asked, FileSection, FindingKind, ToolRequest, WrittenKey
 
 NumberKind = Literal["count", "number"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """A finding about keys that are on while a test of the whole file holds."""
 
     kind: FindingKind
     keys: tuple[str, ...]
     """Names or patterns."""
-    test: Callable[[Section], bool]
+    test: Callable[[FileSection], bool]
     reason: str
     fix: str
     even_off: bool = False
@@ -40,7 +40,7 @@ class KeyTable:
     """Keys or patterns that change neither the memory nor the seconds of a step."""
     not_forecast: Mapping[str, tuple[str, str]]
     """By key or pattern: why there is no counterpart, and the fix."""
-    rules: tuple[Rule, ...] = field(default=())
+    rules: tuple[KeyRule, ...] = field(default=())
 
     @property
     def known(self) -> set[str]:
@@ -48,7 +48,7 @@ class KeyTable:
         return {*self.numbers, *self.read, *self.outside, *self.not_forecast}
 
 
-def read_numbers(request: Request, section: Section, table: KeyTable) -> None:
+def read_numbers(request: ToolRequest, section: FileSection, table: KeyTable) -> None:
     """Add the keys of a job that are the same numbers in the file.
 
     Raises:
@@ -60,7 +60,7 @@ def read_numbers(request: Request, section: Section, table: KeyTable) -> None:
             request.keys[ours] = asked
 
 
-def apply_rules(request: Request, section: Section, rules: Iterable[Rule]) -> None:
+def apply_rules(request: ToolRequest, section: FileSection, rules: Iterable[KeyRule]) -> None:
     """Add the findings of the rules whose test holds."""
     for rule in rules:
         written = matching(section, rule.keys, even_off=rule.even_off)
@@ -69,7 +69,7 @@ def apply_rules(request: Request, section: Section, rules: Iterable[Rule]) -> No
 
 
 def matching(
-    section: Section, patterns: Sequence[str], *, even_off: bool = False
+    section: FileSection, patterns: Sequence[str], *, even_off: bool = False
 ) -> list[WrittenKey]:
     """Return the keys of a section that fit a name or pattern and are on."""
     names = [
@@ -81,7 +81,7 @@ def matching(
     return section.written(*names)
 
 
-def sort_remaining(request: Request, section: Section, table: KeyTable) -> None:
+def sort_remaining(request: ToolRequest, section: FileSection, table: KeyTable) -> None:
     """Sort the keys that nothing has read: without influence, not forecast, or unknown."""
     for key in section.values:
         if key in table.numbers or key in table.read or section.get(key) is None:
@@ -118,6 +118,6 @@ def fits(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def default(request: Request, ours: str, value: object, why: str) -> None:
+def default(request: ToolRequest, ours: str, value: object, why: str) -> None:
     """Set a key that the file does not give to the tool's default."""
     request.keys.setdefault(ours, Asked(value, why=why))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.errors import ConfigError
-from bigtrain.explain.request import Asked, Request, Section, WrittenKey
+from bigtrain.explain.request import Asked, FileSection, ToolRequest, WrittenKey
 from bigtrain.job.schema import LoraConfig
 
 SHARDING = {
@@ -49,17 +49,16 @@ OPTIMIZERS = {
 """Our optimizer for each name of transformers."""
 _FOREACH = ("adamw_torch", "adamw_hf")
 """Those for which torch updates all parameters at once, with temporary copies."""
-SCHEDULES = {
+SCHEDULE_NAMES = {
     **{"cosine": "cosine", "linear": "linear", "constant": "constant", "polynomial": "poly"},
     "constant_with_warmup": "constant",
 }
-ALL_LINEAR = "all-linear"
 
 
 class FsdpOptions:
     """The options of FSDP, written with the prefix `fsdp_` or without."""
 
-    def __init__(self, section: Section) -> None:
+    def __init__(self, section: FileSection) -> None:
         self.section = section
 
     def key(self, name: str) -> str:
@@ -81,7 +80,7 @@ class FsdpOptions:
 
 
 def read_fsdp(
-    request: Request, section: Section, version: int, extra: tuple[WrittenKey, ...] = ()
+    request: ToolRequest, section: FileSection, version: int, extra: tuple[WrittenKey, ...] = ()
 ) -> None:
     """Add what a section of FSDP options asks for.
 
@@ -115,7 +114,7 @@ def read_fsdp(
     _sort_fsdp(request, options)
 
 
-def _report_twice(request: Request, options: FsdpOptions) -> None:
+def _report_twice(request: ToolRequest, options: FsdpOptions) -> None:
     """Report options that are written with the prefix and without it."""
     for key in options.section.values:
         name = str(key).removeprefix("fsdp_")
@@ -130,7 +129,7 @@ def _report_twice(request: Request, options: FsdpOptions) -> None:
             )
 
 
-def _read_fsdp_1(request: Request, options: FsdpOptions, extra: tuple[WrittenKey, ...]) -> None:
+def _read_fsdp_1(request: ToolRequest, options: FsdpOptions, extra: tuple[WrittenKey, ...]) -> None:
     name = str(options.get("sharding_strategy") or options.get("reshard_after_forward") or "")
     if isinstance(options.get("reshard_after_forward"), bool):
         request.find(
@@ -167,7 +166,7 @@ def _read_fsdp_1(request: Request, options: FsdpOptions, extra: tuple[WrittenKey
         )
 
 
-def _read_fsdp_2(request: Request, options: FsdpOptions, extra: tuple[WrittenKey, ...]) -> None:
+def _read_fsdp_2(request: ToolRequest, options: FsdpOptions, extra: tuple[WrittenKey, ...]) -> None:
     gathered = options.get("reshard_after_forward") is not None and not options.is_on(
         "reshard_after_forward"
     )
@@ -190,7 +189,7 @@ def _read_fsdp_2(request: Request, options: FsdpOptions, extra: tuple[WrittenKey
         )
 
 
-def _read_wrapping(request: Request, options: FsdpOptions) -> None:
+def _read_wrapping(request: ToolRequest, options: FsdpOptions) -> None:
     policy = str(options.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper()
     classes = options.get("transformer_layer_cls_to_wrap")
     if policy == "NO_WRAP":
@@ -228,7 +227,7 @@ def _read_wrapping(request: Request, options: FsdpOptions) -> None:
         )
 
 
-def _sort_fsdp(request: Request, options: FsdpOptions) -> None:
+def _sort_fsdp(request: ToolRequest, options: FsdpOptions) -> None:
     """Sort the options that nothing has read, and name those that repeat a default."""
     above = options.section.written(*options.section.values)
     names = {str(key).removeprefix("fsdp_"): str(key) for key in options.section.values}
@@ -269,7 +268,7 @@ class AdapterKeys:
     dropout_default: float = 0.0
 
 
-def read_adapters(request: Request, section: Section, keys: AdapterKeys) -> None:
+def read_adapters(request: ToolRequest, section: FileSection, keys: AdapterKeys) -> None:
     """Add `model.lora` as a file that trains adapters asks for it.
 
     Raises:
@@ -301,7 +300,7 @@ def _default(keys: AdapterKeys, value: object) -> Asked:
     return Asked(value, why=f"the default of {keys.tool}")
 
 
-def quantise(request: Request, written: list[WrittenKey]) -> None:
+def quantise(request: ToolRequest, written: list[WrittenKey]) -> None:
     """Add a base of the adapters in 4 bits, if this version of bigtrain has one."""
     if "quantize" in LoraConfig.model_fields:
         request.keys["model.lora.quantize"] = Asked("nf4", tuple(written))
@@ -314,7 +313,7 @@ def quantise(request: Request, written: list[WrittenKey]) -> None:
     )
 
 
-def read_optimizer(request: Request, section: Section, key: str, fallback: str) -> None:
+def read_optimizer(request: ToolRequest, section: FileSection, key: str, fallback: str) -> None:
     """Add the optimizer by its name in transformers.
 
     Args:
@@ -347,12 +346,14 @@ def read_optimizer(request: Request, section: Section, key: str, fallback: str) 
         )
 
 
-def read_schedule(request: Request, section: Section, key: str, fallback: str) -> None:
+def read_rate_schedule(request: ToolRequest, section: FileSection, key: str, fallback: str) -> None:
     """Add the schedule of the learning rate; it changes no memory."""
     name = str(section.get(key) or fallback).lower()
-    if name in SCHEDULES:
+    if name in SCHEDULE_NAMES:
         why = "" if section.get(key) is not None else "the tool's default"
-        request.keys["optim.schedule"] = Asked(SCHEDULES[name], tuple(section.written(key)), why)
+        request.keys["optim.schedule"] = Asked(
+            SCHEDULE_NAMES[name], tuple(section.written(key)), why
+        )
     else:
         request.outside.append(key)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.explain.config_file import ConfigFile, find_referenced, read_config_file
-from bigtrain.explain.request import Asked, Request, Section, said_true
+from bigtrain.explain.request import Asked, FileSection, ToolRequest, said_true
 from bigtrain.explain.tools.accelerate_file import read_accelerate
 from bigtrain.explain.tools.deepspeed_file import read_deepspeed
 from bigtrain.explain.tools.key_rules import (
+    KeyRule,
     KeyTable,
-    Rule,
     apply_rules,
     default,
     read_numbers,
@@ -21,10 +21,10 @@ from bigtrain.explain.tools.trainer_keys import (
     read_adapters,
     read_fsdp,
     read_optimizer,
-    read_schedule,
+    read_rate_schedule,
 )
 
-MARKS = ("model_name_or_path", "per_device_train_batch_size")
+TRL_MARKS = ("model_name_or_path", "per_device_train_batch_size")
 """Keys by which a file is known to be TRL's."""
 PROFILES = {
     "single_gpu": ("single", 1),
@@ -43,125 +43,125 @@ _FLASH = (
 )
 
 
-def _packs_by_length(section: Section) -> bool:
+def _packs_by_length(section: FileSection) -> bool:
     wrapped = section.get("packing_strategy") == "wrapped"
     return (section.is_on("packing") and not wrapped) or section.is_on("padding_free")
 
 
-def _recomputes_in_fsdp(section: Section) -> bool:
+def _recomputes_in_fsdp(section: FileSection) -> bool:
     options = section.inner("fsdp_config")
     return options is not None and (
         options.is_on("activation_checkpointing") or options.is_on("fsdp_activation_checkpointing")
     )
 
 
-RULES = (
-    Rule(
+_RULES = (
+    KeyRule(
         "contradiction",
         ("bf16", "fp16"),
         lambda s: said_true(s.get("bf16")) and said_true(s.get("fp16")),
         "there is one precision, and transformers refuses both",
         "Leave fp16 out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("deepspeed", "fsdp"),
         lambda s: bool(s.get("deepspeed")) and bool(s.get("fsdp")),
         "both shard the same states; it is forecast with DeepSpeed",
         "Leave one of them out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("deepspeed", "accelerate_config"),
         lambda s: bool(s.get("deepspeed")) and bool(s.get("accelerate_config")),
         "both say how ranks share the model; it is forecast with accelerate_config",
         "Name the DeepSpeed file in the Accelerate file.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("load_in_8bit", "load_in_4bit"),
         lambda s: s.is_on("load_in_8bit") and s.is_on("load_in_4bit"),
         "the weights have one dtype, and TRL refuses both",
         "Leave load_in_8bit out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("load_in_8bit", "load_in_4bit"),
         lambda s: not s.is_on("use_peft"),
         "quantised weights cannot be trained, and use_peft is not on",
         "Write use_peft: true.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("packing", "padding_free"),
         lambda s: _packs_by_length(s) and str(s.get("attn_implementation")) not in _FLASH,
         "only FlashAttention knows where a document ends, so packed documents see each other",
         "Write attn_implementation: flash_attention_2.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("packing_strategy",),
         lambda s: s.is_on("packing") and s.get("packing_strategy") == "wrapped",
         "wrapped samples begin and end within documents that see each other",
         "Write packing_strategy: bfd.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("use_liger_kernel", "loss_type"),
         lambda s: s.is_on("use_liger_kernel") and s.get("loss_type") == "chunked_nll",
         "both compute the loss without whole logits, and TRL refuses both",
         "Leave loss_type out.",
     ),
-    Rule(
+    KeyRule(
         "contradiction",
         ("gradient_checkpointing", "fsdp_config"),
         lambda s: s.is_on("gradient_checkpointing") and _recomputes_in_fsdp(s),
         "blocks would be recomputed twice",
         "Write gradient_checkpointing: false.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         _ADAPTER,
         lambda s: not s.is_on("use_peft"),
         "use_peft is not on, so all parameters are trained",
         "Write use_peft: true, or leave them out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("bnb_4bit_*", "use_bnb_nested_quant"),
         lambda s: not s.is_on("load_in_4bit"),
         "load_in_4bit is not on",
         "Write load_in_4bit: true, or leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("gradient_checkpointing_kwargs",),
         lambda s: s.get("gradient_checkpointing") is False,
         "gradient_checkpointing is off",
         "Leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("packing_strategy", "eval_packing"),
         lambda s: not s.is_on("packing") and not s.is_on("eval_packing"),
         "packing is not on",
         "Write packing: true, or leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("num_train_epochs",),
         lambda s: (s.get("max_steps") or -1) > 0,
         "max_steps decides the length",
         "Leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("warmup_ratio",),
         lambda s: bool(s.get("warmup_steps")),
         "warmup_steps goes before it",
         "Leave it out.",
     ),
-    Rule(
+    KeyRule(
         "no effect",
         ("fsdp_config",),
         lambda s: not s.get("fsdp"),
@@ -169,7 +169,7 @@ RULES = (
         "Write fsdp: true, or leave it out.",
     ),
 )
-TABLE = KeyTable(
+TRL_KEYS = KeyTable(
     tool="TRL",
     numbers={
         "per_device_train_batch_size": ("train.micro_batch_size", "count"),
@@ -230,20 +230,20 @@ TABLE = KeyTable(
         ),
         "jit_mode_eval": ("it is for evaluation", "Leave it out."),
     },
-    rules=RULES,
+    rules=_RULES,
 )
 
 
-def read_trl_file(file: ConfigFile) -> Request:
+def read_trl_file(file: ConfigFile) -> ToolRequest:
     """Read a file of TRL's supervised trainer.
 
     Raises:
         ConfigError: a value is impossible, or a file that it names is missing.
     """
-    request, section = Request("TRL", file), Section(file, file.values)
+    request, section = ToolRequest("TRL", file), FileSection(file, file.values)
     if section.get("model_name_or_path") is not None:
         request.model = section.asked("model_name_or_path")
-    read_numbers(request, section, TABLE)
+    read_numbers(request, section, TRL_KEYS)
     default(request, "train.micro_batch_size", 8, "the default of transformers")
     default(request, "train.accumulation_steps", 1, "the default of transformers")
     default(request, "train.epochs", 3, "the default of transformers")
@@ -255,7 +255,7 @@ def read_trl_file(file: ConfigFile) -> Request:
     elif clip.value:
         request.keys["optim.clip_norm"] = clip
     read_optimizer(request, section, "optim", "adamw_torch_fused")
-    read_schedule(request, section, "lr_scheduler_type", "linear")
+    read_rate_schedule(request, section, "lr_scheduler_type", "linear")
     _read_precision(request, section)
     _read_recompute(request, section)
     ranks = section.count("num_processes")
@@ -265,12 +265,12 @@ def read_trl_file(file: ConfigFile) -> Request:
         request.ranks = ranks
     _read_adapter(request, section)
     _read_loss(request, section)
-    apply_rules(request, section, TABLE.rules)
-    sort_remaining(request, section, TABLE)
+    apply_rules(request, section, TRL_KEYS.rules)
+    sort_remaining(request, section, TRL_KEYS)
     return request
 
 
-def _read_lengths(request: Request, section: Section) -> None:
+def _read_lengths(request: ToolRequest, section: FileSection) -> None:
     key = "max_length" if section.get("max_length") is not None else "max_seq_length"
     length = section.count(key)
     if length is not None:
@@ -291,7 +291,7 @@ def _read_lengths(request: Request, section: Section) -> None:
         request.keys["optim.warmup_epochs"] = Asked(ratio.value * epochs.value, ratio.written)
 
 
-def _read_precision(request: Request, section: Section) -> None:
+def _read_precision(request: ToolRequest, section: FileSection) -> None:
     bf16, fp16 = section.get("bf16"), section.get("fp16")
     if said_true(fp16) and not said_true(bf16):
         request.keys["train.precision"] = section.asked("fp16", "bf16")
@@ -310,7 +310,7 @@ def _read_precision(request: Request, section: Section) -> None:
         request.keys["train.matmul"] = section.asked("tf32", "high")
 
 
-def _read_recompute(request: Request, section: Section) -> None:
+def _read_recompute(request: ToolRequest, section: FileSection) -> None:
     if section.get("gradient_checkpointing") is None:
         request.added["full"] = Asked("full", why="TRL's default, gradient_checkpointing: true")
     elif section.is_on("gradient_checkpointing"):
@@ -320,7 +320,7 @@ def _read_recompute(request: Request, section: Section) -> None:
         request.added[word] = section.asked("activation_offloading", word)
 
 
-def _read_sharding(request: Request, section: Section) -> None:
+def _read_sharding(request: ToolRequest, section: FileSection) -> None:
     """Add the strategy: Accelerate's file, DeepSpeed's, FSDP's options, or replicas."""
     accelerate, deepspeed = section.get("accelerate_config"), section.get("deepspeed")
     if accelerate is not None:
@@ -328,7 +328,7 @@ def _read_sharding(request: Request, section: Section) -> None:
     elif isinstance(deepspeed, str):
         found = find_referenced(deepspeed, section.file, "deepspeed")
         file = read_config_file(found, f"{section.place('deepspeed')}: deepspeed")
-        read_deepspeed(request, Section(file, file.values), "transformers")
+        read_deepspeed(request, FileSection(file, file.values), "transformers")
         request.strategy = Asked(request.strategy.value, tuple(section.written("deepspeed")))
     elif (inner := section.inner("deepspeed")) is not None:
         read_deepspeed(request, inner, "transformers")
@@ -343,7 +343,7 @@ def _read_sharding(request: Request, section: Section) -> None:
         request.keys.pop("optim.implementation", None)
 
 
-def _read_accelerate(request: Request, section: Section, name: str) -> None:
+def _read_accelerate(request: ToolRequest, section: FileSection, name: str) -> None:
     written = tuple(section.written("accelerate_config"))
     if name in PROFILES:
         word, ranks = PROFILES[name]
@@ -361,8 +361,8 @@ def _read_accelerate(request: Request, section: Section, name: str) -> None:
     )
 
 
-def _read_fsdp(request: Request, section: Section) -> None:
-    options = section.inner("fsdp_config") or Section(section.file, {}, "fsdp_config.")
+def _read_fsdp(request: ToolRequest, section: FileSection) -> None:
+    options = section.inner("fsdp_config") or FileSection(section.file, {}, "fsdp_config.")
     flags = section.get("fsdp")
     names = flags.split() if isinstance(flags, str) else flags if isinstance(flags, list) else []
     read_fsdp(request, options, 2, tuple(section.written("fsdp")))
@@ -373,7 +373,7 @@ def _read_fsdp(request: Request, section: Section) -> None:
             request.added[word] = Asked(word, tuple(section.written("fsdp")))
 
 
-def _read_adapter(request: Request, section: Section) -> None:
+def _read_adapter(request: ToolRequest, section: FileSection) -> None:
     if not section.is_on("use_peft"):
         return
     keys = AdapterKeys("TRL", rank_default=16, alpha_default=32, dropout_default=0.05)
@@ -407,7 +407,7 @@ def _read_adapter(request: Request, section: Section) -> None:
         )
 
 
-def _read_loss(request: Request, section: Section) -> None:
+def _read_loss(request: ToolRequest, section: FileSection) -> None:
     kind = section.get("loss_type")
     if section.is_on("use_liger_kernel"):
         request.keys["model.chunked_loss"] = section.asked("use_liger_kernel", True)
