@@ -257,6 +257,7 @@ OPTIONS = {
     "train": lambda given: arguments.train_arguments(given, starts_ranks=True),
     "plan": arguments.plan_arguments,
     "check": arguments.peak_check_arguments,
+    "explain": arguments.explain_arguments,
     "compare": arguments.compare_arguments,
     "speedup": arguments.speedup_arguments,
     "verify": arguments.verify_arguments,
