@@ -75,7 +75,7 @@ def forecast_file(
         The forecast; without a peak, its note says why.
     """
     for _ in range(_MOST_TRIES):
-        own = _own_words(request, pasted)
+        own = _own_words(request, words, pasted)
         try:
             peak, seconds, note = _forecast(request, ranks, cluster, words)
             return Outlook(request.words, own, peak, seconds, note)
@@ -132,23 +132,22 @@ def _forecast(
         return fullest.peak, step.seconds, step.source if step.seconds is None else ""
 
 
-def _own_words(request: ToolRequest, pasted: Sequence[str]) -> tuple[str, ...]:
+def _own_words(
+    request: ToolRequest, words: Sequence[str], pasted: Sequence[str]
+) -> tuple[str, ...]:
     """The words that run the file's plan."""
     batch = [
         unquoted_word(key, request.keys[key].value)
         for key in ("train.global_batch_size", "train.micro_batch_size")
     ]
-    mesh = [
-        unquoted_word(key, asked.value)
-        for key, asked in request.keys.items()
-        if key.startswith("mesh.")
-    ]
+    own_keys = ("mesh.", "model.chunked_loss")
+    mesh = [word for word in words if word.startswith(own_keys)]
     file = request.usable_file
     if file is not None and request.deepspeed is not None:
         said = {key for key, asked in request.keys.items() if asked.written}
         own = [word for word in pasted if word.partition("=")[0] not in said]
         batch = [word for word in batch if word.partition("=")[0] not in said]
-        return (f"strategy.deepspeed={file}", *own, *batch)
+        return (f"strategy.deepspeed={file}", *own, *mesh, *batch)
     return ("--strategy", request.words, *pasted, *mesh, *batch)
 
 

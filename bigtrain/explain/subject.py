@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from bigtrain.errors import ConfigError, plain_text, unquoted_word
-from bigtrain.explain.request import Asked, ToolRequest
+from bigtrain.explain.request import TYPED, Asked, ToolRequest
 from bigtrain.hub.folder import HF
 from bigtrain.hub.libraries import import_library
 from bigtrain.hub.lora import ALL_LINEAR
@@ -79,14 +79,18 @@ def open_subject(request: ToolRequest, model: str, words: Sequence[str]) -> Expl
         ConfigError: there is no such model, or no samples for it are known.
     """
     name = job_name_of(model)
-    args = {
+    if not name.startswith(HF):  # the file's fields are those of transformers
+        request.keys = {
+            key: asked
+            for key, asked in request.keys.items()
+            if not key.startswith("model.args.") or asked.why == TYPED
+        }
+    args = dict(request.keys["model.args"].value) if "model.args" in request.keys else {}
+    args |= {
         key.removeprefix("model.args."): asked.value
         for key, asked in request.keys.items()
         if key.startswith("model.args.")
     }
-    if not name.startswith(HF):
-        request.keys = {k: v for k, v in request.keys.items() if not k.startswith("model.args.")}
-        args = {}
     spec = ModelSpec.of(
         ModelConfig.model_validate({"name": name, "args": args, "pretrained": _initial(name)})
     )

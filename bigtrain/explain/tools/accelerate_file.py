@@ -7,7 +7,7 @@ from typing import Any
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.explain.config_file import ConfigFile, find_referenced, read_config_file
 from bigtrain.explain.request import Asked, FileSection, ToolRequest
-from bigtrain.explain.tools.deepspeed_file import read_deepspeed
+from bigtrain.explain.tools.deepspeed_file import WHOLE_LOGITS, read_deepspeed
 from bigtrain.explain.tools.key_rules import KeyRule, KeyTable, apply_rules, sort_remaining
 from bigtrain.explain.tools.trainer_keys import read_fsdp
 
@@ -121,8 +121,7 @@ def read_accelerate_file(file: ConfigFile) -> ToolRequest:
     """
     request = ToolRequest("Accelerate", file)
     read_accelerate(request, file)
-    whole = "whole logits, unless the model's loss computes them in chunks"
-    request.keys.setdefault("model.chunked_loss", Asked(False, why=whole))
+    request.keys.setdefault("model.chunked_loss", Asked(False, why=WHOLE_LOGITS))
     return request
 
 

@@ -226,7 +226,7 @@ def _read_loss(request: ToolRequest, section: FileSection) -> None:
         written = tuple(section.written(*on, *(("plugins",) if cut else ())))
         request.keys["model.chunked_loss"] = Asked(True, written)
     else:
-        why = "whole logits, as transformers computes the loss"
+        why = "as transformers computes it"
         request.keys["model.chunked_loss"] = Asked(False, why=why)
     others = [each for each in plugins if not each.endswith("CutCrossEntropyPlugin")]
     others = [each for each in others if not (each.endswith("LigerPlugin") and on)]

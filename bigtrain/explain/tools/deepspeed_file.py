@@ -54,6 +54,8 @@ BATCH = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.accumulation_steps",
 }
+WHOLE_LOGITS = "as transformers computes it; a loss of your own may have chunks"
+"""Why the loss is of whole logits where a file does not say."""
 _OLD_NAMES = {
     "bf16": ("bfloat16",),
     "offload_optimizer": ("cpu_offload", "cpu_offload_use_pin_memory"),
@@ -72,6 +74,7 @@ def read_deepspeed_file(file: ConfigFile) -> ToolRequest:
     section = FileSection(file, file.values)
     read_deepspeed(request, section, trained_by=None)
     request.deepspeed_path = file.path
+    request.keys.setdefault("model.chunked_loss", Asked(False, why=WHOLE_LOGITS))
     return request
 
 
