@@ -1,4 +1,4 @@
-"""What a file asks for, in bigtrain's words, and what is wrong with the file."""
+"""The requests of a file, in bigtrain's words, and its faults."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _LISTED = 6
 
 @dataclass
 class ToolRequest:
-    """What a file asks for. The reader of its kind fills it."""
+    """The keys of a job that a file asks for. The reader of its kind fills it."""
 
     tool: str
     file: ConfigFile

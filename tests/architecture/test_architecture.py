@@ -250,6 +250,7 @@ def test_the_command_line_is_frozen(monkeypatch):
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"speedup": arguments.speedup_arguments, "check": arguments.peak_check_arguments}
+    readers["explain"] = arguments.explain_arguments
     readers |= {"strategies": list_strategies.main, "doctor": doctor.main, "init": starter.main}
     readers |= {"plan": arguments.plan_arguments, "checkpoint": arguments.READERS["checkpoint"]}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)

@@ -1,4 +1,4 @@
-"""What the files of four tools ask for, and their faults; no model is described."""
+"""The files of four tools: their words, and their faults; no model is described."""
 
 from __future__ import annotations
 
