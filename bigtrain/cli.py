@@ -10,8 +10,9 @@ import platform
 import re
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ COMMANDS = {
     "plan": "find the fastest plan that fits, without running anything",
     "fit": "whether a model can be fine-tuned on some devices: full, LoRA, QLoRA",
     "check": "exit with 1 if a job's predicted peak is above a limit, for continuous integration",
+    "explain": "what a file of DeepSpeed, Accelerate, axolotl or TRL asks for, and a better plan",
     "compare": "run strategies side by side: memory by part, time, losses",
     "speedup": "whether more ranks pay: compute and communication, measured and predicted",
     "verify": "check that strategies compute the same numbers as one process",
@@ -73,6 +75,31 @@ def _versions() -> str:
     return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
+_PLACES = {
+    "plan": "planner.command",
+    "fit": "fit.command",
+    "check": "report.check",
+    "explain": "explain.command",
+    "compare": "compare.command",
+    "speedup": "speedup.command",
+    "verify": "verify.command",
+    "checkpoint": "checkpoint.command",
+    "init": "job.starter",
+    "doctor": "doctor.command",
+    "strategies": "compare.list_strategies",
+}
+"""The module of each command that runs in this process; a command imports no other's."""
+
+
+def _main_of(command: str) -> Callable[[list[str]], int]:
+    run: Callable[..., int] = import_module(f"bigtrain.{_PLACES[command]}").main
+    if command == "checkpoint":
+        from bigtrain.hub.export import export_folder, merged_checkpoint
+
+        return partial(run, export_folder=export_folder, merge_state=merged_checkpoint)
+    return run
+
+
 def _guarded(command: str, arguments: list[str]) -> int:
     """Run a command in this process; its failures are shown as those of a run are."""
     from bigtrain.job.arguments import READERS
@@ -80,29 +107,7 @@ def _guarded(command: str, arguments: list[str]) -> int:
 
     if command in READERS:  # --help and wrong words are answered before torch is loaded
         READERS[command](arguments)
-    if command == "plan":
-        from bigtrain.planner.command import main as run
-    elif command == "fit":
-        from bigtrain.fit.command import main as run
-    elif command == "check":
-        from bigtrain.report.check import main as run
-    elif command == "compare":
-        from bigtrain.compare.command import main as run
-    elif command == "speedup":
-        from bigtrain.speedup.command import main as run
-    elif command == "verify":
-        from bigtrain.verify.command import main as run
-    elif command == "checkpoint":
-        from bigtrain.checkpoint.command import main as run_action
-        from bigtrain.hub.export import export_folder, merged_checkpoint
-
-        run = partial(run_action, export_folder=export_folder, merge_state=merged_checkpoint)
-    elif command == "init":
-        from bigtrain.job.starter import main as run
-    elif command == "doctor":
-        from bigtrain.doctor.command import main as run
-    else:
-        from bigtrain.compare.list_strategies import main as run
+    run = _main_of(command)
     for number in (signal.SIGTERM, signal.SIGHUP):  # runs that were started are ended, too
         signal.signal(number, _stop)
     return run_guarded(lambda: run(arguments))

@@ -43,7 +43,7 @@ GROUPS = {
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "own_loop", "engine", "report"),
-    "commands": ("planner", "fit", "compare", "speedup", "verify", "doctor", "hvd"),
+    "commands": ("planner", "fit", "explain", "compare", "speedup", "verify", "doctor", "hvd"),
 }
 MOST_WIDTH = 120
 CONTENTS_FROM_LINES = 150
@@ -258,6 +258,7 @@ OPTIONS = {
     "plan": arguments.plan_arguments,
     "check": arguments.peak_check_arguments,
     "fit": arguments.fit_arguments,
+    "explain": arguments.explain_arguments,
     "compare": arguments.compare_arguments,
     "speedup": arguments.speedup_arguments,
     "verify": arguments.verify_arguments,
@@ -291,7 +292,7 @@ def test_commands_in_the_pages_can_be_read(page, words, tmp_path, monkeypatch):
     (tmp_path / "path.yaml").write_text(strategy_text)
     monkeypatch.chdir(tmp_path)
     words = as_train_command(words)
-    if SCRIPTS & set(words) or words in (["bigtrain", "train"], ["bigtrain", "check"]):
+    if SCRIPTS & set(words) or words[1:] in (["train"], ["check"], ["explain"]):
         return
     if words[0] == "python":
         assert (ROOT / words[1]).exists() or words[1].startswith("-"), words

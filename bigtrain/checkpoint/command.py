@@ -30,7 +30,7 @@ from bigtrain.errors import (
     DamagedCheckpointError,
     ForeignFileError,
 )
-from bigtrain.job.arguments import OWN_CHECKPOINTS, checkpoint_parser
+from bigtrain.job.checkpoint_arguments import OWN_CHECKPOINTS, checkpoint_parser
 from bigtrain.memory.allocator import return_large_blocks
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor

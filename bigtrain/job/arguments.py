@@ -6,16 +6,13 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
+from bigtrain.job.checkpoint_arguments import checkpoint_parser
 from bigtrain.job.command_parser import CommandParser
 
 TRAIN_HELP = """\
 JOB is a YAML file or a name in configs/jobs (default: the job "default"). Any key of the job can
 be set on the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
 JOB_HELP = 'JOB is a YAML file or a name in configs/jobs (default: the job "default").'
-
-
-OWN_CHECKPOINTS = "a checkpoint (step-N), a run's folder, or its checkpoints/"
-"""The paths by which the checkpoint commands find a checkpoint."""
 
 
 class TrainOptions(argparse.Namespace):
@@ -493,101 +490,68 @@ def peak_check_arguments(arguments: list[str]) -> CheckOptions:
     return options
 
 
-def checkpoint_parser() -> CommandParser:
-    """The parser of `bigtrain checkpoint` and its actions."""
+class ExplainOptions(argparse.Namespace):
+    """Options of `bigtrain explain`."""
+
+    file: str
+    model: str | None
+    devices: int | None
+    cluster: str | None
+    memory: str | None
+    as_json: bool
+    overrides: list[str]
+
+
+def explain_arguments(arguments: list[str]) -> ExplainOptions:
+    """Read the arguments of `bigtrain explain`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
     parser = CommandParser(
-        prog="bigtrain checkpoint",
-        description="Inspect, verify, convert, export or compare checkpoints.",
-    )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, summary: str) -> CommandParser:
-        made = actions.add_parser(name, help=summary, description=summary)
-        made.add_argument(
-            "--json",
-            dest="as_json",
-            action="store_true",
-            help="print one JSON document on standard output",
-        )
-        return made
-
-    inspect = action("inspect", "list the contents of a checkpoint")
-    inspect.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    verify = action("verify", "compare every file with its hashes; exit status 1 if one is damaged")
-    verify.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    _add_convert_arguments(
-        action("convert", "convert a checkpoint of another library, or an older one of bigtrain")
-    )
-    _add_export_arguments(
-        action("export", "write the tensors of a checkpoint to a file, or to a folder of the Hub")
-    )
-    diff = action("diff", "print the largest differences of two checkpoints, by tensor")
-    diff.add_argument("first", metavar="A", help=OWN_CHECKPOINTS)
-    diff.add_argument("second", metavar="B", help=OWN_CHECKPOINTS)
-    diff.add_argument(
-        "--exit-code", action="store_true", help="exit status 1 if they differ, as git diff"
-    )
-    return parser
-
-
-def _add_convert_arguments(parser: CommandParser) -> None:
-    parser.add_argument(
-        "source", metavar="SOURCE", help="its file or folder; docs/checkpoints.md lists the formats"
+        prog="bigtrain explain",
+        usage="%(prog)s FILE [MODEL] [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Say what a configuration of DeepSpeed, Accelerate, axolotl or TRL asks for, "
+        "what it takes, what is wrong with it, and which plan is better. Nothing is run.",
+        epilog="FILE is a DeepSpeed JSON, or a YAML of Accelerate, axolotl or TRL. MODEL is a "
+        "folder with a config.json, hf:OWNER/NAME, a built-in name or package.module:Class; it may "
+        "be left out if the file names one.",
     )
     parser.add_argument(
-        "target", metavar="TARGET", help="the new checkpoint: step-N, or the folder to put it in"
-    )
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="optimizer steps that the model was trained for"
-    )
-    parser.add_argument(
-        "--samples",
+        "-n",
+        "--num-ranks",
+        "--devices",
+        dest="devices",
         type=int,
         metavar="N",
-        help="samples that it was trained on: the data continue after them",
+        help="devices, one rank each (default: as many as the file says)",
     )
     parser.add_argument(
-        "--tie",
-        action="append",
-        default=[],
-        metavar="NAME=OTHER",
-        help="NAME is tied to OTHER and left out: lm_head.weight=transformer.wte.weight",
+        "--cluster",
+        metavar="FILE",
+        help="a name in configs/clusters or a YAML file (default: this machine's GPUs, or "
+        "h100-node if it has none)",
     )
     parser.add_argument(
-        "--key", metavar="NAME", help="key of the model in the file of a trainer: ema, nets.g"
+        "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
     )
     parser.add_argument(
-        "--strip",
-        metavar="PREFIX",
-        help="convert tensors whose names begin with PREFIX, and drop it from the names",
-    )
-
-
-def _add_export_arguments(parser: CommandParser) -> None:
-    parser.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    parser.add_argument(
-        "output",
-        metavar="OUT",
-        help="a .safetensors file, a .pt file for torch.load, or for a model of transformers a new "
-        "folder for from_pretrained",
-    )
-    parser.add_argument(
-        "--part",
-        choices=("model", "optimizer"),
-        default="model",
-        help="which tensors (default model)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("fp64", "fp32", "fp16", "bf16"),
-        help="dtype of floating-point tensors (default: as saved)",
-    )
-    parser.add_argument(
-        "--merge",
+        "--json",
+        dest="as_json",
         action="store_true",
-        help="add adapters (model.lora) to the weights; without it a folder has them alone",
+        help="print one JSON document on standard output",
     )
+    options, rest = parser.parse_known_args(arguments, namespace=ExplainOptions())
+    parser.refuse_unknown(rest)
+    if options.devices is not None and options.devices < 1:
+        parser.error(f"--devices {options.devices}: at least 1 is needed. Use --devices 1")
+    if not rest or "=" in rest[0]:
+        parser.error("there is no file. Write bigtrain explain FILE MODEL")
+    options.file, options.model = rest.pop(0), None
+    if rest and "=" not in rest[0]:
+        options.model = rest.pop(0)
+    options.overrides = _joined(parser, rest)
+    return options
 
 
 def _side_parser(
@@ -671,6 +635,8 @@ def _joined(parser: CommandParser, words: list[str]) -> list[str]:
                 fix = f"Leave it out: {parser.prog} chooses the strategy"
             if parser.prog.endswith(" check"):
                 parser.error(f"{word} is an option. {fix}")
+            if parser.prog.endswith(" explain"):
+                parser.error(f"{word}: the file names the strategy. Leave it out")
             parser.error(f"{word} would be the strategy of every row. {fix}")
         overrides.append(word)
     return overrides
@@ -684,6 +650,7 @@ READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "plan": plan_arguments,
     "check": peak_check_arguments,
     "fit": fit_arguments,
+    "explain": explain_arguments,
     "compare": compare_arguments,
     "verify": verify_arguments,
     "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),

@@ -8,6 +8,7 @@ error, or belongs to an unknown version of DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.errors import ConfigError, did_you_mean
@@ -192,6 +193,20 @@ def _need_object(path: str, name: str, value: object) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A key of a file that a job does not support."""
+
+    key: str
+    """Dotted."""
+    reason: str
+    """The key, its value and why it is refused, as the beginning of a message."""
+    fix: str
+    """A sentence without its full stop."""
+    is_unknown: bool = False
+    """Whether DeepSpeed does not have the key either."""
+
+
 def check_sections(path: str, config: Mapping[str, Any]) -> None:
     """Refuse keys that are unknown, and those that are not supported.
 
@@ -202,31 +217,41 @@ def check_sections(path: str, config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: with the key, and the fix.
     """
-    known = {*COMPARED, *PASSED, *NOT_USED, *REFUSED}
-    _refuse_unknown(path, "", config, known)
+    for fault in section_faults(config):
+        raise ConfigError(f"{path}: {fault.reason} {fault.fix}.")
+
+
+def section_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the keys that are unknown, and those that are switched on and not supported.
+
+    Args:
+        config: see `modern`.
+    """
+    yield from _unknown("", config, {*COMPARED, *PASSED, *NOT_USED, *REFUSED})
     for key in REFUSED:
         if key in config and _is_on(key, config[key], _NEUTRAL.get(key, ())):
-            raise _refused(path, key, config[key], REFUSED[key])
+            yield _refused(key, config[key], REFUSED[key])
     if is_true(config.get("fp16", {}).get("enabled")):
-        raise ConfigError(
-            f"{path}: fp16.enabled=true: fp16 is not supported, as it needs loss scaling. "
-            "Write bf16 instead of fp16 in the file (train.precision=bf16)."
+        yield Fault(
+            "fp16.enabled",
+            "fp16.enabled=true: fp16 is not supported, as it needs loss scaling.",
+            "Write bf16 instead of fp16 in the file (train.precision=bf16)",
         )
     zero = config.get("zero_optimization", {})
-    _refuse_unknown(path, "zero_optimization.", zero, {*ZERO_PASSED, *ZERO_NOT_USED, *ZERO_REFUSED})
+    yield from _unknown("zero_optimization.", zero, {*ZERO_PASSED, *ZERO_NOT_USED, *ZERO_REFUSED})
     for key, fix in ZERO_REFUSED.items():
         if key in zero and _is_on(key, zero[key], _ZERO_NEUTRAL.get(key, ())):
-            raise _refused(path, f"zero_optimization.{key}", zero[key], fix)
+            yield _refused(f"zero_optimization.{key}", zero[key], fix)
     for name, parts in _PARTS.items():
-        _refuse_unknown(path, f"{name}.", _section(config, name), parts)
+        yield from _unknown(f"{name}.", _section(config, name), parts)
     for key, fix in _BF16_REFUSED.items():
         if is_true(config.get("bf16", {}).get(key)):
-            raise _refused(path, f"bf16.{key}", True, fix)
+            yield _refused(f"bf16.{key}", True, fix)
     for key, neutral in _OFFLOAD_NEUTRAL.items():
         value = zero.get("offload_optimizer", {}).get(key, neutral)
         if value != neutral:
             fix = "Leave it out: all of the state is offloaded, or none"
-            raise _refused(path, f"zero_optimization.offload_optimizer.{key}", value, fix)
+            yield _refused(f"zero_optimization.offload_optimizer.{key}", value, fix)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -236,17 +261,18 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _refuse_unknown(path: str, prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
+def _unknown(prefix: str, keys: Iterable[str], known: Iterable[str]) -> Iterator[Fault]:
     for key in keys:
         if key not in known:
             near = did_you_mean(key, known)
             fix = "Leave it out" if near == "." else "Write that, or leave it out"
-            raise ConfigError(f"{path}: {prefix}{key} is not a key of DeepSpeed{near} {fix}.")
+            name = f"{prefix}{key}"
+            yield Fault(name, f"{name} is not a key of DeepSpeed{near}", fix, is_unknown=True)
 
 
-def _refused(path: str, key: str, value: object, fix: str) -> ConfigError:
+def _refused(key: str, value: object, fix: str) -> Fault:
     value_words = "" if isinstance(value, dict) else f"={shown(value)}"
-    return ConfigError(f"{path}: {key}{value_words} is not supported. {fix}.")
+    return Fault(key, f"{key}{value_words} is not supported.", fix)
 
 
 def _is_on(key: str, value: object, neutral: tuple[object, ...]) -> bool:

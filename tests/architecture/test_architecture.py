@@ -74,6 +74,9 @@ COMMANDS = {
         *("-h", "--help", "--config", "--strategy", "-n", "--num-ranks", "--peak", "--against"),
         *("--save", "--json"),
     },
+    "explain": {
+        *("-h", "--help", "-n", "--num-ranks", "--devices", "--cluster", "--memory", "--json"),
+    },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "speedup": _SIDES | {"--cluster", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed", "--script"},
@@ -254,6 +257,7 @@ def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"speedup": arguments.speedup_arguments, "check": arguments.peak_check_arguments}
     readers |= {"fit": arguments.fit_arguments}
+    readers["explain"] = arguments.explain_arguments
     readers |= {"strategies": list_strategies.main, "doctor": doctor.main, "init": starter.main}
     readers |= {"plan": arguments.plan_arguments, "checkpoint": arguments.READERS["checkpoint"]}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
