@@ -267,9 +267,9 @@ def test_a_missing_torchao_is_named(monkeypatch):
 
 
 def test_exceptions_without_a_rule_are_refused():
-    keys = {"model.lora.rank": 2, "model.lora.quantize_except": ["layer"]}
-    with pytest.raises(ConfigError, match=r"quantize_except is without effect.*quantize=nf4, or"):
-        job_from_keys("single", keys)
+    words = r"is without effect, as nothing is quantized\. Set model\.lora\.quantize=nf4, or leave"
+    with pytest.raises(ConfigError, match=words):
+        net_with(nn.Linear(64, 64), quantize=None, quantize_except=["layer"])
 
 
 def test_a_damaged_record_is_refused(tmp_path):
