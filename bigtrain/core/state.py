@@ -147,8 +147,8 @@ def check_shapes(
             )
         raise CheckpointError(
             f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
-            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with"
-            f"{_other_quantization(missing, extra)}.{tie}"
+            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
+            f"{_other_quantization(missing, extra)}{tie}"
         )
     for name, shape in shapes.items():
         saved_shape = saved[f"model.{name}"].shape
@@ -160,10 +160,10 @@ def check_shapes(
 
 
 def _other_quantization(missing: Sequence[str], extra: Sequence[str]) -> str:
-    """Return words to add if only one of a checkpoint and a model has weights in 4 bits."""
+    """Return a sentence to add if only one of a checkpoint and a model has weights in 4 bits."""
     for names, words in ((missing, "without"), (extra, "with")):
         if any(name.rpartition(".")[2] == CARRIER for name in names):
-            return f", which was {words} model.lora.quantize=nf4"
+            return f" It was saved {words} model.lora.quantize=nf4."
     return ""
 
 

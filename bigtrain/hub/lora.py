@@ -169,6 +169,12 @@ def _quantized_layers(
             none to quantize.
     """
     if config.quantize is None:
+        if config.quantize_except:
+            key = f"{_KEY}.quantize_except"
+            raise ConfigError(
+                f"{as_word(key, config.quantize_except)} is without effect, as nothing is "
+                f"quantized. Set {QUANTIZE}, or leave {key} out."
+            )
         return {}, []
     if importlib.util.find_spec("torchao") is None:  # importing it takes seconds
         raise ConfigError(f"{QUANTIZE} needs torchao, which is not installed. Run: {EXTRA}")

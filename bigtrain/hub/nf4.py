@@ -204,7 +204,7 @@ class _Product(torch.autograd.Function):
     """The product with a weight that is dequantised for it, and again for the backward pass."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, inputs: Tensor, carrier: Tensor, bias: Tensor | None, layout: Nf4Layout
     ) -> Tensor:
         ctx.save_for_backward(carrier)
@@ -212,8 +212,8 @@ class _Product(torch.autograd.Function):
         return F.linear(inputs, dequantized(carrier, layout, inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (carrier,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ((carrier,), (gradient,)) = ctx.saved_tensors, gradients
         return gradient @ dequantized(carrier, ctx.layout, gradient.dtype), None, None, None
 
 

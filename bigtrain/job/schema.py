@@ -128,15 +128,6 @@ class LoraConfig(ConfigSection):
             raise ValueError("needs a name or pattern, such as all-linear (got an empty list)")
         return value
 
-    @model_validator(mode="after")
-    def _excepts_from_something(self) -> LoraConfig:
-        if self.quantize_except and self.quantize is None:
-            raise ValueError(
-                "quantize_except is without effect, since nothing is quantized. "
-                "Set model.lora.quantize=nf4, or leave model.lora.quantize_except out"
-            )
-        return self
-
 
 class ModelConfig(ConfigSection):
     """The model."""

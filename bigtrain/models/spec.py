@@ -179,7 +179,8 @@ def _adapted_values(
     adapters = adapters_of(model)
     if adapters is None:
         return values
-    found, layers = {}, dict(adapters.quantized)
+    found: dict[str, StateTensor] = {}
+    layers = dict(adapters.quantized)
     for name, value in values.items():
         module, _, own = name.rpartition(".")
         packed = value

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.job.schema import LoraConfig, ModelConfig
 
@@ -21,6 +21,7 @@ from support import hub_models, lora_runs  # noqa: E402
 
 from bigtrain.assembly.make_plan import make_plan  # noqa: E402
 from bigtrain.assembly.resolve import resolve_plan  # noqa: E402
+from bigtrain.core.state import check_shapes  # noqa: E402
 from bigtrain.core.workload import Workload  # noqa: E402
 from bigtrain.engine.first_batch import example_batch  # noqa: E402
 from bigtrain.engine.setup import frozen_notes  # noqa: E402
@@ -266,9 +267,9 @@ def test_a_missing_torchao_is_named(monkeypatch):
 
 
 def test_exceptions_without_a_rule_are_refused():
-    keys = {"model.lora.rank": 2, "model.lora.quantize_except": ["layer"]}
-    with pytest.raises(ConfigError, match=r"quantize_except is without effect.*quantize=nf4, or"):
-        job_from_keys("single", keys)
+    words = r"is without effect, as nothing is quantized\. Set model\.lora\.quantize=nf4, or leave"
+    with pytest.raises(ConfigError, match=words):
+        net_with(nn.Linear(64, 64), quantize=None, quantize_except=["layer"])
 
 
 def test_a_damaged_record_is_refused(tmp_path):
@@ -284,7 +285,7 @@ def test_a_damaged_record_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["tensor", "oss", "sharded_ddp", "parameter_server", "pipeline_deepspeed"]
+    "strategy", ["tensor", "oss", "sharded_ddp", "parameter_server", "pipeline_deepspeed", "zero3"]
 )
 def test_a_strategy_that_cannot_hold_weights_in_4_bits_says_so(strategy):
     axes = {"tensor": {"mesh.tp": 2}, "pipeline_deepspeed": {"mesh.pp": 2}}.get(strategy, {})
@@ -301,3 +302,12 @@ def test_a_strategy_that_cannot_hold_weights_in_4_bits_says_so(strategy):
     )
     with pytest.raises(ConfigError, match=words):
         resolve_plan(plan, Workload(model, example, loss, lora_runs.sgd))
+
+
+@pytest.mark.parametrize(("names", "word"), [(["x"], "with"), (["x.weight_nf4"], "without")])
+def test_a_checkpoint_of_another_quantization_is_refused_with_the_key(names, word):
+    saved = {"model.x": torch.zeros(1), "model.x.weight_nf4": torch.zeros(1)}
+    saved = {name: one for name, one in saved.items() if name.removeprefix("model.") not in names}
+    words = rf"saved with\. It was saved {word} model\.lora\.quantize=nf4\."
+    with pytest.raises(CheckpointError, match=words):
+        check_shapes({}, set(names), saved)

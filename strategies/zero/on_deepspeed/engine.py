@@ -62,6 +62,7 @@ _CANNOT_HOLD: frozenset[Oddity] = SPARSE | {
     "complex",
     "not_fp32",
     "graph_in_loss",
+    "packed",
 }
 _STAGE_3_CANNOT: frozenset[Oddity] = frozenset(
     {"writes", "empty", "frozen_complex", "graph_in_forward"}
