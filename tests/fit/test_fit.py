@@ -133,7 +133,7 @@ def test_what_does_not_fit_fits_with_the_words_that_are_named() -> None:
     assert not found.fits
     (said, *fixes) = answer_lines(gpt, tight, [found])
     assert re.search(r"full: does not fit. The smallest peak is .*, of which parameters are", said)
-    assert len(fixes) == len(found.remedies) == 2
+    assert len(fixes) == len(found.remedies) > 0
     for remedy in found.remedies:
         option, *number = remedy.words[0].split()
         if option == "--devices":
