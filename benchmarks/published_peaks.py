@@ -29,6 +29,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -380,7 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(compared(row))
         sys.stdout.write(line(number, rows[-1]))
         sys.stdout.flush()
-        figures = {"rows": rows, "not_forecast": NOT_FORECAST}
+        libraries = {name: metadata.version(name) for name in ("transformers", "peft")}
+        figures = {"libraries": libraries, "rows": rows, "not_forecast": NOT_FORECAST}
         keep(options.output, {**figures, "bars": {"states": STATES_BAR, "peak": PEAK_BAR}})
     return 0
 
