@@ -13,7 +13,14 @@ from bigtrain.job.load import load_job
 from bigtrain.job.schema import LoraConfig
 from bigtrain.machine.cluster import Cluster
 from bigtrain.memory.cap import Limit
-from bigtrain.planner.ask import Opened, PlannedAnswer, Question, ask, open_evaluator
+from bigtrain.planner.ask import (
+    Opened,
+    PlannedAnswer,
+    Question,
+    ask,
+    check_question,
+    open_evaluator,
+)
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
 
 QUANTIZE = "quantize"
@@ -109,6 +116,7 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
         return FitAnswer(method, refused=method.missing)
     try:
         question = make_question(subject, method, setting)
+        check_question(question)
         opened = open_evaluator(question)
         planned = ask(question, opened)
         if not planned.result.best and question.tp == 1 and setting.devices > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 from bigtrain.errors import ConfigError
@@ -21,6 +22,8 @@ def import_library(name: str, key: str) -> Any:
     Raises:
         ConfigError: it is not installed, or its import fails.
     """
+    # transformers imports torchao if it is there, whose enumerations torch warns of.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -26,6 +26,7 @@ from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
 from bigtrain.doctor import command as doctor
 from bigtrain.job import arguments, starter
+from bigtrain.job.checkpoint_arguments import checkpoint_parser
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import ROLES, Job, Role
@@ -266,7 +267,7 @@ def test_the_options_of_each_command_are_frozen(name, monkeypatch):
 
 def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
     """The options of `bigtrain checkpoint` are frozen."""
-    *_, actions = arguments.checkpoint_parser()._actions
+    *_, actions = checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
     options = {name: set(parser._option_string_actions) for name, parser in actions.choices.items()}
     assert options == {name: flags | everywhere for name, flags in CHECKPOINT_ACTIONS.items()}

@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
     "unknown": {"model_type": "nonesuch"},
 }
-SMALL = ("--cluster", "cpu", "--global-batch-size", "8")
+SMALL = ("--cluster", "cpu", "--global-batch-size", "4")
 
 
 class Net(nn.Module):
@@ -125,30 +125,27 @@ def subject(name: str, length: int | None = None, **args: Any) -> Subject:
     return find_subject(name, length=length, args=args, has_data=False, samples=4)
 
 
-def test_what_does_not_fit_fits_with_the_words_that_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_does_not_fit_fits_with_the_words_that_are_named() -> None:
     sizes = ("model.args={num_layers: 3, width: 256, num_heads: 2}",)
     gpt, full = subject("gpt-10m", 8), methods(4)[0]
-    tight = setting("2080MiB", *sizes)
+    tight = setting("2066MiB", *sizes)
     found = answer(gpt, full, tight)
     assert not found.fits
     (said, *fixes) = answer_lines(gpt, tight, [found])
     assert re.search(r"full: does not fit. The smallest peak is .*, of which parameters are", said)
-    assert len(fixes) == len(found.remedies) == 2
+    assert len(fixes) == len(found.remedies) > 0
     for remedy in found.remedies:
         option, *number = remedy.words[0].split()
         if option == "--devices":
-            again = answer(gpt, full, setting("2080MiB", *sizes, devices=int(number[0])))
+            again = answer(gpt, full, setting("2066MiB", *sizes, devices=int(number[0])))
         else:
-            again = answer(gpt, full, setting("2080MiB", *sizes, *remedy.words))
+            again = answer(gpt, full, setting("2066MiB", *sizes, *remedy.words))
         assert again.fits, remedy
         assert again.shown is not None
     enough = setting(str(tight.memory.nbytes + found.missing_bytes), *sizes)
     assert answer(gpt, full, enough).fits
     less = setting(str(tight.memory.nbytes + found.missing_bytes - 2**16), *sizes)
     assert not answer(gpt, full, less).fits
-    del capsys
 
 
 def test_nothing_fits_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,9 +178,7 @@ def test_other_kinds_of_the_hub(kind: str, tmp_path: Path) -> None:
     assert found.fits
 
 
-def test_only_the_configuration_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_configuration_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     folder, asked = config(tmp_path, "llama"), []
@@ -196,7 +191,6 @@ def test_only_the_configuration_is_fetched(
     found = hub_folder.find_folder("owner/name", "fit owner/name", weights=False, config_alone=True)
     assert found.path == folder
     assert asked == [("owner/name", ["config.json"])]
-    del capsys
 
 
 def test_offline_an_id_that_is_not_cached_is_refused(
