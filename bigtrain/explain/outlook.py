@@ -81,13 +81,17 @@ def forecast_file(
             return Outlook(request.words, own, peak, seconds, note)
         except ConfigError as error:
             reason = str(error)
-            refused = next((key for key in _REPLACED if reason.startswith(key)), None)
+            # A refusal begins with the key, or names it in brackets after a parameter.
+            refused = next(
+                (key for key in _REPLACED if reason.startswith(key) or f"({key}" in reason), None
+            )
             if refused is None or refused not in request.keys:
                 return Outlook(request.words, own, None, None, reason)
             replacement = _REPLACED[refused]
             said = reason.partition(". Use ")[0].rstrip(".")
-            more = "" if replacement is None else f"; it is forecast with {replacement}"
-            request.find("not forecast", request.keys.pop(refused).written, f"{said}{more}")
+            more = "without it" if replacement is None else f"with {replacement}"
+            written = request.keys.pop(refused).written
+            request.find("not forecast", written, f"{said}; it is forecast {more}")
             words, pasted = (_without(refused, each, replacement) for each in (words, pasted))
     return Outlook(request.words, own, None, None, reason)
 
@@ -98,6 +102,7 @@ _REPLACED: dict[str, str | None] = {
     "optim.master_weights": None,
     "model.lora.targets": None,
     "model.lora.modules_to_save": None,
+    "model.lora.quantize": None,
     "model.chunked_loss": None,
 }
 """Keys that a strategy or a model may refuse, and the word with which a plan is forecast then."""
