@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from bigtrain.errors import ConfigError
@@ -14,7 +15,6 @@ from bigtrain.job.schema import LoraConfig
 from bigtrain.machine.cluster import Cluster
 from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import (
-    Opened,
     PlannedAnswer,
     Question,
     ask,
@@ -81,8 +81,8 @@ class Remedy:
     words: tuple[str, ...]
     """Options of `bigtrain fit` or keys of the job."""
     label: str
+    """The plan that fits."""
     peak_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
         if smallest is None:
             reasons = dict.fromkeys(rejected.reason for rejected in planned.result.rejected)
             return FitAnswer(method, planned, refused=next(iter(reasons), "no plan can be made"))
-        found = tuple(_remedies(subject, method, setting, opened))
+        found = tuple(_remedies(subject, method, setting, planned))
         return FitAnswer(
             method, planned, smallest, False, phase_peaks(planned, smallest), remedies=found
         )
@@ -196,45 +196,62 @@ def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
     return outcome if isinstance(outcome, EvaluatedPlan) else None
 
 
-def _remedies(subject: Subject, method: Method, setting: Setting, opened: Opened) -> list[Remedy]:
+def _remedies(
+    subject: Subject, method: Method, setting: Setting, planned: PlannedAnswer
+) -> list[Remedy]:
     """Changes that make a method fit: fewer bytes of each number, then more devices."""
     found = []
-    if not method.words:
+    # Parameters and their gradients are on the device, whatever is offloaded.
+    least = 4 * planned.num_parameters // setting.devices
+    if not method.words and least <= setting.memory.for_tensors:
         low = ("optim.master_weights=false",)
         for words in (low, (*low, "optim.name=adamw_8bit")):
-            remedy = _tried(subject, method, setting, words)
+            remedy = _with_words(subject, method, setting, words)
             if remedy is not None:
                 found.append(remedy)
                 break
-    devices = 2 * setting.devices
-    while devices <= MOST_DEVICES:
-        if devices > setting.cluster.node.devices and setting.cluster.between is None:
-            break
-        batch = max(setting.global_batch_size, devices)
-        wider = replace(setting, devices=devices, global_batch_size=batch, rows=1, every_plan=False)
-        remedy = _tried(subject, method, wider, (), opened=opened)
-        if remedy is not None:
-            found.append(remedy)
-            break
-        devices *= 2
-    return found
+    more = _with_devices(setting, planned)
+    return found if more is None else [*found, more]
 
 
-def _tried(
-    subject: Subject,
-    method: Method,
-    setting: Setting,
-    words: tuple[str, ...],
-    opened: Opened | None = None,
+def _with_words(
+    subject: Subject, method: Method, setting: Setting, words: tuple[str, ...]
 ) -> Remedy | None:
-    """The change, if a plan fits with it."""
+    """The change of keys of the job, if a plan fits with it."""
     try:
-        question = make_question(subject, method, setting, words)
-        planned = ask(question, opened)
+        planned = ask(make_question(subject, method, setting, words))
     except ConfigError:
         return None
     if not planned.result.best:
         return None
     best = planned.result.best[0]
-    options = words or (f"--devices {setting.devices}",)
-    return Remedy(options, best.label, best.peak.bytes, best.seconds.total)
+    return Remedy(words, best.label, best.peak.bytes)
+
+
+def _with_devices(setting: Setting, planned: PlannedAnswer) -> Remedy | None:
+    """The fewest devices on which full shards fit, if the number is doubled; None if none do."""
+    evaluator, cluster = planned.search.evaluator, setting.cluster
+    limit, devices = setting.memory.for_tensors, 2 * setting.devices
+    while devices <= MOST_DEVICES:
+        if devices > cluster.node.devices and cluster.between is None:
+            return None
+        batch = max(setting.global_batch_size, devices)
+        space = replace(
+            planned.search.space,
+            devices=devices,
+            global_batch_size=batch - batch % devices,
+            rows=1,
+            **{"pp": 1, "dp": None, "tp": 1},
+        )
+        for candidate in space.candidates():
+            with suppress(ConfigError):
+                plan = evaluator.plan_of(candidate)
+                if plan.replicate.sharded_states < 3 or plan.state_ranks < devices:
+                    continue
+                outcome = evaluator.evaluate(candidate, plan, 0)
+                margin = 1 + setting.margins.get(candidate.engine, 0.0)
+                if outcome.peak is not None and outcome.peak.bytes * margin < limit:
+                    words = (f"--devices {devices}",)
+                    return Remedy(words, candidate.label, outcome.peak.bytes)
+        devices *= 2
+    return None

@@ -389,6 +389,15 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
         help="a name in configs/clusters or a YAML file (default: this machine's GPUs; without any "
         "a100-node)",
     )
+    _add_fit_sizes(parser)
+    options, rest = parser.parse_known_args(arguments, namespace=FitOptions())
+    parser.refuse_unknown(rest)
+    options.overrides = _joined(parser, rest)
+    return options
+
+
+def _add_fit_sizes(parser: CommandParser) -> None:
+    """Add the options of `bigtrain fit` apart from the model and its devices."""
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
     )
@@ -431,10 +440,6 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
         action="store_true",
         help="print one JSON document on standard output",
     )
-    options, rest = parser.parse_known_args(arguments, namespace=FitOptions())
-    parser.refuse_unknown(rest)
-    options.overrides = _joined(parser, rest)
-    return options
 
 
 class CheckOptions(argparse.Namespace):
