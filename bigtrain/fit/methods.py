@@ -75,7 +75,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class FittingChange:
     """A change that makes a method fit."""
 
     words: tuple[str, ...]
@@ -97,7 +97,7 @@ class FitAnswer:
     phases: PhasePeaks | None = None
     refused: str | None = None
     """Why there is no answer."""
-    remedies: tuple[Remedy, ...] = field(default=())
+    remedies: tuple[FittingChange, ...] = field(default=())
 
     @property
     def missing_bytes(self) -> int:
@@ -115,13 +115,13 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
     if method.missing is not None:
         return FitAnswer(method, refused=method.missing)
     try:
-        question = make_question(subject, method, setting)
+        question = method_question(subject, method, setting)
         check_question(question)
         opened = open_evaluator(question)
         planned = ask(question, opened)
         if not planned.result.best and question.tp == 1 and setting.devices > 1:
             setting = replace(setting, every_plan=True)
-            question = make_question(subject, method, setting)
+            question = method_question(subject, method, setting)
             planned = ask(question, opened)
         if planned.result.best:
             best = planned.result.best[0]
@@ -138,7 +138,7 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
         return FitAnswer(method, refused=str(error))
 
 
-def make_question(
+def method_question(
     subject: Subject, method: Method, setting: Setting, words: Sequence[str] = ()
 ) -> Question:
     """Make the planner's question.
@@ -198,7 +198,7 @@ def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
 
 def _remedies(
     subject: Subject, method: Method, setting: Setting, planned: PlannedAnswer
-) -> list[Remedy]:
+) -> list[FittingChange]:
     """Changes that make a method fit: fewer bytes of each number, then more devices."""
     found = []
     # Parameters and their gradients are on the device, whatever is offloaded.
@@ -216,19 +216,19 @@ def _remedies(
 
 def _with_words(
     subject: Subject, method: Method, setting: Setting, words: tuple[str, ...]
-) -> Remedy | None:
+) -> FittingChange | None:
     """The change of keys of the job, if a plan fits with it."""
     try:
-        planned = ask(make_question(subject, method, setting, words))
+        planned = ask(method_question(subject, method, setting, words))
     except ConfigError:
         return None
     if not planned.result.best:
         return None
     best = planned.result.best[0]
-    return Remedy(words, best.label, best.peak.bytes)
+    return FittingChange(words, best.label, best.peak.bytes)
 
 
-def _with_devices(setting: Setting, planned: PlannedAnswer) -> Remedy | None:
+def _with_devices(setting: Setting, planned: PlannedAnswer) -> FittingChange | None:
     """The fewest devices on which full shards fit, if the number is doubled; None if none do."""
     evaluator, cluster = planned.search.evaluator, setting.cluster
     limit, devices = setting.memory.for_tensors, 2 * setting.devices
@@ -252,6 +252,6 @@ def _with_devices(setting: Setting, planned: PlannedAnswer) -> Remedy | None:
                 margin = 1 + setting.margins.get(candidate.engine, 0.0)
                 if outcome.peak is not None and outcome.peak.bytes * margin < limit:
                     words = (f"--devices {devices}",)
-                    return Remedy(words, candidate.label, outcome.peak.bytes)
+                    return FittingChange(words, candidate.label, outcome.peak.bytes)
         devices *= 2
     return None
