@@ -120,7 +120,7 @@ def _forecast(
     with TemporaryDirectory(prefix="bigtrain-") as folder:
         strategy, words = request.words, list(words)
         if request.deepspeed is not None:
-            path = write_json(Path(folder) / "deepspeed.json", request.deepspeed)
+            path = write_json(Path(folder) / "engine.json", request.deepspeed)
             words.append(f"strategy.deepspeed={path}")
         job = load_job(None, strategy, words)
         plan = make_plan(job, ranks, cluster.device.kind)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from bigtrain.errors import ConfigError
 from bigtrain.fit.peaks import PhasePeaks, phase_peaks
 from bigtrain.fit.subject import Subject
+from bigtrain.hub.lora import QUANTIZE
 from bigtrain.job.load import load_job
-from bigtrain.job.schema import LoraConfig
 from bigtrain.machine.cluster import Cluster
 from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import (
-    Opened,
     PlannedAnswer,
     Question,
     ask,
@@ -23,8 +23,6 @@ from bigtrain.planner.ask import (
 )
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
 
-QUANTIZE = "quantize"
-"""The key of `model.lora` that stores the frozen weights in 4 bits."""
 MOST_DEVICES = 64
 """The most devices that are tried if a model does not fit."""
 
@@ -37,8 +35,6 @@ class Method:
     title: str
     words: tuple[str, ...] = ()
     """Keys of the job."""
-    missing: str | None = None
-    """Why this version cannot do it; None if it can."""
 
 
 def methods(rank: int) -> list[Method]:
@@ -48,12 +44,10 @@ def methods(rank: int) -> list[Method]:
         rank: of the adapters.
     """
     lora, own = f"model.lora.rank={rank}", f"r {rank}"
-    quantized = f"model.lora.{QUANTIZE}=nf4"
-    missing = None if QUANTIZE in LoraConfig.model_fields else f"there is no key {quantized}"
     return [
         Method("full", "full"),
         Method("lora", f"LoRA {own}", (lora,)),
-        Method("qlora", f"QLoRA {own}", (lora, quantized), missing),
+        Method("qlora", f"QLoRA {own}", (lora, QUANTIZE)),
     ]
 
 
@@ -75,14 +69,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class FittingChange:
     """A change that makes a method fit."""
 
     words: tuple[str, ...]
     """Options of `bigtrain fit` or keys of the job."""
     label: str
+    """The plan that fits."""
     peak_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class FitAnswer:
     phases: PhasePeaks | None = None
     refused: str | None = None
     """Why there is no answer."""
-    remedies: tuple[Remedy, ...] = field(default=())
+    remedies: tuple[FittingChange, ...] = field(default=())
 
     @property
     def missing_bytes(self) -> int:
@@ -112,16 +106,14 @@ class FitAnswer:
 
 def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
     """Find the fastest plan of a method that fits, or what would make it fit."""
-    if method.missing is not None:
-        return FitAnswer(method, refused=method.missing)
     try:
-        question = make_question(subject, method, setting)
+        question = method_question(subject, method, setting)
         check_question(question)
         opened = open_evaluator(question)
         planned = ask(question, opened)
         if not planned.result.best and question.tp == 1 and setting.devices > 1:
             setting = replace(setting, every_plan=True)
-            question = make_question(subject, method, setting)
+            question = method_question(subject, method, setting)
             planned = ask(question, opened)
         if planned.result.best:
             best = planned.result.best[0]
@@ -130,7 +122,7 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
         if smallest is None:
             reasons = dict.fromkeys(rejected.reason for rejected in planned.result.rejected)
             return FitAnswer(method, planned, refused=next(iter(reasons), "no plan can be made"))
-        found = tuple(_remedies(subject, method, setting, opened))
+        found = tuple(_remedies(subject, method, setting, planned))
         return FitAnswer(
             method, planned, smallest, False, phase_peaks(planned, smallest), remedies=found
         )
@@ -138,7 +130,7 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
         return FitAnswer(method, refused=str(error))
 
 
-def make_question(
+def method_question(
     subject: Subject, method: Method, setting: Setting, words: Sequence[str] = ()
 ) -> Question:
     """Make the planner's question.
@@ -196,45 +188,62 @@ def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
     return outcome if isinstance(outcome, EvaluatedPlan) else None
 
 
-def _remedies(subject: Subject, method: Method, setting: Setting, opened: Opened) -> list[Remedy]:
+def _remedies(
+    subject: Subject, method: Method, setting: Setting, planned: PlannedAnswer
+) -> list[FittingChange]:
     """Changes that make a method fit: fewer bytes of each number, then more devices."""
     found = []
-    if not method.words:
+    # Parameters and their gradients are on the device, whatever is offloaded.
+    least = 4 * planned.num_parameters // setting.devices
+    if not method.words and least <= setting.memory.for_tensors:
         low = ("optim.master_weights=false",)
         for words in (low, (*low, "optim.name=adamw_8bit")):
-            remedy = _tried(subject, method, setting, words)
+            remedy = _with_words(subject, method, setting, words)
             if remedy is not None:
                 found.append(remedy)
                 break
-    devices = 2 * setting.devices
-    while devices <= MOST_DEVICES:
-        if devices > setting.cluster.node.devices and setting.cluster.between is None:
-            break
-        batch = max(setting.global_batch_size, devices)
-        wider = replace(setting, devices=devices, global_batch_size=batch, rows=1, every_plan=False)
-        remedy = _tried(subject, method, wider, (), opened=opened)
-        if remedy is not None:
-            found.append(remedy)
-            break
-        devices *= 2
-    return found
+    more = _with_devices(setting, planned)
+    return found if more is None else [*found, more]
 
 
-def _tried(
-    subject: Subject,
-    method: Method,
-    setting: Setting,
-    words: tuple[str, ...],
-    opened: Opened | None = None,
-) -> Remedy | None:
-    """The change, if a plan fits with it."""
+def _with_words(
+    subject: Subject, method: Method, setting: Setting, words: tuple[str, ...]
+) -> FittingChange | None:
+    """The change of keys of the job, if a plan fits with it."""
     try:
-        question = make_question(subject, method, setting, words)
-        planned = ask(question, opened)
+        planned = ask(method_question(subject, method, setting, words))
     except ConfigError:
         return None
     if not planned.result.best:
         return None
     best = planned.result.best[0]
-    options = words or (f"--devices {setting.devices}",)
-    return Remedy(options, best.label, best.peak.bytes, best.seconds.total)
+    return FittingChange(words, best.label, best.peak.bytes)
+
+
+def _with_devices(setting: Setting, planned: PlannedAnswer) -> FittingChange | None:
+    """The fewest devices on which full shards fit, if the number is doubled; None if none do."""
+    evaluator, cluster = planned.search.evaluator, setting.cluster
+    limit, devices = setting.memory.for_tensors, 2 * setting.devices
+    while devices <= MOST_DEVICES:
+        if devices > cluster.node.devices and cluster.between is None:
+            return None
+        batch = max(setting.global_batch_size, devices)
+        space = replace(
+            planned.search.space,
+            devices=devices,
+            global_batch_size=batch - batch % devices,
+            rows=1,
+            **{"pp": 1, "dp": None, "tp": 1},
+        )
+        for candidate in space.candidates():
+            with suppress(ConfigError):
+                plan = evaluator.plan_of(candidate)
+                if plan.replicate.sharded_states < 3 or plan.state_ranks < devices:
+                    continue
+                outcome = evaluator.evaluate(candidate, plan, 0)
+                margin = 1 + setting.margins.get(candidate.engine, 0.0)
+                if outcome.peak is not None and outcome.peak.bytes * margin < limit:
+                    words = (f"--devices {devices}",)
+                    return FittingChange(words, candidate.label, outcome.peak.bytes)
+        devices *= 2
+    return None

@@ -99,8 +99,7 @@ def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) 
     for remedy in found.remedies:
         words = " ".join(remedy.words)
         yield (
-            f"  with {words}: {remedy.label} fits, {format_bytes(remedy.peak_bytes)} and "
-            f"{format_seconds(remedy.seconds)} a step"
+            f"  with {words}: {remedy.label} fits, {format_bytes(remedy.peak_bytes)} on a device"
         )
     if not found.remedies:
         yield "  more devices do not make it fit either: use a smaller model, or LoRA"

@@ -14,7 +14,7 @@ from bigtrain.hub.timm_models import image_shape
 from bigtrain.models import list_models, sequence_length, task_of
 from bigtrain.models.gpt import PRESETS
 
-DEFAULT_LENGTH = 2048
+SAMPLE_TOKENS = 2048
 """Tokens of a sample, unless the model has fewer positions."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _IMAGES = "ForImageClassification"
@@ -46,7 +46,7 @@ def find_subject(
     Args:
         name: `hf:ID_OR_FOLDER`, a folder, an id of the Hub (`OWNER/NAME`), `timm:NAME`, a built-in
             name, or `package.module:Class`.
-        length: tokens of a sample; None for `DEFAULT_LENGTH` or the model's own length.
+        length: tokens of a sample; None for `SAMPLE_TOKENS` or the model's own length.
         args: the arguments of the model that the user sets (`model.args`).
         has_data: whether the user names data, whose shapes are used then.
         samples: random samples to have.
@@ -109,13 +109,13 @@ def _length(name: str, architecture: Architecture, length: int | None) -> int:
     """
     positions = getattr(architecture.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
-        return length or DEFAULT_LENGTH
+        return length or SAMPLE_TOKENS
     if length is not None and length > positions:
         raise ConfigError(
             f"--length {length}: {name} has {positions} positions. Use --length {positions}, or "
             f"model.args.max_position_embeddings={length}."
         )
-    return length or min(DEFAULT_LENGTH, positions)
+    return length or min(SAMPLE_TOKENS, positions)
 
 
 def _built_in(
@@ -125,7 +125,7 @@ def _built_in(
     if has_data:
         return Subject(name, run, (), run, length)
     if name in PRESETS:
-        tokens = length or sequence_length(name, args) or DEFAULT_LENGTH
+        tokens = length or sequence_length(name, args) or SAMPLE_TOKENS
         vocabulary = args.get("vocab_size", PRESETS[name]["vocab_size"])
         words = _language_words(int(vocabulary), tokens, samples)
         sized = (*run, f"data.args.sequence_length={tokens}")

@@ -386,6 +386,15 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
         help="a name in configs/clusters or a YAML file (default: this machine's GPUs; without any "
         "a100-node)",
     )
+    _add_fit_sizes(parser)
+    options, rest = parser.parse_known_args(arguments, namespace=FitOptions())
+    parser.refuse_unknown(rest)
+    options.overrides = _joined(parser, rest)
+    return options
+
+
+def _add_fit_sizes(parser: CommandParser) -> None:
+    """Add the options of `bigtrain fit` apart from the model and its devices."""
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
     )
@@ -393,6 +402,28 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
         "--lora", type=int, default=16, metavar="R", help="rank of the adapters (default 16)"
     )
     parser.add_argument("--qlora", action="store_true", help="only QLoRA")
+    _add_batch_options(parser)
+    parser.add_argument(
+        "--engines",
+        default="torch",
+        metavar="A,B",
+        help="libraries to choose from: torch, deepspeed, fairscale (default torch)",
+    )
+    parser.add_argument(
+        "--every-plan",
+        action="store_true",
+        help="search pipelines and tensor slices, too, if replicas fit (takes a minute or more)",
+    )
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print one JSON document on standard output",
+    )
+
+
+def _add_batch_options(parser: CommandParser) -> None:
+    """The options of `bigtrain fit` on the samples of a step."""
     parser.add_argument(
         "--length",
         type=int,
@@ -411,27 +442,6 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
         metavar="B",
         help="samples of a rank in one pass (default: the planner chooses)",
     )
-    parser.add_argument(
-        "--engines",
-        default="torch",
-        metavar="A,B",
-        help="libraries to choose from: torch, deepspeed, fairscale (default torch)",
-    )
-    parser.add_argument(
-        "--every-plan",
-        action="store_true",
-        help="search pipelines and tensor slices, too, if replicas fit (takes a minute or more)",
-    )
-    parser.add_argument(
-        "--json",
-        dest="as_json",
-        action="store_true",
-        help="print one JSON document on standard output",
-    )
-    options, rest = parser.parse_known_args(arguments, namespace=FitOptions())
-    parser.refuse_unknown(rest)
-    options.overrides = _joined(parser, rest)
-    return options
 
 
 class CheckOptions(argparse.Namespace):

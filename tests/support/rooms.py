@@ -35,7 +35,7 @@ ORDER = (
     *("schedules", "tracing", "cutting", "slice_planning"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "own_loop", "engine", "report"),
-    *("planner", "explain", "compare", "speedup", "verify", "doctor"),
+    *("planner", "fit", "explain", "compare", "speedup", "verify", "doctor"),
     *("hvd", "train", "cli", "__main__"),
 )
 
