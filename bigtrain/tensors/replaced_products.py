@@ -145,7 +145,7 @@ class ReplacedProducts:
                     self._read.setdefault(reader, {})[value] = None
             return value
 
-        nn.Module.__getattr__ = read  # type: ignore[assignment, method-assign]
+        nn.Module.__getattr__ = read  # type: ignore[method-assign]
         try:
             yield
         finally:
