@@ -121,8 +121,6 @@ class Profile:
     optimizer_bytes: int
     batch_bytes: int
     """One micro-batch with its targets."""
-    frozen_bytes: int = 0
-    """The part of `parameter_bytes` that is never updated."""
     trained_elements: int = 0
     """The number of trained elements."""
     state_slots: float = 0.0
@@ -155,6 +153,8 @@ class Profile:
     tensors: tuple[tuple[str, int, str], ...] = ()
     """The trained parameters of a stage in order, each with the bytes and the dtype of its
     gradient."""
+    frozen_bytes: int = 0
+    """The part of `parameter_bytes` that is never updated."""
     frozen_tensors: tuple[tuple[str, int], ...] = ()
     """The frozen parameters of a stage with their bytes."""
     gradient_births: tuple[int, ...] = ()
@@ -222,8 +222,6 @@ class Forecast:
     """Bytes of the boundary tensors, if this is a stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
-    frozen_tensors: tuple[tuple[str, int], ...] = ()
-    """See `Profile`."""
     step_gradients: int | None = None
     """Bytes of gradients in the optimizer's step, if they differ from those after a backward
     pass."""
@@ -236,6 +234,8 @@ class Forecast:
     """See `Profile`."""
     moved_gradients: int = 0
     """Bytes of gradients that exist twice when the second micro-batch of the first step begins."""
+    frozen_tensors: tuple[tuple[str, int], ...] = ()
+    """See `Profile`."""
 
     @classmethod
     def of(cls, profile: Profile) -> Forecast:

@@ -90,12 +90,7 @@ def compose_profile(
             *_gathers(sections[0], after, scatter_ranks),
         ),
         tensors=_named_tensors(sections),
-        frozen_tensors=tuple(
-            (_name_in_stage(section, t), t.nbytes)
-            for section in sections
-            for t in section.tensors
-            if not (t.trained or t.is_buffer)
-        ),
+        frozen_tensors=_frozen_tensors(sections),
     )
 
 
@@ -106,6 +101,16 @@ def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], .
         for section in sections
         for t in section.tensors
         if t.trained
+    )
+
+
+def _frozen_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int], ...]:
+    """Return the name and bytes of each frozen tensor."""
+    return tuple(
+        (_name_in_stage(section, t), t.nbytes)
+        for section in sections
+        for t in section.tensors
+        if not (t.trained or t.is_buffer)
     )
 
 
