@@ -11,7 +11,7 @@ HUB = [
     "huggingface_hub",
     "safetensors",
     "peft",
-    "torchao",
+    "torchao>=0.18",
     "timm",
 ]
 """Models of the Hugging Face Hub and of timm, their tokenizers, and adapters."""

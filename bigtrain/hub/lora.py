@@ -7,7 +7,6 @@ which nothing reads.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import warnings
@@ -30,6 +29,7 @@ from bigtrain.hub.nf4 import (
     quantized,
 )
 from bigtrain.job.schema import LoraConfig
+from bigtrain.machine.versions import installed_version
 from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
 ALL_LINEAR = "all-linear"
@@ -43,6 +43,8 @@ QUANTIZE = f"{_KEY}.quantize=nf4"
 """The job's key and value that ask for weights in 4 bits."""
 _QUANTIZED = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 """The classes whose layers are quantized; one derived from them may use its weight otherwise."""
+_TORCHAO = (0, 18)
+"""The first version whose package `quantization` has NF4."""
 
 
 def word_of(dtype: torch.dtype) -> str:
@@ -176,8 +178,7 @@ def _quantized_layers(
                 f"quantized. Set {QUANTIZE}, or leave {key} out."
             )
         return {}, []
-    if importlib.util.find_spec("torchao") is None:  # importing it takes seconds
-        raise ConfigError(f"{QUANTIZE} needs torchao, which is not installed. Run: {EXTRA}")
+    _check_torchao()
     left_out = _matching(model, config.quantize_except, f"{_KEY}.quantize_except")
     packed: dict[str, QuantizedLayer] = {}
     others: list[str] = []
@@ -207,6 +208,19 @@ def _quantized_layers(
             f"and those that are left out. Leave {_KEY}.quantize out."
         )
     return packed, others
+
+
+def _check_torchao() -> None:
+    """Refuse without a torchao that has NF4; it is not imported, which takes seconds."""
+    version = installed_version("torchao")
+    if version is None:
+        raise ConfigError(f"{QUANTIZE} needs torchao, which is not installed. Run: {EXTRA}")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _TORCHAO:
+        needed = ".".join(map(str, _TORCHAO))
+        raise ConfigError(
+            f"{QUANTIZE} needs torchao {needed} or later, and {version} is installed. Run: "
+            f"pip install 'torchao>={needed}'"
+        )
 
 
 def _shortest(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:

@@ -18,10 +18,11 @@ precision. The bytes of a weight of `n` elements:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -
     Raises:
         ConfigError: torchao is not installed.
     """
-    theirs = import_library("torchao.quantization", key).NF4Tensor
+    theirs = _formats(key)
     carrier = torch.zeros(layout.nbytes, dtype=torch.uint8)
     table, mean, factors, scales, codes = layout.parts(carrier)
     with torch.no_grad():
@@ -154,6 +155,18 @@ def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -
         ):
             part.copy_(value)
     return carrier
+
+
+@cache
+def _formats(key: str) -> Any:
+    """Return torchao's class of weights in 4 bits."""
+    logger = logging.getLogger("torch.utils._pytree")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # hides warnings of deprecated calls in torchao
+    try:
+        return import_library("torchao.quantization", key).NF4Tensor
+    finally:
+        logger.setLevel(level)
 
 
 def _cells(table: Tensor) -> Tensor:

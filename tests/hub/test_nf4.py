@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from typing import Any
 
@@ -25,7 +24,7 @@ from bigtrain.core.state import check_shapes  # noqa: E402
 from bigtrain.core.workload import Workload  # noqa: E402
 from bigtrain.engine.first_batch import example_batch  # noqa: E402
 from bigtrain.engine.setup import frozen_notes  # noqa: E402
-from bigtrain.hub import nf4  # noqa: E402
+from bigtrain.hub import lora, nf4  # noqa: E402
 from bigtrain.hub.adapter_files import AdapterRecord  # noqa: E402
 from bigtrain.hub.lora import adapters_of, attach, quantized_value  # noqa: E402
 from bigtrain.hub.nf4 import Nf4Layout, Nf4Linear, dequantized, parameter_elements  # noqa: E402
@@ -256,13 +255,16 @@ def test_a_weight_that_cannot_be_quantized_is_refused(layer, keys, words):
         net_with(layer, **keys)
 
 
-def test_a_missing_torchao_is_named(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name)
-    )
-    words = r"quantize=nf4 needs torchao, which is not installed. Run: pip install 'bigtrain\[hub\]"
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (None, r"torchao, which is not installed\. Run: pip install 'bigtrain\[hub\]'"),
+        ("0.9.1", r"torchao 0\.18 or later, and 0\.9\.1 is .* pip install 'torchao>=0\.18'"),
+    ],
+)
+def test_a_missing_torchao_is_named(monkeypatch, version, words):
+    monkeypatch.setattr(lora, "installed_version", lambda _: version)
+    with pytest.raises(ConfigError, match=f"quantize=nf4 needs {words}"):
         net_with(nn.Linear(64, 64))
 
 
