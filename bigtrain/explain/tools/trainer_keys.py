@@ -8,7 +8,6 @@ from typing import Any
 
 from bigtrain.errors import ConfigError
 from bigtrain.explain.request import Asked, FileSection, ToolRequest, WrittenKey
-from bigtrain.job.schema import LoraConfig
 
 SHARDING = {
     "FULL_SHARD": "fsdp",
@@ -301,16 +300,8 @@ def _default(keys: AdapterKeys, value: object) -> Asked:
 
 
 def quantise(request: ToolRequest, written: list[WrittenKey]) -> None:
-    """Add a base of the adapters in 4 bits, if this version of bigtrain has one."""
-    if "quantize" in LoraConfig.model_fields:
-        request.keys["model.lora.quantize"] = Asked("nf4", tuple(written))
-        return
-    request.find(
-        "not forecast",
-        written,
-        "weights in 4 bits have no counterpart; they are forecast in bf16",
-        "Expect a quarter of the bytes of the parameters.",
-    )
+    """Add a base of the adapters in 4 bits."""
+    request.keys["model.lora.quantize"] = Asked("nf4", tuple(written))
 
 
 def read_optimizer(request: ToolRequest, section: FileSection, key: str, fallback: str) -> None:
