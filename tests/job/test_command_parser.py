@@ -46,7 +46,7 @@ def test_the_version_says_what_a_report_needs(capsys: Any) -> None:
             ["checkpoint", "inspect", "x", "--tensor"],
             "no option --tensor, did you mean '--tensors'?",
         ),
-        (["frobnicate"], "there is no 'frobnicate'. Known: init, train, plan, check, explain"),
+        (["frobnicate"], "there is no 'frobnicate'. Known: init, train, plan, fit, check"),
     ],
 )
 def test_the_nearest_word_is_named(words: list[str], nearest: str, capsys: Any) -> None:

@@ -361,7 +361,7 @@ def said_of_values(values: Mapping[str, Any]) -> dict[str, Said]:
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory(prefix="bigtrain-") as folder:
-        path = write_json(Path(folder) / "deepspeed.json", values)
+        path = write_json(Path(folder) / "engine.json", values)
         return said_of_job(path)
 
 
