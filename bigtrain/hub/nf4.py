@@ -97,9 +97,8 @@ class Nf4Layout:
         if header.storage_offset() % _FP32:  # a view into a buffer of several tensors
             header = header.clone()
         numbers = header.view(torch.float32)
-        scales, codes = torch.split(
-            carrier[self.header_bytes :], [self.blocks, self.blocks * BLOCK // 2]
-        )
+        sizes = [self.blocks, self.blocks * BLOCK // 2]
+        scales, codes = torch.split(carrier[self.header_bytes :], sizes)
         table, mean = numbers[:_TABLE], numbers[_TABLE : _TABLE + 1]
         factors = numbers[_TABLE + 1 :]
         return table, mean, factors, scales.view(torch.int8), codes.view(self.blocks, BLOCK // 2)
