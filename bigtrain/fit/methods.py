@@ -241,7 +241,9 @@ def _with_devices(setting: Setting, planned: PlannedAnswer) -> FittingChange | N
             devices=devices,
             global_batch_size=batch - batch % devices,
             rows=1,
-            **{"pp": 1, "dp": None, "tp": 1},
+            pp=1,
+            dp=None,
+            tp=1,
         )
         for candidate in space.candidates():
             with suppress(ConfigError):
