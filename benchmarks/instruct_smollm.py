@@ -109,6 +109,7 @@ def parts_of(job: Job, world_size: int) -> RunSetup:
 def held_out_batches(parts: RunSetup) -> list[tuple[Any, Tensor]]:
     """The first samples that are held out."""
     data = parts.data.validation
+    assert data is not None
     samples = [data[number] for number in range(min(HELD_OUT, len(data)))]
     return [
         tuple(default_collate(samples[begin : begin + BATCH]))
@@ -146,7 +147,7 @@ def tune(context: Any, job: Job, folder: Path, resume: str | None, stop: int) ->
             "path": str(path),
             "whole": whole,
             "predicted": None if prediction.peak is None else prediction.peak.bytes,
-            "measured": measured.peak.bytes,
+            "measured": None if measured.peak is None else measured.peak.bytes,
             "seconds": seconds,
         }
 
@@ -203,7 +204,7 @@ def plain_loop(job: Job, model: Path, stops: Sequence[int]) -> dict[int, dict[st
         inputs, targets = default_collate([parts.data.train[index] for index in indices])
         optimizer.zero_grad()
         loss = loss_of(network, inputs, targets)
-        loss.backward()
+        torch.autograd.backward([loss])
         optimizer.step()
         losses.append(float(loss.detach()))
     return found
