@@ -13,6 +13,7 @@ from bigtrain.cutting.cut import Cut, copy_modules
 from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.hub.nf4 import invent_weights
 from bigtrain.losses.loss import Loss
 from bigtrain.tensors.fake import fake_model
 
@@ -118,6 +119,7 @@ def _invent(model: nn.Module) -> None:
             parameter.normal_(0.0, width**-0.5, generator=generator)
         else:
             parameter.uniform_(0.5, 1.5, generator=generator)
+    invent_weights(model, generator)
     for buffer in model.buffers():
         buffer.fill_(1) if buffer.is_floating_point() else buffer.zero_()
 

@@ -289,6 +289,21 @@ class Nf4Linear(nn.Module):
         return product
 
 
+@torch.no_grad()
+def invent_weights(model: nn.Module, generator: torch.Generator) -> None:
+    """Give the weights in 4 bits of a model some values that keep its numbers in range."""
+    for module in model.modules():
+        if not isinstance(module, Nf4Linear):
+            continue
+        carrier = module.weight_nf4
+        table, mean, factors, scales, codes = module.layout.parts(carrier)
+        table.copy_(torch.linspace(-1, 1, _TABLE))
+        mean.fill_(module.layout.shape[1] ** -0.5)
+        factors.fill_(1)
+        scales.zero_()
+        codes.random_(0, 256, generator=generator)
+
+
 def parameter_elements(model: nn.Module) -> dict[str, int]:
     """Return the elements of each parameter by its first name; of one in 4 bits, of its weight."""
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
