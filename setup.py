@@ -53,6 +53,8 @@ setup(
         "bigtrain.engine",
         "bigtrain.engine.alongside",
         "bigtrain.engine.run_loss",
+        "bigtrain.explain",
+        "bigtrain.explain.tools",
         "bigtrain.files",
         "bigtrain.fit",
         "bigtrain.hub",

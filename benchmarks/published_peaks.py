@@ -273,7 +273,8 @@ def forecast(row: Published) -> tuple[Peak, int, int, int]:
     fit = evaluator.fit(candidate, evaluator.plan_of(candidate))
     sections = len(fit.levels["keep"].sections)
     rank = fit.forecast(fit.uniform_stages([0, sections], row.policy), 0)
-    states = rank.states.parameters + rank.states.buffers + rank.states.optimizer
+    held = rank.states
+    states = held.parameters + held.frozen + held.buffers + held.optimizer
     if row.gpus > 1 or row.quantity == "after a step":  # FSDP1 keeps the gradients' shards
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         states += trained_bytes // row.gpus

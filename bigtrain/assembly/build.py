@@ -134,18 +134,12 @@ def _bf16_names(model: nn.Module, plan: Plan) -> list[str]:
 
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
     """Parameters that stay untrained, if the run cannot train one that is used later."""
-    if not _follows_late(resolved.plan):
+    if not resolved.plan.trains_late:
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         # Without parameters of no elements: these are frozen, and have no gradient to watch.
         return tuple(name for name in resolved.unreached if sizes.get(name))
     unfreeze(model, resolved.unreached)  # they were frozen for the forecast
     return ()
-
-
-def _follows_late(plan: Plan) -> bool:
-    """Whether a parameter may get its first gradient in any step, because nothing expects it."""
-    plain = plan.replicate.on_torch and not plan.replicate.sharded_states
-    return plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
 
 
 def _drop_other_stages(

@@ -134,6 +134,12 @@ class Plan:
         return self.replicate.state_ranks or self.dp
 
     @property
+    def trains_late(self) -> bool:
+        """Whether a parameter may get its first gradient in any step, as nothing expects it."""
+        plain = self.replicate.on_torch and not self.replicate.sharded_states
+        return plain and self.dp == 1 and not {"cut", "slice"} & self.techniques.keys()
+
+    @property
     def gradient_shard(self) -> tuple[int, int]:
         """The number of replicas over which rows of gradients are sharded, and this one's shard."""
         if self.replicate.optimizer_gets != "shards":

@@ -45,6 +45,8 @@ INSTEAD = {
     "model.args": _MODEL,
     "model.pretrained": f"{_MODEL}, with its weights loaded",
     "model.pretrained_except": f"{_MODEL}, with its weights loaded",
+    "model.freeze": f"{_MODEL}; set requires_grad=False on its parameters",
+    "model.lora": f"{_MODEL}; attach peft's layers to it first",
     "model.loss": "the loss is the second argument: prepare(model, loss, optimizer)",
     "model.chunked_loss": _CHUNKED,
     "model.chunk_size": "it is bigtrain.ChunkedCrossEntropy(head=..., chunk_size=...) as the loss",

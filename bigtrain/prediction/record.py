@@ -106,6 +106,8 @@ class FakeRun:
     """See `Profile.step_memory`."""
     early_share: float = 0.0
     """See `Profile.early_share`."""
+    late: frozenset[str] = frozenset()
+    """See `late_names`."""
 
     def window(self, number: int) -> Timeline:
         """The timeline of the first micro-batch (0), the next (1), or the optimizer's step (2)."""
@@ -158,6 +160,11 @@ def _step_memory(
     return StepMemory(workload.make_optimizer, device, plan.device_type, options, kind)
 
 
+def late_names(resolved: ResolvedPlan) -> frozenset[str]:
+    """Return the parameters that no pass has used so far, if the run trains them once one does."""
+    return frozenset(resolved.unreached if resolved.plan.trains_late else ())
+
+
 def _fake_model(
     workload: Workload, resolved: ResolvedPlan, device: torch.device, exchanges: ExchangeLog
 ) -> tuple[nn.Module, SlicedState | None]:
@@ -165,7 +172,10 @@ def _fake_model(
     plan = resolved.plan
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
     low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
+    late = late_names(resolved)
     for name in low_names(fake, bf16_parameters=low, frozen_in_bf16=frozen):
+        if name in late and not low:
+            continue
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
     if plan.uses_channels_last:
@@ -265,6 +275,7 @@ def _record(
         exchange_log=exchanges.all,
         step_memory=_step_memory(workload, device, plan, runner.optimizer),
         early_share=early_state / max(1, state_bytes(fake, runner.optimizer).optimizer),
+        late=late_names(resolved),
     )
     return _with_all_steps(first, marks, births, sizes)
 
@@ -378,7 +389,7 @@ def _gathered_uses(
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
     """The profile of a model, or of a part of it, from its run on fake tensors."""
-    states = state_bytes(run.model, run.runner.optimizer)
+    states = state_bytes(run.model, run.runner.optimizer, run.late)
     first, later = tuple(pairwise(run.marks[:3]))
     blocks, followed = (
         [run.ticks.visits(*window, names) for window in (first, later)]

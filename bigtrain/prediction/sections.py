@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
@@ -114,7 +115,7 @@ class SectionTensor:
     @property
     def is_packed(self) -> bool:
         """Whether it is bytes; see `BlockTicks.packed`."""
-        return self.kind == "torch.uint8"
+        return self.kind == str(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)

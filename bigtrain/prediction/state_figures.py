@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +11,24 @@ from torch import Tensor, nn
 from bigtrain.memory.timeline import Breakdown
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
-    """Bytes of trained and frozen parameters, gradients, buffers and optimizer state."""
+def state_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, late: Collection[str] = ()
+) -> Breakdown:
+    """Bytes of trained and frozen parameters, gradients, buffers and optimizer state.
+
+    Args:
+        model: the profiled model.
+        optimizer: after a step on it.
+        late: names of parameters that are frozen here and may be trained later in the run.
+    """
     slots = optimizer.state.values() if optimizer else ()
     trained = storage_bytes(p for p in model.parameters() if p.requires_grad)
+    not_frozen = storage_bytes(
+        p for name, p in model.named_parameters() if p.requires_grad or name in late
+    )
     return Breakdown(
-        parameters=trained,
-        frozen=storage_bytes(model.parameters()) - trained,
+        parameters=not_frozen,
+        frozen=storage_bytes(model.parameters()) - not_frozen,
         gradients=trained,
         buffers=storage_bytes(model.buffers()),
         optimizer=storage_bytes(value for state in slots for value in state.values()),
