@@ -226,9 +226,8 @@ def _record(
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
     mode = FakeMode(of_cuda=of_cuda)
-    watching = (
-        tracker if plan.compiles_blocks else tracker.behind(mode)
-    )  # compiled programs see only modes
+    # Compiled programs see only modes.
+    watching = tracker if plan.compiles_blocks else tracker.behind(mode)
     with program, mode, watching:
         fake, slices = _fake_model(workload, resolved, device, exchanges)
         root = unit.root(fake, workload.loss, plan, device)
