@@ -91,7 +91,7 @@ def _load(planned: PlannedAnswer, forecast: Forecast) -> StatePeak:
     setup, states = planned.setup, forecast.states
     tensors = first_named_tensors(setup.workload.model)
     largest = max((4 * tensor.numel() for tensor in tensors.values()), default=0)
-    share = states.parameters + states.buffers
+    share = states.parameters + states.frozen + states.buffers
     if setup.workload.whole_bytes:
         share = max(share, setup.workload.whole_bytes)
     device = max(share + min(largest, share), forecast.building.total)

@@ -109,7 +109,9 @@ def test_the_peaks_are_those_of_a_run_with_the_plan(
         assert phases["resume"] == state.resume.bytes
         states = rank.prediction.states
         assert states is not None
-        assert states.parameters <= phases["load"] <= states.parameters + 4 * 64 * 32 + 2**14
+        share = states.parameters + states.frozen
+        assert share <= phases["load"] <= share + 4 * 64 * 32 + 2**14
+        assert (states.frozen > states.parameters) is (name == "lora")
     assert found["lora"]["trained_parameters"] < found["full"]["trained_parameters"]
 
 
