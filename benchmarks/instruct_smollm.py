@@ -95,6 +95,7 @@ def job_of(strategy: str, tuning: str, model: Path, text: Path, steps: int) -> J
             "train.precision": "fp32",
             "memory.track_steps": 2,
             "device": "cpu",
+            **{f"mesh.{axis}": number for axis, number in AXES.get(strategy, {}).items()},
             **TUNINGS[tuning],
         },
     )
