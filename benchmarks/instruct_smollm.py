@@ -294,7 +294,7 @@ def compare(
         },
     }
     if tuning != "full":
-        result["opened_by_peft"] = opened_by_peft(path, model, job(strategy), expected["held_out"])
+        result["opened_by_peft"] = opened_by_peft(path, model, job("single"), expected["held_out"])
     return result
 
 
