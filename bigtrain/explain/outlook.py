@@ -45,7 +45,7 @@ class Outlook:
     @property
     def breakdown(self) -> dict[str, int]:
         """Bytes at the peak by kind."""
-        return {} if self.peak is None else dict(vars(self.peak.breakdown))
+        return {} if self.peak is None else self.peak.breakdown.by_kind()
 
 
 @dataclass(frozen=True)

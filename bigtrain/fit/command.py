@@ -18,7 +18,7 @@ from bigtrain.job.arguments import FitOptions, fit_arguments
 from bigtrain.job.load import parse_overrides
 from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.planner.ask import engine_margins, rank_limits
-from bigtrain.planner.command import PLANNED_ENGINES, this_machine
+from bigtrain.planner.command import read_engines, this_machine
 
 DEFAULT_CLUSTER = "a100-node"
 """The devices that are assumed on a machine without a GPU."""
@@ -98,13 +98,7 @@ def _setting(options: FitOptions, cluster: Cluster, batch: int) -> tuple[Setting
     Raises:
         ConfigError: an engine or a size is wrong.
     """
-    engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
-    unknown = [name for name in engines if name not in PLANNED_ENGINES]
-    if unknown or not engines:
-        raise ConfigError(
-            f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is not one of "
-            f"the planner's engines. Use --engines {','.join(PLANNED_ENGINES)}"
-        )
+    engines = read_engines(options.engines)
     memory, reserved = rank_limits(cluster, memory=options.memory, cap=None)
     at_hand = options.cluster is None and bool(device_names())
     margins, why = engine_margins(engines, None if at_hand else cluster.device)

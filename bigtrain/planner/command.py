@@ -66,6 +66,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def read_engines(text: str) -> tuple[str, ...]:
+    """Read the value of `--engines`.
+
+    Args:
+        text: names, with commas between them.
+
+    Raises:
+        ConfigError: there is no name, or one that the planner does not know.
+    """
+    engines = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in engines if name not in PLANNED_ENGINES]
+    if unknown or not engines:
+        raise ConfigError(
+            f"--engines {text}: {unknown[0] if unknown else 'nothing'} is not one of "
+            f"the planner's engines. Use --engines {','.join(PLANNED_ENGINES)}"
+        )
+    return engines
+
+
 def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, str]:
     """Make the planner's question from the options.
 
@@ -75,13 +94,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
     Raises:
         ConfigError: an engine or a size is wrong.
     """
-    engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
-    unknown = [name for name in engines if name not in PLANNED_ENGINES]
-    if unknown or not engines:
-        raise ConfigError(
-            f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is not one of "
-            f"the planner's engines. Use --engines {','.join(PLANNED_ENGINES)}"
-        )
+    engines = read_engines(options.engines)
     memory, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
     described = cluster.device if options.cluster else None
     margins_by_engine, why = engine_margins(engines, described)
