@@ -10,6 +10,7 @@ from bigtrain.optim.whole import WholeOptimizer
 
 _TENSOR_WORDS: dict[OptimizerInput, str] = {
     "parameters": "the parameters",
+    "owned": "a share",
     "pieces": "pieces",
     "shards": "shards",
     "copies": "flat copies",
@@ -44,7 +45,7 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
         _check_whole(optim, plan, optimizer_input, strategy_words)
     elif optim.state == "bf16" and _cuts_parameters(plan, optimizer_input):
         _check_copies(optim, plan, strategy_words)
-    elif optim.state == "bf16" and optimizer_input == "copies":
+    elif optim.state == "bf16" and optimizer_input in ("copies", "owned"):
         raise ConfigError(
             f"optim.state=bf16: the engine of {strategy_words} keeps the optimizer's state in "
             "fp32. Use --strategy fsdp or --strategy zero1_torch, or optim.state=fp32."
@@ -79,7 +80,7 @@ def _check_masters(plan: Plan, optimizer_input: OptimizerInput, strategy_words: 
             "optim.master_weights=false keeps parameters in bf16, and train.precision is "
             f"{plan.precision}. Set train.precision=bf16, or optim.master_weights=true."
         )
-    if optimizer_input != "parameters":
+    if optimizer_input not in ("parameters", "owned"):
         raise ConfigError(
             "optim.master_weights=false keeps parameters in bf16, and the optimizer of "
             f"{strategy_words} updates {_TENSOR_WORDS[optimizer_input]} of fp32 parameters. Use "
@@ -142,7 +143,7 @@ def _check_whole(
     fix = "--strategy ddp, or optim.name=adamw"
     if optim.name in LOW_BIT:
         fix = "--strategy ddp, or optim.name=adamw optim.state=bf16"
-    if optimizer_input != "parameters":
+    if optimizer_input not in ("parameters", "owned"):
         raise ConfigError(
             f"optim.name={optim.name} keeps state for {state_of}, and the optimizer of "
             f"{strategy_words} updates {_TENSOR_WORDS[optimizer_input]} of parameters. Use {fix}."

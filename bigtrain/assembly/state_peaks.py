@@ -27,7 +27,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.models.parameters import low_names
-from bigtrain.optim.partition import chunk_elements, partition_evenly
+from bigtrain.optim.partition import Slice, chunk_elements
 from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
@@ -123,6 +123,7 @@ class _State:
         tensors: the tensors of the whole model.
         slots: the optimizer's state of each trained parameter, by its first name.
         splits: whether a rank may update any flat slice of a parameter, or only whole ones.
+        groups: the names of the parameters in each group of the optimizer.
         slices: the slices of those ranks.
     """
 
@@ -133,16 +134,18 @@ class _State:
         slots: Mapping[str, Slots],
         *,
         splits: bool,
+        groups: Sequence[Sequence[str]],
         slices: SlicedState | None,
     ) -> None:
         self._plan, self._layout, self._slices = resolved.plan, resolved.layout, slices
         self._tensors, self._slots, self._splits = tensors, slots, splits
+        self._groups = groups
         cut = resolved.plan.cut
         self._cut = self._layout is not None and cut is not None and cut.is_distributed
         self._kind = resolved.plan.replicate.optimizer_gets
         if cut is not None and cut.optimizer_gets == "copies":
             self._kind = "copies"
-        self._flat_slices: dict[int, Mapping[str, tuple[int, int]]] = {}
+        self._flat_slices: dict[int, list[Slice]] = {}
 
     @classmethod
     def of(cls, resolved: ResolvedPlan, workload: Workload, tp_rank: int) -> _State:
@@ -154,8 +157,9 @@ class _State:
         for key, slot in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
             by_shape[key] = slot
         slots = {t.first: by_shape[t.shape, t.dtype] for t in tensors if t.trained}
-        splits = whole_optimizer(workload.make_optimizer, workload.model).kind.elementwise
-        return cls(resolved, tensors, slots, splits=splits, slices=slices)
+        optimizer = whole_optimizer(workload.make_optimizer, workload.model)
+        splits, groups = optimizer.kind.elementwise, optimizer.groups
+        return cls(resolved, tensors, slots, splits=splits, groups=groups, slices=slices)
 
     @property
     def largest(self) -> int:
@@ -176,7 +180,7 @@ class _State:
             extents = whole_extents(slot.shape)
             if is_elementwise(name.rpartition(".")[2], slot, tensor.shape):
                 extents = self._extents(tensor, dp_rank, pp_rank, slot=True)
-            elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
+            elif self._kind in ("pieces", "owned") and not self._updates(tensor, dp_rank, pp_rank):
                 continue
             held[name] = Held(slot.dtype, tuple(slot.shape), extents, False)
         return held if self._slices is None else _in_whole_tensors(held, self._slices)
@@ -228,7 +232,7 @@ class _State:
             )
             if sliced:
                 numbers = self._local(tensor, dp_rank, pp_rank, slot=True)
-            elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
+            elif self._kind in ("pieces", "owned") and not self._updates(tensor, dp_rank, pp_rank):
                 continue
             size = numbers * slot.dtype.itemsize
             stays = 0 if self._on_disk and sliced else size
@@ -352,26 +356,27 @@ class _State:
             return _rows(tensor.shape, state_rank, ranks)
         if kind == "copies" and stage == 3:
             return _even_slice(math.prod(tensor.shape), state_rank, ranks)
-        if not tensor.trained or (kind == "pieces" and not slot and not tensor.low):
+        if not tensor.trained or (kind != "copies" and not slot and not tensor.low):
             return whole_extents(tensor.shape)
         return self._piece(tensor, pp_rank, state_rank)
 
     def _piece(self, tensor: _Saved, pp_rank: int, state_rank: int) -> tuple[Extent, ...]:
-        begin, end = self._flat_slices_of(pp_rank, state_rank).get(tensor.first, (0, 0))
-        return (Extent(begin, end - begin),) if end > begin else ()
+        return tuple(
+            Extent(part.start, part.stop - part.start)
+            for part in self._updated_slices(pp_rank)
+            if part.name == tensor.first and part.owner == state_rank and part.stop > part.start
+        )
 
-    def _flat_slices_of(self, pp_rank: int, state_rank: int) -> Mapping[str, tuple[int, int]]:
-        """The elements of each parameter that a replica updates, of all parameters concatenated."""
-        key = pp_rank * self._plan.state_ranks + state_rank
-        if key not in self._flat_slices:
+    def _updated_slices(self, pp_rank: int) -> list[Slice]:
+        """The slices of the parameters of a stage, each with the replica that updates it."""
+        if pp_rank not in self._flat_slices:
             sizes = {t.name: math.prod(t.shape) for t in self._trained(pp_rank)}
-            splits = self._splits or self._kind == "copies"
-            for number in range(self._plan.state_ranks):
-                self._flat_slices[pp_rank * self._plan.state_ranks + number] = {}
-            for name, rank, *bounds in partition_evenly(sizes, self._plan.state_ranks, splits):
-                owned = self._flat_slices[pp_rank * self._plan.state_ranks + rank]
-                owned[name] = (bounds[0], bounds[1])  # type: ignore[index]
-        return self._flat_slices[key]
+            groups = [[name for name in names if name in sizes] for names in self._groups]
+            technique = self._plan.techniques["replicate"]
+            self._flat_slices[pp_rank] = technique.updated_slices(
+                sizes, self._plan.state_ranks, groups=groups, may_split=self._splits
+            )
+        return self._flat_slices[pp_rank]
 
 
 def _parameter_of(name: str) -> str:

@@ -35,6 +35,7 @@ from bigtrain.job.schema import Precision, Role, StrategyConfig, refuse_truth
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.saved_parts import SavedParts
+from bigtrain.optim.partition import Slice, partition_evenly
 from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
@@ -486,6 +487,27 @@ class Strategy(BaseModel):
             The changes, the one that costs the least time first.
         """
         return ()
+
+    def updated_slices(
+        self,
+        sizes: Mapping[str, int],
+        ranks: int,
+        *,
+        groups: Sequence[Sequence[str]],  # noqa: ARG002
+        may_split: bool,
+    ) -> list[Slice]:
+        """Return the elements of each trained parameter that each rank updates, if they share it.
+
+        The forecast of a save and of a resume needs it. The default gives equal shares of all
+        parameters, one after the other.
+
+        Args:
+            sizes: elements of each trained parameter of a stage, in the model's order.
+            ranks: the number of ranks that share the optimizer's state, see `Plan.state_ranks`.
+            groups: the names of the stage's parameters in each group of the optimizer.
+            may_split: whether the optimizer can update a part of a parameter.
+        """
+        return [Slice(*cut) for cut in partition_evenly(sizes, ranks, may_split)]
 
     def apply(self, assembly: Assembly) -> None:
         """Change the assembly: wrap the module, shard its parameters, set the sync."""

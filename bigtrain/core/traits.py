@@ -21,9 +21,9 @@ the optimizer's state, also for gradients, also for parameters, for activations,
 the whole model; fast links; or "learning", for a classic that other techniques outperform."""
 
 StorageTier = Literal["device", "cpu", "disk"]
-OptimizerInput = Literal["parameters", "pieces", "shards", "copies"]
-"""The tensors that an optimizer updates: whole parameters, flat slices of them, DTensors, or an
-engine's fp32 copies."""
+OptimizerInput = Literal["parameters", "owned", "pieces", "shards", "copies"]
+"""The tensors that an optimizer updates: whole parameters on every rank ("parameters"), or each on
+one rank ("owned"), flat slices of them, DTensors, or an engine's fp32 copies."""
 
 OptimizerSees = Literal["all", "parameters", "shards", "elements"]
 """The tensors that an optimizer's step may read on one rank: all parameters, some whole parameters,

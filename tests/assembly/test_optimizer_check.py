@@ -17,7 +17,6 @@ REFUSED = {
     "adafactor on shards": ("fsdp", 2, ADAFACTOR, ["whole parameters", "shards", "--strategy ddp"]),
     "adafactor on pieces": ("zero1_torch", 2, ADAFACTOR, ["pieces", "--strategy ddp"]),
     "adafactor in DeepSpeed": ("zero2", 2, ADAFACTOR, ["flat copies", "--strategy ddp"]),
-    "adafactor in fairscale": ("oss", 2, ADAFACTOR, ["flat copies", "--strategy ddp"]),
     "adafactor on disk": (
         "single_offload_disk",
         1,

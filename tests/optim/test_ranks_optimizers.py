@@ -79,6 +79,8 @@ SHARED = {
     "bf16 state in tied stages": ("1f1b", 2, {"optim.state": "bf16"}, 1e-3),
     "bf16 parameters under ddp": ("ddp", 2, LOW, 5e-3),
     "8 bits under ddp": ("ddp", 2, {"optim.name": "adamw_8bit"}, 1e-4),
+    "adafactor under oss": ("oss", 2, ADAFACTOR, 1e-5),
+    "8 bits under sharded_ddp": ("sharded_ddp", 2, {"optim.name": "adamw_8bit"}, 1e-4),
 }
 
 

@@ -28,6 +28,7 @@ frozen parameters exist only in bf16 and are saved rounded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,6 +39,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import json_section
+from bigtrain.optim.partition import Slice
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed, stage_3_linear
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file
@@ -48,6 +50,7 @@ from bigtrain.strategies.zero.on_deepspeed.config import (
     zero_stage_of,
 )
 from bigtrain.strategies.zero.on_deepspeed.in_pipeline import share_engine, shared_forecast
+from bigtrain.strategies.zero.on_deepspeed.layout import flat_slices
 from bigtrain.strategies.zero.on_deepspeed.memory import forecast_deepspeed
 from bigtrain.strategies.zero.on_deepspeed.runner import DeepSpeedRunner
 from bigtrain.strategies.zero.on_deepspeed.traffic import deepspeed_traffic, shared_traffic
@@ -97,6 +100,17 @@ class DeepSpeed(Zero):
     def effective_stage(self) -> int:
         """See `Zero.effective_stage`."""
         return zero_stage_of(self)
+
+    def updated_slices(
+        self,
+        sizes: Mapping[str, int],
+        ranks: int,
+        *,
+        groups: Sequence[Sequence[str]],
+        may_split: bool,  # noqa: ARG002
+    ) -> list[Slice]:
+        """See `Strategy.updated_slices`: a buffer of each group has equal shares."""
+        return flat_slices([{n: sizes[n] for n in names} for names in groups], ranks)
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
         """Refuse a pipeline stage without trained parameters: DeepSpeed cannot build ZeRO there."""

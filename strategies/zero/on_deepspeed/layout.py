@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bigtrain.optim.partition import Slice
+
 _Shape = tuple[int, ...]
 
 
@@ -104,6 +106,25 @@ def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list
     for shape, group in updated:
         totals[group] = totals.get(group, 0) + math.prod(shape)
     return [(flat_share(total, ranks), group) for group, total in totals.items()]
+
+
+def flat_slices(groups: Iterable[Mapping[str, int]], ranks: int) -> list[Slice]:
+    """Return the elements of each parameter that each rank updates in stages 1 and 2.
+
+    Args:
+        groups: the optimizer's parameter groups: elements by name, in the order of the buffer.
+        ranks: the number of ranks in the dp axis.
+    """
+    slices = []
+    for sizes in groups:
+        share, offset = flat_share(sum(sizes.values()), ranks), 0
+        for name, size in sizes.items():
+            for rank in range(ranks):
+                part = overlap(offset, offset + size, rank_share(share, rank))
+                if part:
+                    slices.append(Slice(name, rank, part.start - offset, part.stop - offset))
+            offset += size
+    return slices
 
 
 def sub_group_shares(

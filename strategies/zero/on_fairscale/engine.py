@@ -15,7 +15,7 @@ Source: fairscale 0.4.13, optim/oss.py and nn/data_parallel/sharded_ddp.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
+from bigtrain.optim.partition import Slice
 from bigtrain.optim.partitioned import ReplicaGroup
 from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
 from bigtrain.optim.whole import WholeOptimizer
@@ -44,6 +45,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import (
     RankShare,
     assign_parameters,
+    assign_to_least,
     in_flight_bytes,
 )
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
@@ -96,7 +98,7 @@ class FairscaleEngine(Zero):
         """See `Strategy.traits`."""
         return Traits(
             engine="fairscale",
-            optimizer_gets="copies",
+            optimizer_gets="owned" if self.stage < 3 else "copies",
             optimizer_sees="parameters",
             cannot_hold=SPARSE | {"mixed", "packed"},
             state_ranks=None,
@@ -122,6 +124,19 @@ class FairscaleEngine(Zero):
     def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""
         refuse_common(self, plan)
+
+    def updated_slices(
+        self,
+        sizes: Mapping[str, int],
+        ranks: int,
+        *,
+        groups: Sequence[Sequence[str]],  # noqa: ARG002
+        may_split: bool,  # noqa: ARG002
+    ) -> list[Slice]:
+        """See `Strategy.updated_slices`: OSS gives each parameter to one rank."""
+        names = sorted(sizes, key=lambda name: -sizes[name])
+        owners = assign_to_least([sizes[name] for name in names], ranks)
+        return [Slice(n, rank, 0, sizes[n]) for n, rank in zip(names, owners, strict=True)]
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """See `fairscale_traffic`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bigtrain.costs.forecast import Profile
@@ -56,8 +57,8 @@ def assign_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list
     # The backward pass makes them in about the reverse order of the parameters.
     spans.sort(key=lambda span: (-span.nbytes, -span.birth))
     loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]
-    for span in spans:
-        rank = loads.index(min(loads))
+    owners = assign_to_least([span.nbytes for span in spans], ranks)
+    for span, rank in zip(spans, owners, strict=True):
         loads[rank] += span.nbytes
         births[rank].add(span.birth)
     total = sum(loads)
@@ -65,6 +66,15 @@ def assign_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list
     return [
         RankShare(loads[r] / total if total else 1 / ranks, frozenset(births[r])) for r in fullest
     ]
+
+
+def assign_to_least(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each size: in order, the first of those with the smallest sum so far."""
+    loads, owners = [0] * ranks, []
+    for size in sizes:
+        owners.append(loads.index(min(loads)))
+        loads[owners[-1]] += size
+    return owners
 
 
 def reduce_gradients(timeline: Timeline, ranks: int, most: int) -> Timeline:
