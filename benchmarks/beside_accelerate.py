@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -114,21 +114,16 @@ class Accelerated:
         return float(total) / ranks
 
 
-def batches(context: Any, job: Job) -> Iterator[Step]:
-    """The batches of a rank."""
-    return iter(parts_of(job, context.world_size).training_steps(context, 0))
-
-
 def alternate(context: Any, jobs: Mapping[str, Job], model: Path, steps: int) -> dict[str, Any]:
     """Alternate Accelerate and the settings; return seconds of a step, and the losses."""
     seconds: dict[str, list[float]] = {name: [] for name in ("accelerate", *jobs)}
     losses: dict[str, list[float]] = {name: [] for name in seconds}
     with ExitStack() as stack:
         loops: dict[str, Any] = {"accelerate": Accelerated(context, jobs["same"], model)}
-        for name, job in jobs.items():
-            engine = parts_of(job, context.world_size).engine(context)
-            loops[name] = stack.enter_context(engine)
-        data = {name: batches(context, jobs["same"]) for name in loops}
+        parts = {name: parts_of(job, context.world_size) for name, job in jobs.items()}
+        for name, opened in parts.items():
+            loops[name] = stack.enter_context(opened.engine(context))
+        data = {name: iter(parts["same"].training_steps(context, 0)) for name in loops}
         for step in range(steps + 3):
             order = list(loops)
             for name in order if step % 2 else reversed(order):
@@ -144,15 +139,16 @@ def alternate(context: Any, jobs: Mapping[str, Job], model: Path, steps: int) ->
 
 def peak(context: Any, job: Job, model: Path, which: str) -> int:
     """The peak of a few steps, in bytes of tracked tensors on this rank."""
+    parts = parts_of(job, context.world_size)
     if which != "accelerate":
-        with parts_of(job, context.world_size).engine(context) as engine:
-            for _, batch in zip(range(4), batches(context, job), strict=False):
+        with parts.engine(context) as engine:
+            for _, batch in zip(range(4), parts.training_steps(context, 0), strict=False):
                 engine.step(batch)
             return int(engine.meter.peak_bytes())
     loop = Accelerated(context, job, model)
     with StorageTracker() as tracker:
         tracker.label([*loop.network.parameters(), *loop.network.buffers()], "parameters")
-        for _, batch in zip(range(4), batches(context, job), strict=False):
+        for _, batch in zip(range(4), parts.training_steps(context, 0), strict=False):
             (micro_batch,) = batch.micro_batches
             tracker.label([*micro_batch.inputs.values(), micro_batch.targets], "activations")
             loop.step(batch)

@@ -99,7 +99,7 @@ class ExportedFolder(Protocol):
 
     @property
     def opened_by(self) -> str:
-        """The library whose `from_pretrained` opens it."""
+        """The library whose function from_pretrained opens it."""
 
 
 def main(

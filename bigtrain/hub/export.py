@@ -56,7 +56,7 @@ class Exported:
     nbytes: int
     notes: tuple[str, ...] = ()
     opened_by: str = "transformers"
-    """The library whose `from_pretrained` opens it."""
+    """The library whose function from_pretrained opens it."""
 
 
 def export_folder(

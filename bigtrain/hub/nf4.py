@@ -115,7 +115,7 @@ def fits_blocks(shape: tuple[int, ...]) -> bool:
 
 
 def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -> Tensor:
-    """Return the bytes of a weight: those of torchao's `to_nf4` in fp32.
+    """Return the bytes of a weight: those of `torchao.quantization.to_nf4` in fp32.
 
     Host memory holds half of the weight in fp32, or a few MiB, besides them.
 
@@ -185,7 +185,7 @@ def _cells(table: Tensor) -> Tensor:
 def dequantized(carrier: Tensor, layout: Nf4Layout, dtype: torch.dtype) -> Tensor:
     """Return a weight as its layer uses it, [output features, input features].
 
-    The values are those of torchao's `get_original_weight` in fp32, rounded to `dtype`. Memory
+    The values are those of torchao's get_original_weight in fp32, rounded to `dtype`. Memory
     holds 24 MiB besides the result at the most.
 
     Args:

@@ -47,6 +47,7 @@ NOT_IMPORTED = (
     "horovod",
     "peft",
     "torchao",
+    "trl",
     "tensorboard",
     "wandb",
 )

@@ -1,4 +1,4 @@
-"""TRL's YAML: the keys of `SFTConfig`, `TrainingArguments` and `ModelConfig`."""
+"""TRL's YAML: the keys of `trl.SFTConfig`, `transformers.TrainingArguments`, `trl.ModelConfig`."""
 
 from __future__ import annotations
 
