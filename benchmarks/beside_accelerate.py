@@ -144,7 +144,7 @@ def peak(context: Any, job: Job, model: Path, which: str) -> int:
         with parts.engine(context) as engine:
             for _, batch in zip(range(4), parts.training_steps(context, 0), strict=False):
                 engine.step(batch)
-            return int(engine.meter.peak_bytes())
+            return engine.meter.peak_bytes() or 0
     loop = Accelerated(context, job, model)
     with StorageTracker() as tracker:
         tracker.label([*loop.network.parameters(), *loop.network.buffers()], "parameters")
