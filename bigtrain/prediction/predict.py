@@ -15,6 +15,7 @@ from bigtrain.costs.rank_replay import join_stages
 from bigtrain.costs.traffic import StepVolume, pinned_activations
 from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
+from bigtrain.models.parameters import low_names
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import add_input_weight_passes, profile_stage
 from bigtrain.prediction.profile_model import make_profile
@@ -64,7 +65,8 @@ def predict(
     rank, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
     if rank.forecast is None:
         return Prediction(None, rank.note)
-    peak = highest_peak([rank.forecast.peak(), *_built(rank.forecast, resolved, workload)])
+    casting = _casting(rank.profiles, plan, workload.model)
+    peak = highest_peak([rank.forecast.peak(), *_built(rank.forecast, resolved, workload), casting])
     note = tracing_note(plan.device_type)
     lines = (note, _not_compiled(rank.profiles), _way(rank.profiles))
     told = [line for line in lines if line is not None]
@@ -83,7 +85,9 @@ def predict(
         return Prediction(peak, None, told, peak, states, rank.host_bytes, volume)
     profile = rank.profiles[0]
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
-    own_peak = highest_peak([own_forecast.peak(), *_built(own_forecast, resolved, workload)])
+    own_peak = highest_peak(
+        [own_forecast.peak(), *_built(own_forecast, resolved, workload), casting]
+    )
     told += collect_advice(profile, plan)
     states = own_forecast.states
     return Prediction(peak, None, told, own_peak, states, rank.host_bytes, volume)
@@ -99,6 +103,32 @@ def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> li
         breakdown = Breakdown(parameters=workload.whole_bytes, temporary=temporary)
         peaks.append(Peak("build", breakdown))
     return peaks
+
+
+def _casting(profiles: Sequence[Profile], plan: Plan, model: nn.Module) -> Peak:
+    """The peak while the tensors of a rank get their values, one after the other.
+
+    Values are made in fp32. Those of most frozen parameters are cast to bf16 in bf16 runs, and both
+    exist meanwhile. Engines that shard while they build have lower peaks then than in a step.
+    """
+    peaks = [Peak("build", Breakdown())]
+    if not plan.frozen_in_bf16 or plan.replicate.sharded_states > 2:
+        return peaks[0]
+    stages = {name for p in profiles for name, *_ in (*p.tensors, *p.frozen_tensors)}
+    low = set(low_names(model, bf16_parameters=plan.bf16_parameters, frozen_in_bf16=True))
+    made = Breakdown()
+    for name, tensor in model.named_parameters():
+        if plan.pp > 1 and name not in stages:
+            continue
+        if tensor.requires_grad:
+            made = replace(made, parameters=made.parameters + tensor.nbytes)
+        elif name not in low:
+            made = replace(made, frozen=made.frozen + tensor.nbytes)
+        else:
+            made = replace(made, frozen=made.frozen + 2 * tensor.numel())
+            passing = tensor.nbytes if tensor.element_size() > 2 else 0
+            peaks.append(Peak("build", replace(made, temporary=passing)))
+    return highest_peak(peaks)
 
 
 def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:

@@ -195,6 +195,18 @@ def test_their_peaks_are_predicted(strategy, tmp_path):
                 assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), (name, keys)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2", "zero3", "1f1b", "zero1_torch"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peaks_of_runs_that_train_some_blocks_are_predicted(strategy, precision, tmp_path):
+    names, keys = [*lora_runs.WIDE_FROZEN], {"train.precision": precision}
+    rows = repeat_if_above(
+        lambda: run(strategy, 2, tmp_path, names, keys=keys),
+        lambda row: min(lora_runs.peak_error(row[name]) for name in names) < -0.01,
+    )
+    errors = {name: [lora_runs.peak_error(row[name]) for row in rows] for name in names}
+    assert all(abs(error) < 0.01 for row in errors.values() for error in row), errors
+
+
 def test_a_frozen_parameter_that_two_stages_of_a_rank_share_counts_once(tmp_path):
     """The tied embedding of the first and the last stage, which a V shape puts on one rank."""
     keys, names = {"strategy.cut.schedule": "zbv_zero_bubble"}, ["gpt", "gpt2"]

@@ -121,7 +121,17 @@ QUANTIZED = {
     "wide 4 bits": Case("gpt", IN_4_BITS, args=WIDE),
 }
 """Cases whose frozen weights are in 4 bits."""
-EVERY = {**CASES, **QUANTIZED}
+WIDE_FROZEN = {
+    name: Case("gpt", freeze=freeze, args={**WIDE, "num_layers": 4})
+    for name, freeze in {
+        "one of four": ("*", "!blocks.1.*", "!norm"),
+        "first and third": ("*", "!blocks.0.*", "!blocks.2.*", "!norm"),
+        "last": ("*", "!blocks.3.*", "!norm"),
+        "norm alone": ("*", "!norm"),
+    }.items()
+}
+"""Cases of which some blocks are trained, large enough that a block is a quarter of a peak."""
+EVERY = {**CASES, **QUANTIZED, **WIDE_FROZEN}
 
 
 def folder_of(root: Path, family: str) -> Path:

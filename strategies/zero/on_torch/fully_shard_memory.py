@@ -249,7 +249,7 @@ class _Pass:
             if resumed:
                 spans += self._gathered_forward(self.units, begin, forward_end)
         if self.stage == 3 or resumed:
-            spans += closed._in_backward(max(backward_start, rest.backward[0]))
+            spans += closed._in_backward(max(backward_start, rest.backward[0]), end)
         spans += closed._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(span for span in spans if span.nbytes), phases)
@@ -321,7 +321,7 @@ class _Pass:
             _span(whole_bytes, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
         ]
 
-    def _in_backward(self, back: int) -> list[Span]:
+    def _in_backward(self, back: int, end: int) -> list[Span]:
         """Return the spans of units that are gathered for their backward pass.
 
         Each unit is gathered while the unit before it in the backward pass computes.
@@ -329,8 +329,9 @@ class _Pass:
         Args:
             back: the tick at which the gradient of the model's output is made. The first unit is
                 gathered at this tick.
+            end: see `_unused_prefetches`.
         """
-        spans, alone = self._unused_prefetches(back)
+        spans, alone = self._unused_prefetches(back, end)
         ahead = (back, _AFTER_LAST)
         back_through = filter(_has_backward, self.units)
         for unit in sorted(back_through, key=lambda unit: unit.backward[0]):
@@ -344,21 +345,32 @@ class _Pass:
             ahead = (at, _PREFETCH)
         return spans
 
-    def _unused_prefetches(self, back: int) -> tuple[list[Span], list[BlockTicks]]:
+    def _unused_prefetches(self, back: int, end: int) -> tuple[list[Span], list[BlockTicks]]:
         """Return the buffers of units that are prefetched and have no backward pass.
 
-        Units are prefetched by the order of the forward pass. Such a buffer stays until all
-        gradients are reduced. The second list has the units before them, which are not prefetched.
+        Units are prefetched by the order of the forward pass. After the backward pass fully_shard
+        closes the units in that order: it reduces the gradients that are left, and frees such
+        buffers. The second list has the units before them, which are not prefetched.
+
+        Args:
+            back: see `_in_backward`.
+            end: the first tick at which a unit is closed.
         """
         spans, alone = [], []
-        end = max((unit.backward[1] for unit in self.units), default=back) + 1
+        closed = max((unit.backward[1] for unit in self.units), default=back) + 1
         following = [*self.units[1:], *([None] if self.units else [])]
-        for unit, after in zip(self.units, following, strict=True):
+        for number, (unit, after) in enumerate(zip(self.units, following, strict=True)):
+            reduced_later = (
+                later.backward[1]
+                for later in self.units[number + 1 :]
+                if _has_backward(later) and later.backward[1] >= end
+            )
+            freed = min(reduced_later, default=closed)
             if after is not None and not _has_backward(after):
                 alone.append(unit)
             elif not _has_backward(unit):
                 ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
-                spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, end, 0))
+                spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, freed, 0))
         return spans, alone
 
     def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:

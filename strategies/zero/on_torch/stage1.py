@@ -82,7 +82,12 @@ class ShardedOptimizer(Zero):
             step = _on_chunks(profile, plan, step)
         elif plan.offload_tiers.optimizer == "device":
             step = _on_pieces(profile, plan) or scale_timeline(step, 1 / plan.dp)
-        forecast = replace(forecast, states=states, step=step)
+        # The fp32 values of a share exist before the first step, unlike most optimizers' state.
+        held = size * share if plan.bf16_parameters else 0
+        early = held + (optimizer - held) * profile.early_share
+        forecast = replace(
+            forecast, states=states, step=step, early_share=early / max(1, optimizer)
+        )
         if plan.dp == 1 or plan.pp > 1:  # no buckets
             return forecast
         return with_averaged_gradients(forecast, profile)
