@@ -80,7 +80,7 @@ def _check_masters(plan: Plan, optimizer_input: OptimizerInput, strategy_words: 
             "optim.master_weights=false keeps parameters in bf16, and train.precision is "
             f"{plan.precision}. Set train.precision=bf16, or optim.master_weights=true."
         )
-    if optimizer_input not in ("parameters", "owned"):
+    if optimizer_input != "parameters":
         raise ConfigError(
             "optim.master_weights=false keeps parameters in bf16, and the optimizer of "
             f"{strategy_words} updates {_TENSOR_WORDS[optimizer_input]} of fp32 parameters. Use "

@@ -195,7 +195,9 @@ def test_their_peaks_are_predicted(strategy, tmp_path):
                 assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), (name, keys)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2", "zero3", "1f1b", "zero1_torch"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "fsdp_zero2", "zero2", "zero3", "1f1b", "zero1_torch"]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peaks_of_runs_that_train_some_blocks_are_predicted(strategy, precision, tmp_path):
     names, keys = [*lora_runs.WIDE_FROZEN], {"train.precision": precision}

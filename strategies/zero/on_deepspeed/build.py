@@ -130,6 +130,8 @@ def build_engine(
                 to_bf16=low,
                 is_round_robin=_is_round_robin(config),
             )
+            if low:
+                _cast_frozen(assembly)
         assembly.materialize(names_of(assembly.model))
         optimizer = whole_optimizer.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
         # DeepSpeed makes a flat buffer of each group, and cannot make one of an empty group.
@@ -272,6 +274,15 @@ def _fill_flat(
             parameter.data = view
             offset = stop
             del values
+
+
+def _cast_frozen(assembly: Assembly) -> None:
+    """Cast frozen parameters one by one: DeepSpeed casts them when all are there in fp32."""
+    for name in [n for n, p in assembly.model.named_parameters() if not p.requires_grad]:
+        assembly.materialize([name])
+        parameter = assembly.model.get_parameter(name)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _fill_in_shards(

@@ -136,24 +136,39 @@ def _cut(
         parameters=states.parameters - persistent_bytes,
         frozen=states.frozen,
         gradients=states.gradients,
-        optimizer=round(states.optimizer * profile.early_share),
+        optimizer=_early_optimizer_bytes(profile, plan, share),
         buffers=states.buffers,
         # DeepSpeed's fp32 copy, and the whole parameter of the last module that was cut.
         temporary=4 * share + max(gradient_bytes, default=0),
     )
+    # While a frozen parameter is cut, it is whole in fp32 and, in bf16 runs, in bf16, too.
+    largest_frozen = max(map(math.prod, _frozen_shapes(profile)), default=0)
+    cutting = Breakdown(
+        parameters=states.parameters - persistent_bytes,
+        frozen=states.frozen - size * piece_size(largest_frozen, ranks),
+        temporary=(4 + size if size < 4 else size) * largest_frozen,
+    )
+    building = max(building, cutting, key=lambda breakdown: breakdown.total)
     return replace(forecast.with_passes(first=first), states=states, step=step, building=building)
 
 
 def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
-    """While DeepSpeed makes its optimizer: a rank's share in fp32, and zeros of the same size."""
+    """While DeepSpeed makes its optimizer: a rank's share in fp32, and zeros of the same size.
+
+    Or while the last frozen parameter of a bf16 run is cast, if more bytes are alive then.
+    """
     unrounded = 4 * share if plan.bf16_parameters else 0  # fp32 values of the bf16 parameters
-    return Breakdown(
+    made = Breakdown(
         parameters=profile.parameter_bytes - profile.frozen_bytes,
         frozen=profile.frozen_bytes,
-        optimizer=round(_optimizer_bytes(profile, plan, share) * profile.early_share),
         buffers=profile.buffer_bytes,
-        temporary=8 * share + unrounded,
+        temporary=unrounded,
     )
+    early = round(_optimizer_bytes(profile, plan, share) * profile.early_share)
+    updating = replace(made, optimizer=early, temporary=8 * share + unrounded)
+    largest = max(map(math.prod, _frozen_shapes(profile)), default=0)
+    casting = replace(made, temporary=unrounded + (4 * largest if plan.bf16_parameters else 0))
+    return max(updating, casting, key=lambda breakdown: breakdown.total)
 
 
 def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: Plan) -> Forecast:
@@ -526,6 +541,13 @@ def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
     copies = 1 if plan.bf16_parameters else 0
     scalars = 4 if profile.state_scalars else 0
     return round(4 * share * (profile.state_slots + copies)) + scalars
+
+
+def _early_optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
+    """Bytes that exist before the first step: fp32 values of bf16 parameters, and early state."""
+    masters = 4 * share if plan.bf16_parameters else 0
+    rest = _optimizer_bytes(profile, plan, share) - masters
+    return masters + round(rest * profile.early_share)
 
 
 def _flat_step(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) -> Timeline:
