@@ -27,7 +27,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.models.parameters import low_names
-from bigtrain.optim.partition import Slice, chunk_elements
+from bigtrain.optim.partition import chunk_elements
 from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
@@ -145,7 +145,7 @@ class _State:
         self._kind = resolved.plan.replicate.optimizer_gets
         if cut is not None and cut.optimizer_gets == "copies":
             self._kind = "copies"
-        self._flat_slices: dict[int, list[Slice]] = {}
+        self._slices_of: dict[int, Mapping[tuple[str, int], Extent]] = {}
 
     @classmethod
     def of(cls, resolved: ResolvedPlan, workload: Workload, tp_rank: int) -> _State:
@@ -361,22 +361,24 @@ class _State:
         return self._piece(tensor, pp_rank, state_rank)
 
     def _piece(self, tensor: _Saved, pp_rank: int, state_rank: int) -> tuple[Extent, ...]:
-        return tuple(
-            Extent(part.start, part.stop - part.start)
-            for part in self._updated_slices(pp_rank)
-            if part.name == tensor.first and part.owner == state_rank and part.stop > part.start
-        )
+        part = self._updated_slices(pp_rank).get((tensor.first, state_rank))
+        return () if part is None else (part,)
 
-    def _updated_slices(self, pp_rank: int) -> list[Slice]:
-        """The slices of the parameters of a stage, each with the replica that updates it."""
-        if pp_rank not in self._flat_slices:
+    def _updated_slices(self, pp_rank: int) -> Mapping[tuple[str, int], Extent]:
+        """The elements of a stage's parameters, by name and by the replica that updates them."""
+        if pp_rank not in self._slices_of:
             sizes = {t.name: math.prod(t.shape) for t in self._trained(pp_rank)}
             groups = [[name for name in names if name in sizes] for names in self._groups]
             technique = self._plan.techniques["replicate"]
-            self._flat_slices[pp_rank] = technique.updated_slices(
+            updated = technique.updated_slices(
                 sizes, self._plan.state_ranks, groups=groups, may_split=self._splits
             )
-        return self._flat_slices[pp_rank]
+            self._slices_of[pp_rank] = {
+                (part.name, part.owner): Extent(part.start, part.stop - part.start)
+                for part in updated
+                if part.stop > part.start
+            }
+        return self._slices_of[pp_rank]
 
 
 def _parameter_of(name: str) -> str:

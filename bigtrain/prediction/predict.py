@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -65,8 +66,7 @@ def predict(
     rank, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
     if rank.forecast is None:
         return Prediction(None, rank.note)
-    casting = _casting(rank.profiles, plan, workload.model)
-    peak = highest_peak([rank.forecast.peak(), *_built(rank.forecast, resolved, workload), casting])
+    peak = highest_peak([rank.forecast.peak(), *_built(rank, rank.forecast, resolved, workload)])
     note = tracing_note(plan.device_type)
     lines = (note, _not_compiled(rank.profiles), _way(rank.profiles))
     told = [line for line in lines if line is not None]
@@ -85,15 +85,15 @@ def predict(
         return Prediction(peak, None, told, peak, states, rank.host_bytes, volume)
     profile = rank.profiles[0]
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
-    own_peak = highest_peak(
-        [own_forecast.peak(), *_built(own_forecast, resolved, workload), casting]
-    )
+    own_peak = highest_peak([own_forecast.peak(), *_built(rank, own_forecast, resolved, workload)])
     told += collect_advice(profile, plan)
     states = own_forecast.states
     return Prediction(peak, None, told, own_peak, states, rank.host_bytes, volume)
 
 
-def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> list[Peak]:
+def _built(
+    rank: RankForecast, forecast: Forecast, resolved: ResolvedPlan, workload: Workload
+) -> list[Peak]:
     """The peaks before the first step, while the model is built."""
     peaks = [Peak("build", forecast.building)]
     if workload.whole_bytes:
@@ -102,32 +102,46 @@ def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> li
             temporary = max(temporary, _first_slice_bytes(resolved.slices, workload.model))
         breakdown = Breakdown(parameters=workload.whole_bytes, temporary=temporary)
         peaks.append(Peak("build", breakdown))
+    else:
+        peaks.append(_made_one_by_one(rank.profiles, resolved, workload.model))
     return peaks
 
 
-def _casting(profiles: Sequence[Profile], plan: Plan, model: nn.Module) -> Peak:
+def _made_one_by_one(profiles: Sequence[Profile], resolved: ResolvedPlan, model: nn.Module) -> Peak:
     """The peak while the tensors of a rank get their values, one after the other.
 
-    Values are made in fp32. Those of most frozen parameters are cast to bf16 in bf16 runs, and both
-    exist meanwhile. Engines that shard while they build have lower peaks then than in a step.
+    Values are made whole and in fp32. If a parameter is sliced, or is cast to bf16, both versions
+    exist meanwhile. Engines that build the model themselves state `Forecast.building`; fully_shard
+    needs more memory in a step.
     """
-    peaks = [Peak("build", Breakdown())]
-    if not plan.frozen_in_bf16 or plan.replicate.sharded_states > 2:
+    plan, peaks = resolved.plan, [Peak("build", Breakdown())]
+    in_one_process = plan.cut is not None and not plan.cut.is_distributed
+    builds = plan.replicate.materializes or plan.replicate.optimizer_gets == "shards"
+    if builds or in_one_process or plan.precision == "fp64":
         return peaks[0]
     stages = {name for p in profiles for name, *_ in (*p.tensors, *p.frozen_tensors)}
-    low = set(low_names(model, bf16_parameters=plan.bf16_parameters, frozen_in_bf16=True))
+    slices = {} if resolved.slices is None else resolved.slices.by_name
+    low = set(
+        low_names(model, bf16_parameters=plan.bf16_parameters, frozen_in_bf16=plan.frozen_in_bf16)
+    )
     made = Breakdown()
     for name, tensor in model.named_parameters():
         if plan.pp > 1 and name not in stages:
             continue
-        if tensor.requires_grad:
-            made = replace(made, parameters=made.parameters + tensor.nbytes)
-        elif name not in low:
-            made = replace(made, frozen=made.frozen + tensor.nbytes)
-        else:
-            made = replace(made, frozen=made.frozen + 2 * tensor.numel())
-            passing = tensor.nbytes if tensor.element_size() > 2 else 0
-            peaks.append(Peak("build", replace(made, temporary=passing)))
+        whole = tensor.nbytes
+        is_cast = name in low and (not plan.master_weights or not tensor.requires_grad)
+        in_place = 2 * tensor.numel() if is_cast else whole
+        share = in_place
+        if name in slices:
+            shape = slices[name].local_shape(tuple(tensor.shape), plan.tp_rank, plan.tp)
+            share = math.prod(shape) * in_place // max(1, tensor.numel())
+        kind = "parameters" if tensor.requires_grad else "frozen"
+        after = replace(made, **{kind: getattr(made, kind) + share})
+        if is_cast and name in slices:  # cast whole, and sliced after that
+            peaks.append(Peak("build", replace(made, temporary=whole + in_place)))
+        elif is_cast or name in slices:
+            peaks.append(Peak("build", replace(after, temporary=whole)))
+        made = after
     return highest_peak(peaks)
 
 

@@ -31,7 +31,8 @@ def results_folder(requested: str | None, name: str) -> Path:
 
 def folder_numbers(base: Path, prefix: str) -> list[int]:
     """The numbers of the existing folders PREFIX-NUMBER."""
-    ends = (path.name.removeprefix(prefix) for path in base.glob(f"{prefix}*"))
+    names = (path.name for path in base.iterdir())  # a glob would read [ and * of a name
+    ends = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     return [int(end) for end in ends if end.isdigit()]
 
 

@@ -96,7 +96,8 @@ def _choose(job: Job) -> Path:
 
 
 def _numbered(base: Path, job: Job) -> Path:
-    model = job.model.name.rpartition(":")[2]
+    # The last part of a path, of `OWNER/NAME` or of `package.module:Class`.
+    model = Path(job.model.name.rpartition(":")[2]).expanduser().resolve().name
     strategy = job.strategy.name.partition(":")[0]  # auto chooses others on other ranks
     prefix = f"{model}-{strategy}-"
     numbers = folder_numbers(base, prefix)

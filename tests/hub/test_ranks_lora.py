@@ -196,7 +196,8 @@ def test_their_peaks_are_predicted(strategy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp", "fsdp_zero2", "zero2", "zero3", "1f1b", "zero1_torch"]
+    "strategy",
+    ["ddp", "fsdp", "fsdp_zero2", "zero2", "zero3", "1f1b", "zero1_torch", "tensor"],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peaks_of_runs_that_train_some_blocks_are_predicted(strategy, precision, tmp_path):

@@ -53,6 +53,36 @@ def log(tmp_path: Path) -> Log:
     return Log(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("gpt", "gpt"),
+        ("hf:/tmp/models/small", "small"),
+        ("hf:models/small/", "small"),
+        ("hf:OWNER/small-1.5B", "small-1.5B"),
+        ("hf:odd [*]", "odd [*]"),
+        ("timm:resnet18.a1_in1k", "resnet18.a1_in1k"),
+        ("package.module:Net", "Net"),
+    ],
+)
+def test_a_folder_has_the_last_part_of_the_models_name(
+    model: str, expected: str, tmp_path: Path
+) -> None:
+    job = job_from_keys("ddp", {"model.name": model, "log.dir": str(tmp_path / "runs")})
+    folders = [run_log.run_folder(job, RunContext.alone()) for _ in range(2)]
+    assert [folder.name for folder in folders] == [f"{expected}-ddp-1", f"{expected}-ddp-2"]
+    assert all(folder.parent == tmp_path / "runs" for folder in folders)
+    resumed = job_from_keys(
+        "ddp",
+        {
+            "model.name": model,
+            "log.dir": str(tmp_path / "runs"),
+            "checkpoint.resume": "auto",
+        },
+    )
+    assert run_log.run_folder(resumed, RunContext.alone()) == folders[1]
+
+
 @pytest.mark.parametrize("first", [0, 2, 4])
 def test_steps_that_are_done_again_stand_there_once(log: Log, first: int) -> None:
     with log.open() as writer:

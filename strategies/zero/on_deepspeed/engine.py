@@ -109,7 +109,11 @@ class DeepSpeed(Zero):
         groups: Sequence[Sequence[str]],
         may_split: bool,  # noqa: ARG002
     ) -> list[Slice]:
-        """See `Strategy.updated_slices`: a buffer of each group has equal shares."""
+        """See `Strategy.updated_slices`: a buffer of each group has equal shares.
+
+        With `round_robin_gradients` or `parameter_alignment` in a user's file DeepSpeed puts the
+        parameters in another order or place. A share has the same size, up to padding.
+        """
         return flat_slices([{n: sizes[n] for n in names} for names in groups], ranks)
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
