@@ -19,11 +19,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import keep
-from instruct_smollm import convert, job_of, loss_of, parts_of, plain_model
+from instruct_smollm import job_of, loss_of, model_and_text, parts_of, plain_model
 
 from bigtrain.data.loader import Step
 from bigtrain.job.schema import Job
@@ -194,16 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    os.environ["HF_HUB_OFFLINE"] = "1"
     figures: dict[str, Any] = {"batch": BATCH, "sequence_length": LENGTH, "tunings": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        model = options.model or Path(scratch) / "model"
-        if not (model / "config.json").exists():
-            convert(model)
-        text = Path(scratch) / "pairs.jsonl"
-        pairs = Path(__file__).with_name("docstring_pairs.py")
-        subprocess.run([sys.executable, str(pairs), str(text)], check=True)
+        model, text = model_and_text(options.model, Path(scratch))
         for tuning in options.tuning:
             row = figures["tunings"][tuning] = measure(tuning, model, text, options.steps)
             shown = {k: row[k] for k in ("memory_ratio", "time_ratio", "loss_difference")}

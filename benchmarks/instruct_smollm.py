@@ -87,6 +87,23 @@ def convert(folder: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
 
 
+def model_and_text(kept: Path | None, scratch: Path) -> tuple[Path, Path]:
+    """Return the folder of the model, converted if it is not there, and the file of samples.
+
+    Args:
+        kept: a folder for the model that stays; None for one in `scratch`.
+        scratch: a folder that the caller removes.
+    """
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    model, text = kept or scratch / "model", scratch / "pairs.jsonl"
+    if not (model / "config.json").exists():
+        convert(model)
+    pairs = Path(__file__).with_name("docstring_pairs.py")
+    subprocess.run([sys.executable, str(pairs), str(text)], check=True)
+    return model, text
+
+
 def job_of(
     strategy: str,
     tuning: str,
@@ -349,8 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="fp32", choices=["fp32", "fp64"])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    os.environ["HF_HUB_OFFLINE"] = "1"
     figures: dict[str, Any] = {
         "steps": options.steps,
         "precision": options.precision,
@@ -358,12 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs": {},
     }
     with tempfile.TemporaryDirectory() as scratch:
-        model = options.model or Path(scratch) / "model"
-        if not (model / "config.json").exists():
-            convert(model)
-        text = Path(scratch) / "pairs.jsonl"
-        pairs = Path(__file__).with_name("docstring_pairs.py")
-        subprocess.run([sys.executable, str(pairs), str(text)], check=True)
+        model, text = model_and_text(options.model, Path(scratch))
         figures["answer_before"] = answer(model)
         sys.stdout.write(f"before: {figures['answer_before']!r}\n")
         stops = (options.steps, options.steps + 2)
