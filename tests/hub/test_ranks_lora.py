@@ -192,7 +192,9 @@ def test_their_peaks_are_predicted(strategy, tmp_path):
         )
         for row in rows:
             for name in names:
-                assert lora_runs.peak_error(row[name]) == pytest.approx(0, abs=0.01), (name, keys)
+                # DeepSpeed's smallest bucket has 1 KiB, 1.5 % of the smallest of these nets.
+                allowed = max(0.01, 1040 / row[name]["measured"].bytes)
+                assert abs(lora_runs.peak_error(row[name])) < allowed, (name, keys)
 
 
 @pytest.mark.parametrize(
