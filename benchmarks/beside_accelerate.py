@@ -69,10 +69,14 @@ class Accelerated:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 
+        # It uses the process group that is there, and asks for an address nevertheless.
         for name, value in (
             ("RANK", context.rank),
             ("LOCAL_RANK", context.rank),
             ("WORLD_SIZE", context.world_size),
+            ("LOCAL_WORLD_SIZE", context.world_size),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "0"),
         ):
             os.environ[name] = str(value)
         network, _ = plain_model(job, model)
