@@ -96,6 +96,8 @@ class BlockTicks:
     packed: tuple[bool, ...] = ()
     """Whether each parameter is bytes (weights in 4 bits), which no precision changes; empty if
     none is."""
+    place: int = 0
+    """The place of a block among the model's blocks in the order of its modules."""
 
     def widths(self, trained: int, frozen: int) -> tuple[int, ...]:
         """Return the bytes of an element of each parameter.

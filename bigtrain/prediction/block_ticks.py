@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -110,7 +111,7 @@ class BlockTickRecorder:
         every = {name: self.ticks(name, start, stop) for name in wanted}
         together = _together(every)
         blocks = []
-        for name, ticks in every.items():
+        for place, (name, ticks) in enumerate(every.items()):
             if "forward begins" not in ticks:
                 continue
             begins = min(ticks.get("backward begins", [stop]))
@@ -121,7 +122,8 @@ class BlockTickRecorder:
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
             parameters = list(self._modules[name].parameters())
             backward = (begins, max(begins, ends))
-            blocks.append((name, _block_ticks(parameters, forward, backward)))
+            ticked = _block_ticks(parameters, forward, backward)
+            blocks.append((name, replace(ticked, place=place)))
         return dict(sorted(blocks, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:

@@ -57,7 +57,10 @@ def compose_profile(
         parts = stage_ends(sections[0], after, scatter_ranks)
         timeline, section_ticks, stop = concatenate_sections(passes, **sides, scatter_ranks=parts)
         timelines.append(timeline)
-        visits.append(section_ticks)
+        blocks = [section for section in sections if section.name]
+        visits.append(
+            [replace(t, place=b.place) for t, b in zip(section_ticks, blocks, strict=True)]
+        )
         ends.append(stop)
     names = [section.name for section in sections if section.name]
     windows = tuple(

@@ -251,9 +251,17 @@ class SectionLibrary:
         """Return the part before the blocks, every block in order, and the part after them."""
         _, stands_for = self._runs.shortened(cut=cut)
         places = {section.name: index for index, section in enumerate(recorded.sections)}
-        ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
-        ordered.sort(key=lambda pair: pair[0])
-        blocks = [replace(recorded.sections[index], name=name) for index, name in ordered if index]
+        ordered = [
+            (places[stands_for[name]], place, name)
+            for place, name in enumerate(self._named)
+            if stands_for[name] in places
+        ]
+        ordered.sort(key=lambda block: block[0])
+        blocks = [
+            replace(recorded.sections[index], name=name, place=place)
+            for index, place, name in ordered
+            if index
+        ]
         return (
             self._with_original_names(recorded.sections[0]),
             *blocks,

@@ -217,6 +217,8 @@ class Section:
     """Measured seconds divided by the seconds at the device's rates, forward and backward."""
     exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()
     """Exchanges over the tp axis, forward and backward."""
+    place: int = 0
+    """See `BlockTicks.place`."""
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:

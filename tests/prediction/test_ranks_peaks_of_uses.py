@@ -75,6 +75,18 @@ class LastTeacher(Teacher):
         return self.head(self.student(x) - target)
 
 
+class RegisteredFirst(Teacher):
+    """The student is called first, and the teacher is the model's first module."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.teacher, self.student = layers().requires_grad_(False), layers()
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.student(x) - self.teacher(x).detach())
+
+
 NETS = {
     "transposed": Transposed,
     "transposed layers": lambda: nn.Sequential(
@@ -83,9 +95,16 @@ NETS = {
     "shared": Shared,
     "teacher": Teacher,
     "teacher first": LastTeacher,
+    "teacher registered first": RegisteredFirst,
 }
-UNDER_DEEPSPEED = ("transposed", "transposed layers", "shared", "teacher first")
-UNDER_FSDP = ("teacher", "teacher first")
+UNDER_DEEPSPEED = (
+    "transposed",
+    "transposed layers",
+    "shared",
+    "teacher first",
+    "teacher registered first",
+)
+UNDER_FSDP = ("teacher", "teacher first", "teacher registered first")
 
 
 def peaks_of_all(context, strategy, names, precision):

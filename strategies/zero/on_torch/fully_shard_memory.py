@@ -349,8 +349,9 @@ class _Pass:
         """Return the buffers of units that are prefetched and have no backward pass.
 
         Units are prefetched by the order of the forward pass. After the backward pass fully_shard
-        closes the units in that order: it reduces the gradients that are left, and frees such
-        buffers. The second list has the units before them, which are not prefetched.
+        closes the units in the order of the model's modules: it reduces the gradients that are
+        left, and frees such buffers. The second list has the units before them, which are not
+        prefetched.
 
         Args:
             back: see `_in_backward`.
@@ -359,11 +360,11 @@ class _Pass:
         spans, alone = [], []
         closed = max((unit.backward[1] for unit in self.units), default=back) + 1
         following = [*self.units[1:], *([None] if self.units else [])]
-        for number, (unit, after) in enumerate(zip(self.units, following, strict=True)):
+        for unit, after in zip(self.units, following, strict=True):
             reduced_later = (
                 later.backward[1]
-                for later in self.units[number + 1 :]
-                if _has_backward(later) and later.backward[1] >= end
+                for later in self.units
+                if later.place > unit.place and _has_backward(later) and later.backward[1] >= end
             )
             freed = min(reduced_later, default=closed)
             if after is not None and not _has_backward(after):
@@ -396,20 +397,21 @@ class _Pass:
 def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks]:
     """Return the blocks with the tick at which their gradients are reduced.
 
-    Blocks whose inputs need no gradient are reduced last, one by one, after the layers outside of
-    blocks.
+    Blocks whose inputs need no gradient are reduced last, one by one in the order of the model's
+    modules, after the layers outside of blocks.
 
     Args:
         units: the units in the order of the forward pass.
         end: the tick at which one process has freed everything.
     """
     ticks = count(end)
-    return [
-        replace(unit, backward=(unit.backward[0], next(ticks)))
+    by_place = sorted(units, key=lambda unit: unit.place)
+    closed = {
+        unit.place: replace(unit, backward=(unit.backward[0], next(ticks)))
+        for unit in by_place
         if unit.backward[1] >= end - 1 and _has_backward(unit)
-        else unit
-        for unit in units
-    ]
+    }
+    return [closed.get(unit.place, unit) for unit in units]
 
 
 def _has_backward(unit: BlockTicks) -> bool:
