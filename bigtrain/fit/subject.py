@@ -60,7 +60,7 @@ def find_subject(
         return _of_images(name, shape, _classes(args, 1000), samples, has_data=has_data)
     if not name.startswith(HF) and ":" in name:
         return _of_class(name, has_data=has_data)
-    if not name.startswith(HF) and name in list_models():
+    if not name.startswith(HF) and "/" not in name and name in list_models():
         return _built_in(name, length, args, samples, has_data=has_data)
     if not name.startswith(HF) and "/" not in name and not Path(name).expanduser().is_dir():
         raise ConfigError(

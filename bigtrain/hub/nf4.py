@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigtrain.hub.libraries import import_library
+from bigtrain.tensors.op_cost import loop_starts
 
 CARRIER = "weight_nf4"
 """The name of the parameter with the bytes, in the layer that had `weight`."""
@@ -202,7 +203,7 @@ def dequantized(carrier: Tensor, layout: Nf4Layout, dtype: torch.dtype) -> Tenso
     if layout.blocks <= rows:
         return _values(codes, wide, pairs).to(dtype).view(layout.shape)
     result = torch.empty(layout.blocks, BLOCK, dtype=dtype, device=carrier.device)
-    for begin in range(0, layout.blocks, rows):
+    for begin in loop_starts(codes, layout.blocks, rows):
         end = min(begin + rows, layout.blocks)
         result[begin:end] = _values(codes[begin:end], wide[begin:end], pairs)
     return result.view(layout.shape)
@@ -216,6 +217,9 @@ def _values(codes: Tensor, scales: Tensor, pairs: Tensor) -> Tensor:
 
 class _Product(torch.autograd.Function):
     """The product with a weight that is dequantised for it, and again for the backward pass."""
+
+    shows_its_leaves = True
+    """See `tracing.unreached.graph_leaves`."""
 
     @staticmethod
     def forward(

@@ -18,9 +18,9 @@ REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
 
 
 def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
-    """Yield the first rows of a loop's iterations; on fake tensors at most three of them.
+    """Yield the first rows of a loop's iterations; without values at most three of them.
 
-    On fake tensors all iterations but the first and the last are equal. One of them runs, and
+    On fake and meta tensors all iterations but the first and the last are equal. One of them runs, and
     `REPEAT_COUNT` says how many it represents.
 
     Args:
@@ -29,7 +29,7 @@ def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
         step: rows per iteration.
     """
     starts = range(0, number, step)
-    if len(starts) <= 3 or not isinstance(tensor, FakeTensor):
+    if len(starts) <= 3 or not (isinstance(tensor, FakeTensor) or tensor.is_meta):
         yield from starts
         return
     yield starts[0]

@@ -113,7 +113,8 @@ def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
     """The ids of the leaves of a graph, and whether the graph shows all of them.
 
     A `torch.autograd.Function` may use parameters that only its backward pass shows, as
-    `torch.utils.checkpoint` with use_reentrant=True does.
+    `torch.utils.checkpoint` with use_reentrant=True does. One that does not has a class attribute
+    `shows_its_leaves`.
     """
     if not loss.requires_grad:
         return set(), True
@@ -123,7 +124,9 @@ def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
         node = pending.pop()
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
-        is_whole = is_whole and not isinstance(node, BackwardCFunction)
+        if isinstance(node, BackwardCFunction):
+            function = getattr(type(node), "_forward_cls", None)
+            is_whole = is_whole and getattr(function, "shows_its_leaves", False)
         new = {following for following, _ in node.next_functions if following} - visited
         visited |= new
         pending += new

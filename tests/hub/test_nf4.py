@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.load import job_from_keys, load_job
@@ -22,6 +23,7 @@ from bigtrain.assembly.make_plan import make_plan  # noqa: E402
 from bigtrain.assembly.resolve import resolve_plan  # noqa: E402
 from bigtrain.core.state import check_shapes  # noqa: E402
 from bigtrain.core.workload import Workload  # noqa: E402
+from bigtrain.data.loader import MicroBatch  # noqa: E402
 from bigtrain.engine.first_batch import example_batch  # noqa: E402
 from bigtrain.engine.setup import frozen_notes  # noqa: E402
 from bigtrain.hub import lora, nf4  # noqa: E402
@@ -31,7 +33,10 @@ from bigtrain.hub.nf4 import Nf4Layout, Nf4Linear, dequantized, parameter_elemen
 from bigtrain.losses.loss import as_loss  # noqa: E402
 from bigtrain.models.blueprint import describe  # noqa: E402
 from bigtrain.models.spec import ModelSpec  # noqa: E402
+from bigtrain.tensors.fake_mode import FakeMode  # noqa: E402
+from bigtrain.tensors.op_cost import REPEAT_COUNT  # noqa: E402
 from bigtrain.tensors.shards import StateTensor  # noqa: E402
+from bigtrain.tracing.parameter_uses import parameter_uses  # noqa: E402
 
 SHAPES = [(64, 64), (256, 128), (192, 576), (3, 64), (128, 1000), (1, 64), (448, 61)]
 KEY = "model.lora.quantize=nf4"
@@ -96,6 +101,49 @@ def test_a_large_weight_is_taken_in_pieces_and_a_block_of_zeros_stays_zero(monke
     view = torch.cat([torch.zeros(3, dtype=torch.uint8), carrier])[3:]
     assert torch.equal(dequantized(view, layout, torch.bfloat16), whole)
     assert not dequantized(*packed(torch.zeros(2, 64)), torch.float32).any()
+
+
+def test_without_values_three_pieces_stand_for_all(monkeypatch):
+    layout = Nf4Layout((4096, 1000))
+    monkeypatch.setattr(nf4, "PIECE", 1 << 18)  # 16 pieces, the last one smaller
+    represented, ran = 0, []
+
+    def count(func, args, kwargs):
+        nonlocal represented
+        if func is torch.ops.aten.embedding.default:
+            ran.append(args[1].shape[0])
+            represented += REPEAT_COUNT.get() * args[1].shape[0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            count(func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    for device in ("meta", "cpu"):
+        represented = 0
+        ran.clear()
+        with FakeMode(), Watch():
+            carrier = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+            dequantized(carrier, layout, torch.bfloat16)
+        assert len(ran) == 3
+        assert represented == layout.blocks
+
+
+def test_one_pass_shows_which_adapters_are_trained():
+    config = ModelConfig.model_validate(
+        {"name": "gpt", "args": {"width": 64, "num_heads": 2}, "lora": {"rank": 2, **QUANTIZE}}
+    )
+    model = ModelSpec.of(config).describe(num_classes=None, sequence_length=None).model
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    uses = parameter_uses(model, MicroBatch(ids, ids, 16, 2), as_loss(_language_loss))
+    assert uses is not None
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert uses.reached is not None
+    assert trained <= uses.reached
+
+
+def _language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def test_a_saved_weight_is_read_in_pieces():
