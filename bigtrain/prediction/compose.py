@@ -57,10 +57,7 @@ def compose_profile(
         parts = stage_ends(sections[0], after, scatter_ranks)
         timeline, section_ticks, stop = concatenate_sections(passes, **sides, scatter_ranks=parts)
         timelines.append(timeline)
-        blocks = [section for section in sections if section.name]
-        visits.append(
-            [replace(t, place=b.place) for t, b in zip(section_ticks, blocks, strict=True)]
-        )
+        visits.append(_placed(section_ticks, sections))
         ends.append(stop)
     names = [section.name for section in sections if section.name]
     windows = tuple(
@@ -95,6 +92,12 @@ def compose_profile(
         tensors=_named_tensors(sections),
         frozen_tensors=_frozen_tensors(sections),
     )
+
+
+def _placed(ticks: Sequence[BlockTicks], sections: Sequence[Section]) -> list[BlockTicks]:
+    """The ticks of all blocks, each with its block's place among the model's modules."""
+    blocks = [section for section in sections if section.name]
+    return [replace(t, place=block.place) for t, block in zip(ticks, blocks, strict=True)]
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:

@@ -20,8 +20,8 @@ REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
 def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
     """Yield the first rows of a loop's iterations; without values at most three of them.
 
-    On fake and meta tensors all iterations but the first and the last are equal. One of them runs, and
-    `REPEAT_COUNT` says how many it represents.
+    On fake and meta tensors all iterations but the first and the last are equal. One of them runs,
+    and `REPEAT_COUNT` says how many it represents.
 
     Args:
         tensor: the tensor that the loop works on.
