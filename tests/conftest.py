@@ -13,7 +13,7 @@ import pytest
 from support.hidden_gpus import hide_gpus
 
 hide_gpus(os.environ)
-pytest_plugins = ["support.full"]
+pytest_plugins = ["support.full", "support.results"]
 
 # Set by pytest itself during a test, or by torch permanently on the first question about CUDA.
 _NOT_OURS = {

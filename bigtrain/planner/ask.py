@@ -189,6 +189,7 @@ def _search(question: Question, opened: Opened) -> PlannedAnswer:
     setup, library, evaluator = opened
     example, blocks = setup.workload.micro_batch, evaluator.blocks
     whole_model, techniques = evaluator.whole_model(2), searched_techniques(question.job)
+    is_whole = question.devices == 1 or question.tp == 1
     space = SearchSpace(
         devices=question.devices,
         per_node=question.cluster.node.devices,
@@ -197,7 +198,7 @@ def _search(question: Question, opened: Opened) -> PlannedAnswer:
         pp=question.pp,
         dp=question.dp,
         tp=question.tp,
-        most_ranks=library.most_ranks(techniques["slice"]) if question.devices > 1 else 1,
+        most_ranks=1 if is_whole else library.most_ranks(techniques["slice"]),
         rows=question.rows,
         engines=tuple(question.margins),
         device_type=question.cluster.device.kind,

@@ -112,13 +112,20 @@ class PlanBounds:
         numbers = self.evaluator.whole_model(candidate.rows).numbers
         return self.evaluator.floor(candidate, plan).states_of_model(numbers)
 
-    def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
+    def floor_bytes(self, candidate: Candidate, plan: Plan, *, all_kept: bool = False) -> int:
         """A closer lower bound: with the tensors that micro-batches in flight have saved.
+
+        Args:
+            candidate: the candidate.
+            plan: its plan.
+            all_kept: whether all blocks save all activations; by default none saves more than it
+                must.
 
         Raises:
             ConfigError: the model does not run under this plan.
         """
-        return self.evaluator.fit(candidate, plan, exact=False).floor_bytes()
+        fit = self.evaluator.fit(candidate, plan, exact=False)
+        return fit.floor_bytes(all_kept=all_kept)
 
     def is_no_larger(self, candidate: Candidate, other: Candidate) -> bool:
         """Whether a candidate's slices take no more memory than another's, whatever blocks keep.

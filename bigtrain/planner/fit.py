@@ -162,14 +162,21 @@ class StageFitter:
         share = max(1, (count - 2) // self._candidate.stages)
         return self.profile(self._profiles.middle(_keep_all(share)))
 
-    def floor_bytes(self) -> int:
-        """No cut into these stages holds less on its fullest rank, whatever its blocks keep."""
+    def floor_bytes(self, *, all_kept: bool = False) -> int:
+        """A lower bound on the bytes of the fullest rank, for every cut into these stages.
+
+        Args:
+            all_kept: whether all blocks save all activations; by default the bound holds for every
+                policy.
+        """
+        policy: BlockPolicy = "keep" if all_kept else self.levels.least
 
         def profile_of_blocks(count: int) -> Profile:
-            choices: list[BlockPolicy] = [self.levels.least] * count
-            return self.profile(self._profiles.middle(tuple(choices)))
+            return self.profile(self._profiles.middle((policy,) * count))
 
-        return self._floor.any_cut(self.levels, self._factors, profile_of_blocks)
+        return self._floor.any_cut(
+            self.levels["keep"], self.levels[policy], self._factors, profile_of_blocks
+        )
 
     def fitted(
         self, edges: Sequence[int], limit: int

@@ -11,7 +11,6 @@ from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
 from bigtrain.memory.timeline import Breakdown
 from bigtrain.planner.held_micro_batches import HeldMicroBatches
 from bigtrain.planner.space import Candidate
-from bigtrain.planner.stages import RecomputeLevels
 from bigtrain.prediction.compose import section_states
 from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.section_library import ModelSections
@@ -126,7 +125,8 @@ class MemoryFloor:
 
     def any_cut(
         self,
-        levels: RecomputeLevels,
+        kept: ModelSections,
+        least: ModelSections,
         factors: tuple[float, float],
         profile_of_blocks: Callable[[int], Profile],
     ) -> int:
@@ -138,18 +138,19 @@ class MemoryFloor:
         the sum of 1 / w.
 
         Args:
-            levels: the model's sections.
+            kept: the model's sections, where blocks save all activations.
+            least: those at the smallest policy.
             factors: the result of `state_factors`.
             profile_of_blocks: the profile of a stage of so many blocks at the smallest policy.
         """
-        blocks = [section for section in levels["keep"].sections if section.name]
-        least = [section for section in levels[levels.least].sections if section.name]
+        blocks = [section for section in kept.sections if section.name]
+        smallest = [section for section in least.sections if section.name]
         if not blocks:
             return 0
         # Many blocks share one tuple of tensors.
         states = {id(block.tensors): section_states([block]).parameters for block in blocks}
         parameters = min(states.values())
-        saved = [section.passes[0].saved for section in least]
+        saved = [section.passes[0].saved for section in smallest]
         pairs = zip(blocks, saved, strict=True)
         recomputed = max(0, min(block.passes[0].saved - size for block, size in pairs))
         bound = 0

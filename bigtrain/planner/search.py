@@ -55,6 +55,9 @@ class _OpenCandidate:
     plan: Plan | None = None
     least_bytes: int = 0
     """No plan of it holds less; of its states alone at first."""
+    kept_bytes: int = 0
+    """If that was enough to see that it may fit: `PlanBounds.floor_bytes` with blocks that save all
+    activations. `least_bytes` has no such bound then."""
     failed_limit: int = 0
     """The largest limit that it was found not to fit."""
     refused: bool = False
@@ -152,8 +155,7 @@ class PlanSearch:
                 if answer is not None:
                     answer.below_bound += 1
                 continue
-            if opened.num_bounds < len(self._bounds):
-                self._tighten(opened)
+            if self._tighten(opened, limit, len(self._bounds)):
                 heapq.heappush(queue, (opened.seconds, number))
                 continue
             outcome = self._evaluated(opened, limit)
@@ -182,16 +184,27 @@ class PlanSearch:
         except ConfigError as error:
             self._refuse(opened, str(error))
 
-    def _tighten(self, opened: _OpenCandidate) -> None:
-        """Apply the next closer bound to a candidate, or refuse it."""
-        plan = opened.plan or self.evaluator.plan_of(opened.candidate)
+    def _tighten(self, opened: _OpenCandidate, limit: int, number: int) -> bool:
+        """Apply the next closer bound to a candidate, or refuse it.
+
+        Returns:
+            Whether there was one: of the first `number` bounds, or the bytes below this limit.
+        """
+        is_new = opened.num_bounds < number
+        if not is_new and opened.kept_bytes <= limit:
+            return False
+        bound = self._bounds[opened.num_bounds] if is_new else self._bound_bytes
         try:
-            self._bounds[opened.num_bounds](opened, plan)
-            opened.num_bounds += 1
+            bound(opened, self._plan_of(opened), limit)
+            opened.num_bounds += is_new
         except ConfigError as error:
             self._refuse(opened, str(error))
+        return True
 
-    def _bound_even_seconds(self, opened: _OpenCandidate, plan: Plan) -> None:
+    def _plan_of(self, opened: _OpenCandidate) -> Plan:
+        return opened.plan or self.evaluator.plan_of(opened.candidate)
+
+    def _bound_even_seconds(self, opened: _OpenCandidate, plan: Plan, _limit: int) -> None:
         self._refuse_dominated_slices(opened)
         if opened.refused:
             return
@@ -200,11 +213,20 @@ class PlanSearch:
         if opened.candidate.slices is not None:
             self._compare_slices(opened)
 
-    def _bound_bytes(self, opened: _OpenCandidate, plan: Plan) -> None:
+    def _bound_bytes(self, opened: _OpenCandidate, plan: Plan, limit: int) -> None:
+        """Bound the bytes: only if a model that saves all activations may exceed the limit.
+
+        The bound of other policies takes one more run of the model.
+        """
+        kept = self.bounds.floor_bytes(opened.candidate, plan, all_kept=True)
+        if kept <= limit:
+            opened.kept_bytes = kept
+            return
+        opened.kept_bytes = 0
         bound = self.bounds.floor_bytes(opened.candidate, plan)
         opened.least_bytes = max(opened.least_bytes, bound)
 
-    def _bound_cut_seconds(self, opened: _OpenCandidate, plan: Plan) -> None:
+    def _bound_cut_seconds(self, opened: _OpenCandidate, plan: Plan, _limit: int) -> None:
         self._refuse_dominated_slices(opened)
         if not opened.refused:
             bound = self.bounds.kept_seconds(opened.candidate, plan)
@@ -244,7 +266,7 @@ class PlanSearch:
     def _evaluated(self, opened: _OpenCandidate, limit: int) -> EvaluatedPlan | RejectedPlan:
         key = (opened.candidate, limit)
         if key not in self._outcomes:
-            plan = opened.plan or self.evaluator.plan_of(opened.candidate)
+            plan = self._plan_of(opened)
             self._outcomes[key] = self.evaluator.evaluate(opened.candidate, plan, limit)
         return self._outcomes[key]
 
@@ -264,8 +286,7 @@ class PlanSearch:
             opened = self._open[number]
             if best is not None and least >= _peak_bytes(best):
                 break
-            if opened.num_bounds < needed:
-                self._tighten(opened)
+            if self._tighten(opened, 0, needed):
                 if not opened.refused:
                     heapq.heappush(queue, (opened.least_bytes, number))
                 continue
