@@ -129,7 +129,8 @@ def _bf16_names(model: nn.Module, plan: Plan) -> list[str]:
         return bf16_parameter_names(model)
     if not plan.frozen_in_bf16:
         return []
-    return frozen_low_names(model, bf16_parameters=plan.bf16_parameters)
+    low, cast = plan.bf16_parameters, plan.casts_when_gathered
+    return frozen_low_names(model, bf16_parameters=low, cast_when_gathered=cast)
 
 
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:

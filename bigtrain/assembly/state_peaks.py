@@ -26,7 +26,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
-from bigtrain.models.parameters import low_names
+from bigtrain.models.parameters import left_out_names, low_names
 from bigtrain.optim.partition import chunk_elements
 from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise
@@ -404,6 +404,8 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
     double = plan.precision == "fp64"
     low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
     bf16 = set(low_names(model, bf16_parameters=low, frozen_in_bf16=frozen))
+    if plan.casts_when_gathered:
+        bf16 -= left_out_names(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -113,6 +113,11 @@ class Plan:
         return self.precision == "bf16" and on_torch
 
     @property
+    def casts_when_gathered(self) -> bool:
+        """Whether shards are fp32, and layers see them in bf16."""
+        return self.bf16_parameters and self.master_weights and self.replicate.sharded_states == 3
+
+    @property
     def uses_channels_last(self) -> bool:
         """Whether weights are in the channels-last format; sharded ones stay contiguous."""
         return self.channels_last and not self.replicate.sharded_states

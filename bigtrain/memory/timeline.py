@@ -96,6 +96,9 @@ class BlockTicks:
     packed: tuple[bool, ...] = ()
     """Whether each parameter is bytes (weights in 4 bits), which no precision changes; empty if
     none is."""
+    left_out: tuple[bool, ...] = ()
+    """Whether each parameter is frozen only because the loss does not reach it; empty if none
+    is."""
     place: int = 0
     """The place of a block among the model's blocks in the order of its modules."""
 
@@ -103,13 +106,14 @@ class BlockTicks:
         """Return the bytes of an element of each parameter.
 
         Args:
-            trained: bytes of an element of a trained parameter.
-            frozen: bytes of an element of a frozen one that is not packed.
+            trained: bytes of an element of a trained parameter, or of one that is left out.
+            frozen: bytes of an element of another frozen one that is not packed.
         """
-        every = self.packed or (False,) * len(self.shapes)
+        none = (False,) * len(self.shapes)
+        every = zip(self.packed or none, self.left_out or none, self.trained, strict=True)
         return tuple(
-            1 if is_packed else trained if is_trained else frozen
-            for is_packed, is_trained in zip(every, self.trained, strict=True)
+            1 if is_packed else trained if is_trained or is_left_out else frozen
+            for is_packed, is_left_out, is_trained in every
         )
 
 

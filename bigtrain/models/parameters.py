@@ -47,12 +47,44 @@ def bf16_parameter_names(model: nn.Module) -> list[str]:
 _AUTOCAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+_LEFT_OUT = "_bigtrain_left_out"
+"""The attribute of a module that names its own left-out parameters; copies of a model have it."""
+
+
+def leave_out(model: nn.Module, name: str) -> None:
+    """Freeze a parameter because the loss does not reach it, and remember that."""
+    model.get_parameter(name).requires_grad_(False)
+    owner, _, own_name = name.rpartition(".")
+    module = model.get_submodule(owner)
+    setattr(module, _LEFT_OUT, getattr(module, _LEFT_OUT, frozenset()) | {own_name})
+
+
+def forget_left_out(model: nn.Module) -> None:
+    """Remove what `leave_out` has noted; `requires_grad` stays."""
+    for module in model.modules():
+        vars(module).pop(_LEFT_OUT, None)
+
+
+def left_out_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are frozen only because the loss does not reach them.
+
+    They keep fp32 values where trained parameters do: a run may train them after all, and a
+    checkpoint has their values unrounded.
+    """
+    return {
+        f"{name}.{own_name}" if name else own_name
+        for name, module in model.named_modules()
+        for own_name in getattr(module, _LEFT_OUT, ())
+    }
+
+
 def low_names(model: nn.Module, *, bf16_parameters: bool, frozen_in_bf16: bool) -> list[str]:
     """Return the names of parameters that layers have in bf16.
 
     Nothing updates a frozen parameter, so it needs no fp32 value. Where autocast converts weights
     at each use, frozen ones of the layers that it does this for are bf16 all the time: the numbers
-    are the same. Others, such as those of norms and embeddings, are used in fp32 there.
+    are the same. Others, such as those of norms and embeddings, are used in fp32 there, and so are
+    those of `left_out_names`.
 
     Args:
         model: with `requires_grad` of its parameters as in the run.
@@ -63,14 +95,23 @@ def low_names(model: nn.Module, *, bf16_parameters: bool, frozen_in_bf16: bool) 
         return bf16_parameter_names(model)
     if not frozen_in_bf16:
         return []
-    converted = _converted(model)
+    converted = _converted(model) - left_out_names(model)
     return [name for name in bf16_parameter_names(model) if name in converted]
 
 
-def frozen_low_names(model: nn.Module, *, bf16_parameters: bool) -> list[str]:
-    """Return the names of frozen parameters that have no fp32 value; see `low_names`."""
+def frozen_low_names(
+    model: nn.Module, *, bf16_parameters: bool, cast_when_gathered: bool
+) -> list[str]:
+    """Return the names of frozen parameters that have no fp32 value; see `low_names`.
+
+    Args:
+        model: with `requires_grad` of its parameters as in the run.
+        bf16_parameters: see `Plan.bf16_parameters`.
+        cast_when_gathered: see `Plan.casts_when_gathered`; those of `left_out_names` are fp32 then.
+    """
     names = low_names(model, bf16_parameters=bf16_parameters, frozen_in_bf16=True)
-    return [name for name in names if not model.get_parameter(name).requires_grad]
+    wide = left_out_names(model) if cast_when_gathered else set[str]()
+    return [n for n in names if n not in wide and not model.get_parameter(n).requires_grad]
 
 
 def _converted(model: nn.Module) -> set[str]:

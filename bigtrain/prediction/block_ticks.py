@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
+from bigtrain.models.parameters import left_out_names
 from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, local_of
@@ -48,6 +49,8 @@ class BlockTickRecorder:
         """The names of the blocks that share no parameter."""
         inside = {id(p) for block in self._modules.values() for p in block.parameters()}
         self._rest = [p for p in model.parameters() if id(p) not in inside]
+        names_left_out = left_out_names(model)
+        self._left_out = {id(p) for n, p in model.named_parameters() if n in names_left_out}
         for name in names:
             module = _module(model, name)
             if module is not None:
@@ -122,7 +125,7 @@ class BlockTickRecorder:
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
             parameters = list(self._modules[name].parameters())
             backward = (begins, max(begins, ends))
-            ticked = _block_ticks(parameters, forward, backward)
+            ticked = self._block_ticks(parameters, forward, backward)
             blocks.append((name, replace(ticked, place=place)))
         return dict(sorted(blocks, key=lambda pair: pair[1].forward))
 
@@ -136,7 +139,19 @@ class BlockTickRecorder:
         begins = min(moments.get("backward begins", [start]))
         ends = max(moments.get("forward ends", [stop]))
         rest = [*self._rest, *self._only_used(start, stop)]
-        return _block_ticks(rest, (start, ends), (begins, stop))
+        return self._block_ticks(rest, (start, ends), (begins, stop))
+
+    def _block_ticks(
+        self, parameters: list[nn.Parameter], forward: tuple[int, int], backward: tuple[int, int]
+    ) -> BlockTicks:
+        return BlockTicks(
+            tuple(tuple(p.shape) for p in parameters),
+            tuple(p.requires_grad for p in parameters),
+            forward,
+            backward,
+            packed=tuple(p.dtype == torch.uint8 for p in parameters),
+            left_out=tuple(id(p) in self._left_out for p in parameters),
+        )
 
     def _only_used(self, start: int, stop: int) -> Iterator[nn.Parameter]:
         """Yield parameters of blocks that are used without a call of the block, as by a method."""
@@ -166,18 +181,6 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:  # it belongs to another stage
         return None
-
-
-def _block_ticks(
-    parameters: list[nn.Parameter], forward: tuple[int, int], backward: tuple[int, int]
-) -> BlockTicks:
-    return BlockTicks(
-        tuple(tuple(p.shape) for p in parameters),
-        tuple(p.requires_grad for p in parameters),
-        forward,
-        backward,
-        packed=tuple(p.dtype == torch.uint8 for p in parameters),
-    )
 
 
 class SectionHooks:

@@ -224,6 +224,7 @@ def _rest(
         (0, backward_start - sections[-1].passes[0].loss_ticks),
         (0, stop),
         packed=tuple(t.is_packed for t in own_parameters),
+        left_out=tuple(t.is_left_out for t in own_parameters),
     )
 
 

@@ -172,10 +172,7 @@ def _fake_model(
     plan = resolved.plan
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
     low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
-    late = late_names(resolved)
     for name in low_names(fake, bf16_parameters=low, frozen_in_bf16=frozen):
-        if name in late and not low:
-            continue
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
     if plan.uses_channels_last:

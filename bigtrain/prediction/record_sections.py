@@ -23,6 +23,7 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import BlockTicks, Timeline
+from bigtrain.models.parameters import left_out_names
 from bigtrain.optim.step_memory import StepMemory
 from bigtrain.prediction.block_ticks import SectionHooks
 from bigtrain.prediction.loops import InputThenWeightBackward
@@ -312,6 +313,7 @@ class SectionSplitter:
                 (forward[0] - forward_window.begin, forward[1] - forward_window.begin),
                 (max(backward[0], backward_window.begin) + offset, backward[1] + offset),
                 packed=tuple(t.is_packed for t in parameters),
+                left_out=tuple(t.is_left_out for t in parameters),
             )
         return replace(section_pass, ticks=visit)
 
@@ -328,6 +330,7 @@ class SectionSplitter:
         blocks = {name: index for index, name in enumerate(self.order, start=1)}
         tensors_of_section: list[list[SectionTensor]] = [[] for _ in windows]
         model, state = self._run.model, self._run.runner.optimizer.state
+        left_out = left_out_names(model)
         for name, parameter in model.named_parameters():
             slots = [v for v in state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
             sizes = [v.numel() * v.element_size() for v in slots]
@@ -342,7 +345,7 @@ class SectionSplitter:
             )
             for index in self._places(name, blocks, len(windows)):
                 tensors_of_section[index].append(
-                    SectionTensor(*description, False, sum(sizes), counts)
+                    SectionTensor(*description, False, sum(sizes), counts, name in left_out)
                 )
         for name, buffer in model.named_buffers():
             size = buffer.numel() * buffer.element_size()

@@ -106,6 +106,8 @@ class SectionTensor:
     """Bytes of the optimizer's state of this tensor."""
     state_scalars: int = 0
     """Bytes of the scalars in that state, such as step counts."""
+    is_left_out: bool = False
+    """See `BlockTicks.left_out`."""
 
     @property
     def numbers(self) -> int:

@@ -86,10 +86,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Args:
         of_cuda: whether the kernels are CUDA's.
+        allow_non_fake_inputs: whether real tensors may meet fake ones; they become fakes.
     """
 
-    def __init__(self, *, of_cuda: bool = False) -> None:
-        super().__init__()
+    def __init__(self, *, of_cuda: bool = False, allow_non_fake_inputs: bool = False) -> None:
+        super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         leave_out_unneeded_masks()
         self._of_cuda = of_cuda
         self._is_inside = False

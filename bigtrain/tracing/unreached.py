@@ -15,6 +15,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import BigtrainError
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blueprint import kept_random_state
+from bigtrain.models.parameters import forget_left_out, leave_out
 from bigtrain.tensors.fake import fake_model, run_without_numbers
 from bigtrain.tracing.watch import CallLog, log_calls
 
@@ -55,7 +56,7 @@ def freeze_unreached(
     except Exception:  # noqa: BLE001 - user code of any kind runs here
         return ()
     for name in names:
-        model.get_parameter(name).requires_grad_(False)
+        leave_out(model, name)
         owner = name.rpartition(".")[0]
         if owner and owner not in called:
             model.get_submodule(owner).register_forward_pre_hook(_Guard(name))
@@ -75,6 +76,7 @@ def unfreeze(model: nn.Module, names: Collection[str]) -> None:
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(True)
+    forget_left_out(model)
     for module in model.modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Guard)]:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.tensors.fake import fake_model
+from bigtrain.tensors.fake_mode import FakeMode
 from bigtrain.tracing.call_hooks import (
     handling_calls,
     intercept_calls,
@@ -113,7 +114,7 @@ def fake_twin(
         device: the device of the copy.
         double: whether floating-point tensors of the copy are fp64.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode(allow_non_fake_inputs=True)
     with mode:
         constants = constant_tensors(model)
         return fake_model(model, device, double=double, constants=constants), mode

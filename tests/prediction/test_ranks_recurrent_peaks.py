@@ -38,6 +38,16 @@ class Recurrent(nn.Module):
         return output
 
 
+def autocast_has_lstms() -> bool:
+    """Whether torch runs an LSTM in bf16 autocast here; oneDNN needs AVX-512 for it."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(64, 64)(torch.randn(4, 12, 64))
+    except RuntimeError:
+        return False
+    return True
+
+
 def peaks_of_all(context, strategy, names, precision):
     batch = torch.randn(16, 64), torch.arange(16) % 8
     keys = {"train.precision": precision}
@@ -58,6 +68,8 @@ def peaks_of_all(context, strategy, names, precision):
 )
 def test_the_peak_of_recurrent_layers_is_predicted(strategy, precision):
     names = list(LAYERS)
+    if precision == "bf16" and strategy != "fsdp" and not autocast_has_lstms():
+        names = [name for name in names if not name.startswith("lstm")]
     rows = repeat_if_above(
         lambda: [
             row

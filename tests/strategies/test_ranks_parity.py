@@ -170,6 +170,27 @@ def test_every_listed_strategy_equals_one_process(expected_with_unreached, strat
         assert largest_difference(one, record) < tolerance
 
 
+BF16_WITH_FP32_VALUES = {"dp": ["ddp", "fsdp", "fsdp_zero2"], "pp": ["1f1b"]}
+
+
+def train_in_bf16(context, strategies):
+    keys = {"train.precision": "bf16"}
+    return {name: train(context, Unreached, tokens(22), name, keys, 2) for name in strategies}
+
+
+@pytest.mark.parametrize("axis", BF16_WITH_FP32_VALUES)
+def test_in_bf16_a_parameter_that_the_loss_does_not_reach_keeps_its_values(axis):
+    """In units of fully_shard it has the dtype of the trained ones, which torch demands."""
+    one = reference("fp32", Unreached)
+    unreached = ["pooler.weight", "pooler.bias", "spare"]
+    for rank in run_ranks(train_in_bf16, 2, BF16_WITH_FP32_VALUES[axis], **{axis: 2}):
+        for strategy, record in rank.items():
+            assert record.losses[0] == pytest.approx(one.losses[0], rel=0.02), strategy
+            for name in {*unreached} & record.weights.keys():
+                assert torch.equal(record.weights[name], one.weights[name]), (strategy, name)
+    assert not torch.equal(one.weights[unreached[0]].bfloat16().float(), one.weights[unreached[0]])
+
+
 def refusal(strategy: str, keys: dict[str, Any], world_size: int) -> str | None:
     """The reason why a plan is refused, or None."""
     try:

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import is_accelerator
@@ -21,6 +20,7 @@ from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.spec import ModelSpec
 from bigtrain.prediction.shorten import shorten_model
 from bigtrain.tensors.fake import fake_model
+from bigtrain.tensors.fake_mode import FakeMode
 from bigtrain.tensors.tree import tree_tensors
 
 GPT_HEAD = "head"
@@ -152,7 +152,7 @@ def _head_of(model: nn.Module, example: MicroBatch) -> str:
     outputs_of: list[tuple[str, Tensor]] = []
     cpu = torch.device("cpu")
     try:
-        with FakeTensorMode(), torch.no_grad():
+        with FakeMode(), torch.no_grad():
             fake = fake_model(model, cpu, double=False).train()
             for name, module in fake.named_modules():
                 if isinstance(module, nn.Linear):
