@@ -76,7 +76,8 @@ def _peak(peak: StatePeak | None) -> str:
 
 
 def answer_lines(subject: Subject, setting: Setting, answers: Sequence[FitAnswer]) -> Iterator[str]:
-    """For each way the command that runs it, or what would make it fit, or why it cannot be."""
+    """Notes on adapters, then for each way its command, what would make it fit, or a refusal."""
+    yield from dict.fromkeys(note for found in answers for note in _adapter_notes(found))
     for found in answers:
         title = found.method.title
         if found.refused is not None:
@@ -85,6 +86,12 @@ def answer_lines(subject: Subject, setting: Setting, answers: Sequence[FitAnswer
             yield f"{title}: {run_command(subject, setting, found)}"
         elif found.shown is not None:
             yield from _missing_lines(setting, found, found.shown)
+
+
+def _adapter_notes(found: FitAnswer) -> list[str]:
+    """Lines on what has adapters, and what is in 4 bits; both may be a small part of a model."""
+    notes = () if found.planned is None else found.planned.setup.workload.notes
+    return [note for note in notes if note.startswith("model.lora")]
 
 
 def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import hub_models
 from support.nets import TinyConv, TinyLM, tokens
 from torch import nn
 
@@ -63,6 +64,14 @@ class Looks(TinyLM):
 def test_the_head_is_found_by_what_it_returns():
     assert find_head(TinyLM(), batch()) == "head"
     assert find_head(Nested(), batch()) == "inner.head"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_head_of_a_mixture_of_experts_is_found(family):
+    """torch's own fakes refuse a grouped product in fp32."""
+    pytest.importorskip("transformers")
+    model, ids = hub_models.make(family), torch.zeros(4, 10, dtype=torch.long)
+    assert find_head(model, MicroBatch(ids, ids, 40, 4)) == "lm_head"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "num_local_experts": 4,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "vit": {
         "model_type": "vit",
         "architectures": ["ViTForImageClassification"],
@@ -84,11 +94,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return lines[0]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe"])
 def test_the_peaks_are_those_of_a_run_with_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The planner composes sections; the forecast of a run records the whole model."""
-    folder = config(tmp_path, "llama")
+    folder = config(tmp_path, kind)
     found = answers(capsys, [str(folder), *SMALL, "--lora", "4"])
     for name in ("full", "lora"):
         method = found[name]
@@ -110,7 +121,8 @@ def test_the_peaks_are_those_of_a_run_with_the_plan(
         states = rank.prediction.states
         assert states is not None
         share = states.parameters + states.frozen
-        assert share <= phases["load"] <= share + 4 * 64 * 32 + 2**14
+        largest = 4 * (4 * 96 * 32 if kind == "mixtral" else 64 * 48 * 4)
+        assert share <= phases["load"] <= share + largest + 2**14
         assert (states.frozen > states.parameters) is (name == "lora")
     assert found["lora"]["trained_parameters"] < found["full"]["trained_parameters"]
 
@@ -170,6 +182,22 @@ def test_a_built_in_model_and_ones_own(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_model_of_timm() -> None:
     pytest.importorskip("timm")
     assert "[3,224,224]" in subject("timm:vit_tiny_patch16_224").data_words[1]
+
+
+def test_notes_say_that_experts_have_no_adapters_and_are_not_in_4_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = config(tmp_path, "mixtral")
+    assert cli.main(["fit", str(folder), *SMALL, "--lora", "4"]) == 0
+    said = capsys.readouterr()
+    notes = [line for line in said.out.splitlines() if line.startswith("model.lora")]
+    assert [re.sub("[0-9][0-9.]*", "N", note)[:50] for note in notes] == [
+        "model.lora: rank N, alpha N on N layers (q_proj, k",
+        "model.lora: N stacked weights of experts (model.la",
+        "model.lora.quantize=nfN: Nk weights of N layers in",
+    ]
+    assert not caplog.records  # torch logs errors of its fake kernels
+    assert not said.err
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit", "mixtral"])
