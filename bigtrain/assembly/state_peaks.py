@@ -224,6 +224,7 @@ class _State:
         State of the optimizer that is not read yet at that moment is subtracted.
         """
         at_once = self._kind == "copies"  # its flat tensors are allocated with the first tensor
+        chunk = self._chunk(pp_rank)
         sizes = []
         for name, tensor, slot in sorted(self._optimizer(pp_rank), key=lambda saved: saved[0]):
             numbers, sliced = (
@@ -241,7 +242,6 @@ class _State:
             if (
                 sliced and self._in_pieces and self._splits and not joins
             ):  # the tensor that is read becomes the state
-                chunk = self._chunk(pp_rank)
                 most = numbers if chunk is None else min(chunk, numbers)
                 read = most * slot.dtype.itemsize if self._on_disk else 0
             if sliced:

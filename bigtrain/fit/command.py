@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from bigtrain.devices import device_names
-from bigtrain.errors import ConfigError
-from bigtrain.fit.methods import FitAnswer, Setting, answer, methods
-from bigtrain.fit.show import answer_lines, fit_document, fit_table
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.fit.methods import Method, Setting, answer, methods
+from bigtrain.fit.show import MethodReport, fit_document, fit_lines, fit_table, method_report
 from bigtrain.fit.subject import Subject, find_subject
 from bigtrain.job.arguments import FitOptions, fit_arguments
 from bigtrain.job.load import parse_overrides
 from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.machine.rates import usable_cores
 from bigtrain.planner.ask import engine_margins, rank_limits
 from bigtrain.planner.command import read_engines, this_machine
 
@@ -45,15 +53,49 @@ def main(arguments: list[str]) -> int:
         samples=max(batch, 1),
     )
     chosen = [m for m in methods(options.lora) if m.name == "qlora" or not options.qlora]
-    answers = [answer(subject, method, setting) for method in chosen]
-    if all(found.refused is not None for found in answers):
-        raise ConfigError(str(answers[0].refused))
+    reports = _reports(subject, chosen, setting)
+    if all(report.refused is not None for report in reports):
+        raise ConfigError(str(reports[0].refused))
     if options.as_json:
-        document = fit_document(subject, setting, answers)
+        document = fit_document(subject, setting, reports)
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
-        _show(subject, setting, answers, notes)
-    return 0 if any(found.fits for found in answers) else 1
+        _show(subject, setting, reports, notes)
+    return 0 if any(report.fits for report in reports) else 1
+
+
+def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> list[MethodReport]:
+    """Answer for each way of fine-tuning, on several cores in a process each.
+
+    Processes are forked, so that libraries are imported once. CUDA does not survive a fork.
+
+    Raises:
+        BigtrainError: a process was ended.
+    """
+    report = partial(_report, subject, setting)
+    processes = min(len(chosen), usable_cores())
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if processes == 1 or not hasattr(os, "fork") or has_cuda:
+        return [report(method) for method in chosen]
+    sys.stdout.flush()
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
+            return list(pool.map(report, chosen))
+    except BrokenProcessPool:
+        raise BigtrainError(
+            f"fit: one of the {processes} processes that make plans was ended. If the host's "
+            "memory is short, run fit on one core: taskset -c 0 bigtrain fit ..."
+        ) from None
+
+
+def _end_quietly() -> None:
+    """Let Ctrl-C end this process without a trace; the parent reports it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _report(subject: Subject, setting: Setting, method: Method) -> MethodReport:
+    return method_report(subject, setting, answer(subject, method, setting))
 
 
 def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -122,8 +164,10 @@ def _setting(options: FitOptions, cluster: Cluster, batch: int) -> tuple[Setting
     return setting, notes
 
 
-def _show(subject: Subject, setting: Setting, answers: list[FitAnswer], notes: list[str]) -> None:
+def _show(
+    subject: Subject, setting: Setting, reports: Sequence[MethodReport], notes: Sequence[str]
+) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(fit_table(subject, setting, answers))
-    for line in [*notes, *answer_lines(subject, setting, answers)]:
+    console.print(fit_table(subject, setting, reports))
+    for line in [*notes, *fit_lines(reports)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
@@ -20,11 +20,44 @@ from bigtrain.units import format_bytes, format_count, format_seconds
 PHASES = ("load", "train", "save", "resume")
 
 
-def fit_table(subject: Subject, setting: Setting, answers: Sequence[FitAnswer]) -> Table:
+@dataclass(frozen=True)
+class MethodReport:
+    """What is shown of an answer; another process may have made it."""
+
+    title: str
+    fits: bool
+    refused: str | None
+    """Why there is no answer."""
+    parameters: int
+    """Of the whole model; 0 if there is no answer."""
+    cells: Mapping[str, str]
+    """The cells of a column, by the name of their row."""
+    notes: tuple[str, ...]
+    """Lines on adapters."""
+    lines: tuple[str, ...]
+    document: Mapping[str, Any]
+    """The answer as JSON values."""
+
+
+def method_report(subject: Subject, setting: Setting, found: FitAnswer) -> MethodReport:
+    """Return what is shown of an answer."""
+    return MethodReport(
+        found.method.title,
+        found.fits,
+        found.refused,
+        0 if found.planned is None else found.planned.num_parameters,
+        _column(found),
+        _adapter_notes(found),
+        tuple(_answer_lines(subject, setting, found)),
+        _document(subject, setting, found),
+    )
+
+
+def fit_table(subject: Subject, setting: Setting, reports: Sequence[MethodReport]) -> Table:
     """One column for each way of fine-tuning; peaks are of the fullest rank."""
     device, batch = setting.cluster.device, setting.global_batch_size
     tokens = f" of {subject.length} tokens" if subject.length else ""
-    size = next((a.planned.num_parameters for a in answers if a.planned is not None), 0)
+    size = next((report.parameters for report in reports if report.parameters), 0)
     table = Table(
         title=f"{subject.name}, {format_count(size)} parameters, on {setting.devices} x "
         f"{device.name}: at most {format_bytes(setting.memory.for_tensors)} of tensors a rank; "
@@ -32,11 +65,10 @@ def fit_table(subject: Subject, setting: Setting, answers: Sequence[FitAnswer]) 
         title_justify="left",
     )
     table.add_column("")
-    for found in answers:
-        table.add_column(found.method.title)
-    rows = [_column(found) for found in answers]
-    for name in dict.fromkeys(key for column in rows for key in column):
-        table.add_row(name, *(column.get(name, "-") for column in rows))
+    for report in reports:
+        table.add_column(report.title)
+    for name in dict.fromkeys(key for report in reports for key in report.cells):
+        table.add_row(name, *(report.cells.get(name, "-") for report in reports))
     return table
 
 
@@ -75,23 +107,27 @@ def _peak(peak: StatePeak | None) -> str:
     return f"{format_bytes(peak.bytes)}{host}"
 
 
-def answer_lines(subject: Subject, setting: Setting, answers: Sequence[FitAnswer]) -> Iterator[str]:
+def fit_lines(reports: Sequence[MethodReport]) -> Iterator[str]:
     """Notes on adapters, then for each way its command, what would make it fit, or a refusal."""
-    yield from dict.fromkeys(note for found in answers for note in _adapter_notes(found))
-    for found in answers:
-        title = found.method.title
-        if found.refused is not None:
-            yield f"{title}: {found.refused}"
-        elif found.fits:
-            yield f"{title}: {run_command(subject, setting, found)}"
-        elif found.shown is not None:
-            yield from _missing_lines(setting, found, found.shown)
+    yield from dict.fromkeys(note for report in reports for note in report.notes)
+    for report in reports:
+        yield from report.lines
 
 
-def _adapter_notes(found: FitAnswer) -> list[str]:
+def _answer_lines(subject: Subject, setting: Setting, found: FitAnswer) -> Iterator[str]:
+    title = found.method.title
+    if found.refused is not None:
+        yield f"{title}: {found.refused}"
+    elif found.fits:
+        yield f"{title}: {run_command(subject, setting, found)}"
+    elif found.shown is not None:
+        yield from _missing_lines(setting, found, found.shown)
+
+
+def _adapter_notes(found: FitAnswer) -> tuple[str, ...]:
     """Lines on what has adapters, and what is in 4 bits; both may be a small part of a model."""
     notes = () if found.planned is None else found.planned.setup.workload.notes
-    return [note for note in notes if note.startswith("model.lora")]
+    return tuple(note for note in notes if note.startswith("model.lora"))
 
 
 def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) -> Iterator[str]:
@@ -128,7 +164,7 @@ def run_command(subject: Subject, setting: Setting, found: FitAnswer) -> str:
 
 
 def fit_document(
-    subject: Subject, setting: Setting, answers: Sequence[FitAnswer]
+    subject: Subject, setting: Setting, reports: Sequence[MethodReport]
 ) -> dict[str, Any]:
     """All answers as JSON values. Bytes are integers, seconds floats."""
     return {
@@ -139,7 +175,7 @@ def fit_document(
         "limit_bytes": setting.memory.for_tensors,
         "global_batch_size": setting.global_batch_size,
         "length": subject.length,
-        "methods": [_document(subject, setting, found) for found in answers],
+        "methods": [report.document for report in reports],
     }
 
 

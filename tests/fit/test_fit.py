@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
+from bigtrain.fit import command
 from bigtrain.fit.methods import Setting, answer, methods
-from bigtrain.fit.show import answer_lines
+from bigtrain.fit.show import method_report
 from bigtrain.fit.subject import Subject, find_subject
 from bigtrain.hub import folder as hub_folder
 from bigtrain.job.load import load_job
@@ -145,7 +148,7 @@ def test_what_does_not_fit_fits_with_the_words_that_are_named() -> None:
     tight = setting("2066MiB", *sizes)
     found = answer(gpt, full, tight)
     assert not found.fits
-    (said, *fixes) = answer_lines(gpt, tight, [found])
+    (said, *fixes) = method_report(gpt, tight, found).lines
     assert re.search(r"full: does not fit. The smallest peak is .*, of which parameters are", said)
     assert len(fixes) == len(found.remedies) > 0
     for remedy in found.remedies:
@@ -185,19 +188,30 @@ def test_a_model_of_timm() -> None:
 
 
 def test_notes_say_that_experts_have_no_adapters_and_are_not_in_4_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = config(tmp_path, "mixtral")
     assert cli.main(["fit", str(folder), *SMALL, "--lora", "4"]) == 0
-    said = capsys.readouterr()
+    said = capfd.readouterr()  # of all processes
     notes = [line for line in said.out.splitlines() if line.startswith("model.lora")]
     assert [re.sub("[0-9][0-9.]*", "N", note)[:50] for note in notes] == [
         "model.lora: rank N, alpha N on N layers (q_proj, k",
         "model.lora: N stacked weights of experts (model.la",
         "model.lora.quantize=nfN: Nk weights of N layers in",
     ]
-    assert not caplog.records  # torch logs errors of its fake kernels
-    assert not said.err
+    assert not said.err, "torch logs errors of its fake kernels"
+
+
+def test_a_process_that_is_ended_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    monkeypatch.setattr(command, "answer", end)
+    assert cli.main(["fit", "gpt-10m", *SMALL]) == 1
+    assert "one of the 2 processes that make plans was ended" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit", "mixtral"])
