@@ -1,8 +1,9 @@
-"""Masks of transformers' models on fake tensors: made there only if a run makes them.
+"""Masks of transformers' models on fake and meta tensors: made there only if a run makes them.
 
 Without a mask a causal model of transformers looks at its position ids for packed documents, and
 finds none in those that it numbers itself. It cannot read fake ids, and takes them for packed: then
-a forecast has a mask of seq x seq, and attention that is not fused, which the run has not.
+a forecast has a mask of seq x seq, and attention that is not fused, which the run has not. Reading
+meta ids fails, and fake tensors, which are slower, have to replace them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def leave_out_unneeded_masks() -> None:
 
     @functools.wraps(find)
     def found(position_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fake = isinstance(position_ids, FakeTensor) and not torch.compiler.is_compiling()
-        if is_fake and position_ids.dim() == 2 and _has_one_row(position_ids):
+        is_empty = isinstance(position_ids, FakeTensor) or position_ids.is_meta
+        reads = not is_empty or torch.compiler.is_compiling()
+        if not reads and position_ids.dim() == 2 and _has_one_row(position_ids):
             return None
         return find(position_ids, *args, **kwargs)
 

@@ -24,6 +24,7 @@ def test_ids_that_a_model_numbers_are_not_packed_on_fakes_either():
         assert find(fakes[1]).shape == (2, 5)
         with pretend_compiling():  # a stage makes the mask in the run, too
             assert find(fakes[0]).shape == (1, 5)
+    assert find(own.to("meta")) is None
     assert find(own) is None
     assert find(packed).tolist() == [[0, 0, 0, 1, 1]] * 2
     FakeMode()
