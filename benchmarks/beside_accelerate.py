@@ -78,7 +78,7 @@ def job_for(
 
 
 class Accelerated:
-    """A loop of transformers, peft and Accelerate."""
+    """A training loop on Accelerate, with a model of transformers and adapters of peft."""
 
     def __init__(self, context: Any, job: Job, model: Path) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin

@@ -150,11 +150,11 @@ class DataParallel(Strategy):
 
 
 def rows_of_devices(rows: int, devices: int) -> list[int]:
-    """Return the rows of each device under DataParallel; the last one may have fewer.
+    """Return the number of rows that each device gets under DataParallel; the last may get fewer.
 
     Args:
-        rows: the rows of the micro-batch.
-        devices: their number; those without rows are not in the result.
+        rows: the number of rows of the micro-batch.
+        devices: the number of devices; those without rows are not in the result.
     """
     share = -(-rows // devices)
     return [min(share, rows - begin) for begin in range(0, rows, share)]

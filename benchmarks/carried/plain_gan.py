@@ -1,4 +1,4 @@
-"""A generator and a discriminator, each with an optimizer of its own, in turns."""
+"""Train a generator and a discriminator in turn, each with its own optimizer."""
 
 import torch
 from samples import digits, report

@@ -150,7 +150,11 @@ def _drop_other_stages(
     context: RunContext,
     materialize: Materializer,
 ) -> None:
-    """Remove the tensors of other ranks' stages."""
+    """Replace the parameters and buffers of other ranks' stages by placeholders.
+
+    If the model could not be described on the meta device, it first gets its values; that is
+    collective.
+    """
     model = blueprint.model
     # A model that could not be described is whole on every rank, and rank 0 sends it whole.
     if not blueprint.deferred:

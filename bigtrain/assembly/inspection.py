@@ -167,7 +167,12 @@ def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Fou
 
 
 def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
-    """Properties that show in a forward pass, also of the blocks that are sharded."""
+    """Yield the properties that show in a training pass, and the mixed dtypes of blocks.
+
+    Args:
+        model: whole, as the user wrote it, on any device.
+        uses: how the forward pass and the loss use the parameters.
+    """
     sparse = {
         sparse_finding.name
         for sparse_finding in found_in(model)

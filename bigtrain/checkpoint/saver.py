@@ -1,4 +1,4 @@
-"""Saving in the background: the state is copied, and a thread writes the copy."""
+"""Saving checkpoints: at once, or by a thread that writes a copy of the state."""
 
 from __future__ import annotations
 

@@ -181,7 +181,10 @@ class StepRunner:
         return norm
 
     def norm(self) -> Tensor:
-        """The gradient norm of the whole model. Collective if gradients are sharded."""
+        """Return the gradient norm of the whole model, 0-dim.
+
+        Collective if gradients are sharded, or if parameters are sliced over the tp axis.
+        """
         if self._released is not None:
             whole_norm, sliced = self._released.norms()
             return whole_norm if self._slices is None else self._slices.norm(sliced, whole_norm)

@@ -1,4 +1,4 @@
-"""The table of techniques; a module is imported when a technique of it is chosen."""
+"""The table of techniques. A technique's module is imported when its class is first needed."""
 
 from __future__ import annotations
 

@@ -461,10 +461,12 @@ class Strategy(BaseModel):
         return forecast
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:  # noqa: ARG002
-        """The communication of this technique between ranks, and its copies to host and disk.
+        """Return the messages of this technique, and its transfers to and from host and disk.
+
+        A message is between ranks, or between the devices of one process.
 
         Args:
-            profile: the profile of the model, or of one rank's stage; not an `untraceable` one.
+            profile: the profile of the model, or of one rank's stage; its `untraceable` is None.
             plan: the plan of the run.
         """
         return ()

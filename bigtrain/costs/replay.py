@@ -288,7 +288,10 @@ def _torch_first_stage(backward: RecordedPass) -> RecordedPass:
 
 
 def _split_conservatively(backward: RecordedPass) -> RecordedPass:
-    """Repeat the backward pass, for I and for W: see `StageRecord`."""
+    """Give I and W the ticks of the whole backward pass each, and free nothing before W ends.
+
+    Parameter gradients are made in W. See `StageRecord`.
+    """
     boundary, again = backward.starts[0], backward.end + 1 - backward.starts[0]
     end = backward.end + again + 1  # one more tick, at which only the gradients are alive
     spans = []

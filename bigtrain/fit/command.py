@@ -65,9 +65,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> list[MethodReport]:
-    """Answer for each way of fine-tuning, on several cores in a process each.
+    """Plan each way of fine-tuning: each in its own process if there are several cores.
 
-    Processes are forked, so that libraries are imported once. CUDA does not survive a fork.
+    The processes are forked, so that libraries are imported once. CUDA does not survive a fork: if
+    it is initialized, the plans are made one after the other in this process.
 
     Raises:
         BigtrainError: a process was ended.

@@ -53,13 +53,14 @@ def methods(rank: int) -> list[Method]:
 
 @dataclass(frozen=True)
 class Setting:
-    """The devices and the batch of a question, apart from the model."""
+    """Everything that a question fixes, except the model and the way of fine-tuning."""
 
     cluster: Cluster
     devices: int
     memory: Limit
     global_batch_size: int
     rows: int | None
+    """Rows of a micro-batch; None to search for them."""
     margins: dict[str, float]
     overrides: tuple[str, ...]
     """Keys of the job that the user sets."""

@@ -22,7 +22,7 @@ PHASES = ("load", "train", "save", "resume")
 
 @dataclass(frozen=True)
 class MethodReport:
-    """What is shown of an answer; another process may have made it."""
+    """The parts of an answer that are shown; they can be sent from another process."""
 
     title: str
     fits: bool
@@ -40,7 +40,7 @@ class MethodReport:
 
 
 def method_report(subject: Subject, setting: Setting, found: FitAnswer) -> MethodReport:
-    """Return what is shown of an answer."""
+    """Return the parts of an answer that are shown."""
     return MethodReport(
         found.method.title,
         found.fits,

@@ -563,10 +563,15 @@ def _recompute(word: str) -> dict[str, Any]:
 
 
 def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:
-    """Return `zero` on DeepSpeed with its file, and the options of a preset that agrees with it.
+    """Return `zero` on DeepSpeed, configured by a file.
+
+    Args:
+        replicate: the section `replicate` of the job or its preset, whose other options are kept;
+            None without one.
+        path: the path of DeepSpeed's file.
 
     Raises:
-        ConfigError: the preset names another technique, engine or file.
+        ConfigError: `replicate` names another technique, engine or file.
     """
     options = replicate.options if replicate is not None else {}
     named = {"name": replicate.name if replicate is not None else "zero", **options}

@@ -125,7 +125,18 @@ class CrossEntropy:
     """Counts correct targets by the main logits of a training step."""
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
-        """Return the sum over the valid targets, with auxiliary heads by their weights."""
+        """Return the loss, summed over the valid targets: 0-dim.
+
+        The losses of auxiliary heads are added with their weights.
+
+        Args:
+            output: the output of the model: logits, or a mapping or named tuple with them.
+            target: the class of each position; its shape is that of the logits without `class_dim`.
+            count: the number of valid targets, if it is known. With 0, `accuracy` counts nothing.
+
+        Raises:
+            ConfigError: the output has no logits, or the shape of the targets does not fit them.
+        """
         (main, _), *auxiliary = _heads(output)
         total = self._sum(main, target)
         if self.accuracy is not None:

@@ -152,7 +152,7 @@ def _times(
 
 
 def _product(device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the product of `WORK`."""
+    """Return a function that multiplies two matrices of the sizes in `WORK`."""
     rows, inner, columns = WORK
     left, right = torch.ones(rows, inner, device=device), torch.ones(inner, columns, device=device)
 

@@ -1,4 +1,4 @@
-"""LeNet-5 (LeCun et al. 1998): the smallest convolutional network worth cutting."""
+"""LeNet-5 (LeCun et al. 1998): a small convolutional network that can be cut into stages."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from bigtrain.tracing.watch import untraceable_reason
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted peak of one rank, or why there is none, with the techniques' advice."""
+    """The predicted peak and volume of one rank, or why there is none, with lines of advice."""
 
     peak: Peak | None
     """The peak of the replica that needs the most."""

@@ -424,7 +424,15 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
 
 
 def timeline_window(timeline: Timeline, start: int, stop: int) -> Timeline:
-    """The spans born in an interval of ticks, cut off at its end."""
+    """Return the timeline of the storages that are born in an interval of ticks, without buffers.
+
+    A storage that lives longer is cut off at `stop + 1`.
+
+    Args:
+        timeline: the timeline of the whole run.
+        start: the tick before the interval.
+        stop: the last tick of the interval.
+    """
     spans = tuple(
         Span(s.nbytes, s.kind, s.birth, min(s.death, stop + 1))
         for s in timeline.spans

@@ -18,7 +18,7 @@ from typing import Any
 
 from bigtrain.files.parse import read_json_object
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.recorder.waiting import Wait, blamed, known_waits
+from bigtrain.recorder.waiting import Wait, absent_ranks, blamed, known_waits
 from bigtrain.units import format_bytes
 
 FILE_NAME = "flight_recorder.json"
@@ -173,7 +173,7 @@ def _headline(records: Mapping[int, Record | None], cause: Cause, waits: Mapping
         return f"{text}; rank {cause.rank} ended without a message"
     culprit = blamed(waiting, waits, records)
     if culprit is None:
-        return f"{text}; {_no_culprit(waiting, waits)}"
+        return f"{text}; {_no_culprit(waiting, waits, records)}"
     record = records.get(culprit)
     if record is None:
         return f"{text}; rank {culprit} has not answered: it is stopped, or stuck in native code"
@@ -186,8 +186,18 @@ def _first_to_wait(cause: Cause, waits: Mapping[int, Wait]) -> Wait | None:
     return max(waits.values(), key=lambda wait: wait.seconds, default=None)
 
 
-def _no_culprit(waiting: Wait, waits: Mapping[int, Wait]) -> str:
-    """The explanation if all ranks have come to an exchange that does not end."""
+def _no_culprit(
+    waiting: Wait, waits: Mapping[int, Wait], records: Mapping[int, Record | None]
+) -> str:
+    """Return why an exchange does not end if no single rank is to blame; see `blamed`.
+
+    Either the ranks began different exchanges, or they wait for each other, or all have come.
+
+    Args:
+        waiting: the exchange that the page is about.
+        waits: the exchanges that all ranks wait for, by rank.
+        records: by rank, its record; None for a rank that has not answered.
+    """
     same = [w for w in waits.values() if w.group == waiting.group and w.number == waiting.number]
     kinds = sorted({f"{wait.kind} of {format_bytes(wait.size)}" for wait in same})
     if len(kinds) > 1 and not waiting.message:
@@ -195,7 +205,7 @@ def _no_culprit(waiting: Wait, waits: Mapping[int, Wait]) -> str:
             f"the ranks are not in the same exchange ({' and '.join(kinds)}): they do not run the "
             "same code on the same shapes"
         )
-    if waiting.message:
+    if absent_ranks(waiting, waits, records):
         return "the ranks wait for each other"
     return "all its ranks came and it does not end: check the network between them"
 

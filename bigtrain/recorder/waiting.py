@@ -182,7 +182,7 @@ def blamed(
     """
     seen = {wait.rank}
     while True:
-        absent = [rank for rank in wait.peers if not _has_come(rank, wait, waits, records)]
+        absent = absent_ranks(wait, waits, records)
         if not absent:
             return None
         # A rank that does not answer, or does not wait itself, ends the chain.
@@ -194,6 +194,13 @@ def blamed(
             return None
         seen.add(following)
         wait = waits[following]
+
+
+def absent_ranks(
+    wait: Wait, waits: Mapping[int, Wait], records: Mapping[int, dict[str, Any] | None]
+) -> list[int]:
+    """Return the other ranks of an exchange that are not known to have come to it."""
+    return [rank for rank in wait.peers if not _has_come(rank, wait, waits, records)]
 
 
 def _has_come(

@@ -358,7 +358,7 @@ class _Choice:
         return next(counts, 1)
 
     def _sent(self, candidate: SliceCandidate | None) -> int:
-        """Return about how many bytes a rank sends for it in a micro-batch."""
+        """Return about how many bytes a rank sends for a candidate's exchanges in a micro-batch."""
         exchanged: Sequence[SliceExchange] = candidate.exchanged if candidate is not None else ()
         return sum(
             sent.nbytes * _sent_per_byte(sent.kind) * self._times(sent.where) for sent in exchanged

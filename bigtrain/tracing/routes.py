@@ -53,7 +53,7 @@ class Routes:
 
     @property
     def vary(self) -> bool:
-        """Whether some parameter is used in some steps or on some ranks only."""
+        """Whether some pass uses a module or a parameter more often than another pass does."""
         return bool(self.modules or self.parameters)
 
     @property

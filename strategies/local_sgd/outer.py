@@ -99,7 +99,8 @@ class Outer:
     def after_step(self) -> None:
         """Synchronize the fragment that is due after an inner step. Collective."""
         self.steps += 1
-        if self._sent and self.steps == self._sent[0].step + self._settings.delay:
+        # Several are due at once after a resume with a smaller delay.
+        while self._sent and self.steps >= self._sent[0].step + self._settings.delay:
             self._arrive(self._sent.pop(0))
         fragment = self._settings.due(self.steps)
         if fragment is None:
@@ -165,9 +166,14 @@ class Outer:
 
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Continue from a checkpoint, after its parameters are loaded.
+        """Restore the outer state from a checkpoint. The parameters must be loaded already.
 
-        If it is of another technique, or has other fragments, the counting of steps starts at 0.
+        If the checkpoint has no outer state, the count of steps starts at 0. A parameter without a
+        saved anchor gets its loaded value as the anchor, and a momentum of zeros. An outer gradient
+        in flight is restored only if its fragment has the same number of elements as now.
+
+        Args:
+            saved: all tensors of the checkpoint, by name.
         """
         self._sent.clear()
         self.steps = int(read_whole(saved[f"{PREFIX}steps"])) if f"{PREFIX}steps" in saved else 0

@@ -115,7 +115,11 @@ class Pipeline(CutStrategy):
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: torch's schedules for which there are enough blocks."""
+        """See `Strategy.variants`: the schedules in `_OFFERED`, if the pp axis has several ranks.
+
+        A schedule with several stages on a rank needs enough blocks. An interleaved one also needs
+        at least as many micro-batches as pp ranks.
+        """
         if shape.pp == 1:
             return
         most = (shape.num_blocks + 1) // shape.pp

@@ -164,6 +164,28 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicate):
     assert len(run(strategy, 2, "back", plain)[0][1]) == 3
 
 
+def gradients_in_flight(context, folder):
+    """Save one step after a gradient was sent; resume with a smaller delay, and take a step."""
+    samples, found, path = tokens(8), [], None
+    for delay, steps in ((2, 4), (1, 1)):
+        keys = {OPTION + "every": 3, OPTION + "outer": "nesterov", OPTION + "delay": delay}
+        job = job_from_keys("local_sgd", {"train.global_batch_size": 16, **keys})
+        with Engine(TinyLM, CrossEntropy(), adamw, job, context) as engine:
+            if path is not None:
+                engine.load(path)
+            for _ in range(steps):
+                engine.step((samples.inputs, samples.targets))
+            path = engine.save(folder)
+        found.append([n for n in Checkpoint(path).names if n.startswith("replicas.outer.sent")])
+    return found
+
+
+def test_what_is_in_flight_arrives_after_a_resume_with_a_smaller_delay(tmp_path):
+    first, second = run_ranks(gradients_in_flight, 2, tmp_path)[0]
+    assert len(first) == 2
+    assert not second
+
+
 @pytest.mark.parametrize(
     "keys",
     [

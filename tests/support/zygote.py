@@ -240,7 +240,10 @@ def interpreter(flavour: Flavour = "plain") -> str:
 
 
 def surroundings() -> dict[str, str]:
-    """This process's variables, with the checkout and its tests on the path, and one thread."""
+    """Return this process's environment variables, changed for a child process.
+
+    `PYTHONPATH` is replaced by the checkout and its tests; `OMP_NUM_THREADS` is 1.
+    """
     path = f"{_ROOT}{os.pathsep}{_HERE.parent}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 

@@ -220,8 +220,13 @@ def _peer(connection: socket.socket) -> int:
 
 
 def _receive(connection: socket.socket, files: list[int]) -> bytes:
-    """Receive one request: eight bytes with its length and the file descriptors, then the
-    request.
+    """Receive one request and return its bytes. Its file descriptors are appended to `files`.
+
+    A message of eight bytes has the request's length; the descriptors come with it as ancillary
+    data. The request follows.
+
+    Raises:
+        EOFError: the client has closed the connection.
     """
     room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
     head, ancillary, _, _ = connection.recvmsg(8, room)

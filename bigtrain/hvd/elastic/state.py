@@ -102,7 +102,14 @@ class ObjectState(State):
         return True
 
     def save(self) -> None:
-        """Save a copy in memory, and in a file if the launcher restarts ranks."""
+        """Save a copy in memory, and in a file if a later start can continue from it.
+
+        The file is written if the launcher restarts ranks or `BIGTRAIN_ELASTIC` names a folder. The
+        first rank of each node writes it.
+
+        Raises:
+            ConfigError: an object cannot be stored in the file; see `CommitFile.write`.
+        """
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
         states = self._save_parts()
         if self._file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.core.strategy import Plan
@@ -90,6 +91,16 @@ def accumulates_in_fp32(plan: Plan, stage: int) -> bool:
     micro-batches. Stage 1 would need whole fp32 gradients.
     """
     return stage == 2 or (stage == 3 and plan.batch.accumulation_steps > 1)
+
+
+def overlaps_exchanges(zero: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed exchanges while it computes: by default in stage 3 alone.
+
+    Args:
+        zero: the section `zero_optimization`, of this module or of a user's file.
+    """
+    given = zero.get("overlap_comm")
+    return bool(zero["stage"] == 3 if given is None else given)
 
 
 def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any]:

@@ -21,7 +21,11 @@ from bigtrain.costs.traffic import parameter_shapes
 from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import Breakdown, MemoryKind, Span, Timeline, scale_timeline
-from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
+from bigtrain.strategies.zero.on_deepspeed.config import (
+    accumulates_in_fp32,
+    overlaps_exchanges,
+    precision_of,
+)
 from bigtrain.strategies.zero.on_deepspeed.layout import (
     BufferSizes,
     flat_group_shares,
@@ -66,7 +70,7 @@ def _flat(
     """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its share."""
     stage, size = zero["stage"], precision_of(plan)
     share = flat_share(profile.trained_elements, plan.dp)
-    buckets = bucket * (2 if zero.get("overlap_comm", False) else 1)
+    buckets = bucket * (2 if overlaps_exchanges(zero) else 1)
     states = replace(
         forecast.states,
         optimizer=_optimizer_bytes(profile, plan, share),

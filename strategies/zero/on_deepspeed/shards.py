@@ -254,8 +254,9 @@ class FlatShards(OptimizerShards):
     def clear(self) -> None:
         """See `OptimizerShards.clear`.
 
-        Without offload DeepSpeed frees the buffer of the gradients in its step, and makes it anew
-        with the first gradient. Passes without a step would be added up in it.
+        Without offload, DeepSpeed's step frees the buffer of the gradients, and the first gradient
+        after it makes a new one. Without a step, gradients of later passes would be added to the
+        old buffer.
         """
         for number in self.zero.averaged_gradients:
             self.zero.averaged_gradients[number] = None

@@ -27,7 +27,11 @@ from bigtrain.costs.traffic import (
 from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import BlockTicks
-from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
+from bigtrain.strategies.zero.on_deepspeed.config import (
+    accumulates_in_fp32,
+    overlaps_exchanges,
+    precision_of,
+)
 from bigtrain.strategies.zero.on_deepspeed.layout import (
     BufferSizes,
     flat_size,
@@ -162,11 +166,12 @@ def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traff
 
 
 def _overlaps(zero: dict[str, Any], plan: Plan, phase: OverlapPhase) -> OverlapPhase:
-    """Return the phase, or "nothing": without `overlap_comm` a GPU uses one stream for both.
+    """Return `phase`, or "nothing" if the exchange does not overlap with computation.
 
-    On a CPU ranks compute while others communicate, whatever the setting.
+    Without `overlap_comm`, a GPU computes and communicates on one stream. On a CPU, ranks
+    compute while others communicate, whatever the setting.
     """
-    return phase if plan.device_type == "cpu" or zero.get("overlap_comm", True) else "nothing"
+    return phase if plan.device_type == "cpu" or overlaps_exchanges(zero) else "nothing"
 
 
 def _reductions(profile: Profile, bucket: int, plan: Plan) -> int:

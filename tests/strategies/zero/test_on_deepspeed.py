@@ -17,6 +17,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.strategies.zero.on_deepspeed.config import overlaps_exchanges
 
 # Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
@@ -104,6 +105,16 @@ def test_it_says_where_it_cannot_help(world_size, keys, profile, words):
     plan = make_plan(job_from_keys("zero2", keys), world_size, "cpu")
     advice = plan.techniques["replicate"].advise(Forecast.of(profile), profile, plan)
     assert advice is None if words is None else re.search(words, advice)
+
+
+@pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (3, True)])
+def test_a_section_without_overlap_comm_means_what_deepspeed_means(stage, overlaps):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for section in ({}, {"overlap_comm": None}, {"overlap_comm": not overlaps}):
+        theirs = DeepSpeedZeroConfig(stage=stage, **section).overlap_comm
+        assert overlaps_exchanges({"stage": stage, **section}) is theirs
+    assert overlaps_exchanges({"stage": stage}) is overlaps
 
 
 def test_offload_on_a_cpu_is_no_use():
