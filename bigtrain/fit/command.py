@@ -67,16 +67,15 @@ def main(arguments: list[str]) -> int:
 def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> list[MethodReport]:
     """Plan each way of fine-tuning: each in its own process if there are several cores.
 
-    The processes are forked, so that libraries are imported once. CUDA does not survive a fork: if
-    it is initialized, the plans are made one after the other in this process.
+    The processes are forked, so that libraries are imported once. If this process has used CUDA or
+    run a backward pass, forked ones cannot, and the plans are made one after the other here.
 
     Raises:
         BigtrainError: a process was ended.
     """
     report = partial(_report, subject, setting)
     processes = min(len(chosen), usable_cores())
-    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if processes == 1 or not hasattr(os, "fork") or has_cuda:
+    if processes == 1 or not _can_fork():
         return [report(method) for method in chosen]
     sys.stdout.flush()
     context = multiprocessing.get_context("fork")
@@ -88,6 +87,23 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
             f"fit: one of the {processes} processes that make plans was ended. If the host's "
             "memory is short, run fit on one core: taskset -c 0 bigtrain fit ..."
         ) from None
+
+
+def _can_fork() -> bool:
+    """Whether a forked process can run a backward pass."""
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    process = multiprocessing.get_context("fork").Process(target=_run_backward)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _run_backward() -> None:
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # autograd has threads, which a fork does not copy
+        os._exit(1)
 
 
 def _end_quietly() -> None:

@@ -87,7 +87,8 @@ class FitAnswer:
     method: Method
     planned: PlannedAnswer | None = None
     shown: EvaluatedPlan | None = None
-    """The fastest plan that fits, or if none does, the one with the least memory."""
+    """The fastest plan that fits; if none does, or in training only, the one with the least
+    memory."""
     fits: bool = False
     phases: PhasePeaks | None = None
     refused: str | None = None
@@ -95,13 +96,21 @@ class FitAnswer:
     remedies: tuple[FittingChange, ...] = field(default=())
 
     @property
+    def highest(self) -> tuple[str, int]:
+        """The phase of `shown` with the highest peak on a device, and its bytes."""
+        phases = self.phases.by_name if self.phases is not None else {}
+        peaks = {name: peak.bytes for name, peak in phases.items() if peak is not None}
+        if self.shown is not None:
+            peaks["train"] = max(peaks.get("train", 0), self.shown.peak.bytes)
+        return max(peaks.items(), key=lambda item: item[1], default=("train", 0))
+
+    @property
     def missing_bytes(self) -> int:
-        """Bytes of memory that the device lacks for `shown`; 0 if it fits."""
-        if self.fits or self.planned is None or self.shown is None:
+        """Bytes of memory that the device lacks for all phases of `shown`; 0 if it fits."""
+        if self.planned is None or self.shown is None:
             return 0
         question = self.planned.question
-        engine = self.shown.candidate.engine
-        needed = question.memory_for(self.shown.peak.bytes, engine)
+        needed = question.memory_for(self.highest[1], self.shown.candidate.engine)
         return max(0, needed - question.memory.nbytes)
 
 
@@ -118,15 +127,18 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
             planned = ask(question, opened)
         if planned.result.best:
             best = planned.result.best[0]
-            return FitAnswer(method, planned, best, True, phase_peaks(planned, best))
+            found = FitAnswer(method, planned, best, True, phase_peaks(planned, best))
+            if not found.missing_bytes:
+                return found
         smallest = _smallest(planned)
         if smallest is None:
             reasons = dict.fromkeys(rejected.reason for rejected in planned.result.rejected)
             return FitAnswer(method, planned, refused=next(iter(reasons), "no plan can be made"))
-        found = tuple(_remedies(subject, method, setting, planned))
-        return FitAnswer(
-            method, planned, smallest, False, phase_peaks(planned, smallest), remedies=found
-        )
+        found = FitAnswer(method, planned, smallest, True, phase_peaks(planned, smallest))
+        if planned.result.best:  # it trains; loading, saving and resuming may need more
+            return replace(found, fits=not found.missing_bytes)
+        remedies = tuple(_remedies(subject, method, setting, planned))
+        return replace(found, fits=False, remedies=remedies)
     except ConfigError as error:
         return FitAnswer(method, refused=str(error))
 

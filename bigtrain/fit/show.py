@@ -131,9 +131,16 @@ def _adapter_notes(found: FitAnswer) -> tuple[str, ...]:
 
 
 def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) -> Iterator[str]:
+    needed = setting.memory.nbytes + found.missing_bytes
+    if found.planned is not None and found.planned.result.best:
+        phase, peak = found.highest
+        yield (
+            f"{found.method.title}: does not fit. Training would, but the {phase} peak is "
+            f"{format_bytes(peak)}; devices of {format_bytes(needed)} would hold it."
+        )
+        return
     breakdown = vars(smallest.peak.breakdown)
     kind = max(breakdown, key=lambda part: breakdown[part])
-    needed = setting.memory.nbytes + found.missing_bytes
     yield (
         f"{found.method.title}: does not fit. The smallest peak is "
         f"{format_bytes(smallest.peak.bytes)}, of which {kind} are "

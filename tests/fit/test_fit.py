@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,28 @@ def test_what_does_not_fit_fits_with_the_words_that_are_named() -> None:
     assert not answer(gpt, full, less).fits
 
 
+def test_what_trains_has_to_load_as_well(tmp_path: Path) -> None:
+    """While it loads, the largest tensor is there in fp32 beside the frozen ones in bf16."""
+    folder = config(tmp_path, "llama", vocab_size=65536, num_hidden_layers=1)
+    given, lora = subject(str(folder), 2), methods(2)[1]
+
+    def of_one_row(memory: str | None = None) -> Setting:
+        return replace(setting(memory), rows=1)
+
+    enough = answer(given, lora, of_one_row())
+    assert enough.fits
+    assert enough.highest[0] == "load"
+    assert enough.shown is not None
+    between = (enough.highest[1] + enough.shown.peak.bytes) // 2
+    tight = of_one_row(str(2**31 + between))
+    found = answer(given, lora, tight)
+    assert not found.fits
+    assert found.missing_bytes > 0
+    (said,) = method_report(given, tight, found).lines
+    assert re.search(r"does not fit. Training would, but the load peak is .* would hold it", said)
+    assert answer(given, lora, of_one_row(str(2**31 + between + found.missing_bytes))).fits
+
+
 def test_nothing_fits_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["gpt-10m", "--cluster", "a100-node", "--memory", "2049MiB", "--length", "8"]
     found = answers(capsys, [*words, "--micro-batch-size", "1"], 1)
@@ -202,6 +225,11 @@ def test_notes_say_that_experts_have_no_adapters_and_are_not_in_4_bits(
     assert not said.err, "torch logs errors of its fake kernels"
 
 
+def test_a_process_that_has_run_a_backward_pass_is_not_forked() -> None:
+    torch.ones((), requires_grad=True).backward()
+    assert not command._can_fork()
+
+
 def test_a_process_that_is_ended_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +237,7 @@ def test_a_process_that_is_ended_is_reported(
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    monkeypatch.setattr(command, "_can_fork", lambda: True)
     monkeypatch.setattr(command, "answer", end)
     assert cli.main(["fit", "gpt-10m", *SMALL]) == 1
     assert "one of the 2 processes that make plans was ended" in capsys.readouterr().err
