@@ -34,6 +34,9 @@ _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (160,), 2: (256, 144), 3: (16, 
 optimizers factor only larger matrices."""
 _STEPS = 3
 _TOLERANCE = 1e-5
+_ROUNDED = 1e-3
+"""The share of elements that may differ by more: sums in another order are rounded otherwise, which
+shows where a step almost cancels an element. Another update differs in nearly all elements."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,13 @@ class _Trial:
             twin = self._run(cut, noted=noted)
         except Exception:  # noqa: BLE001
             return False
-        for expected, group in zip(self._whole, twin.param_groups, strict=True):
+        groups = zip(self._starts, self._whole, twin.param_groups, strict=True)
+        for starts, expected, group in groups:
             pieces = iter(group["params"])
-            for index, value in enumerate(expected):
-                for part in cut(index, value):
-                    updated, part = _whole(next(pieces).detach()), _whole(part)
-                    if not torch.allclose(updated, part, rtol=_TOLERANCE, atol=_TOLERANCE * 1e-2):
+            for index, (start, value) in enumerate(zip(starts, expected, strict=True)):
+                for before, part in zip(cut(index, start), cut(index, value), strict=True):
+                    updated = _whole(next(pieces).detach())
+                    if not _same_update(updated, _whole(part), _whole(before)):
                         return False
         return True
 
@@ -199,6 +203,13 @@ class _Trial:
                     parameter.grad = gradient.clone()
             twin.step()
         return twin
+
+
+def _same_update(updated: Tensor, expected: Tensor, before: Tensor) -> bool:
+    """Whether two results of steps from the same values are equal but for rounding."""
+    size = torch.maximum(expected.abs(), before.abs())
+    is_near = (updated - expected).abs() <= _TOLERANCE * (size + 1e-2)  # not if either is nan
+    return bool((~is_near).sum() <= _ROUNDED * is_near.numel())
 
 
 def _whole(tensor: Tensor) -> Tensor:

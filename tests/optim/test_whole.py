@@ -38,6 +38,29 @@ def test_what_a_step_needs_is_found_out_by_steps(name):
     assert (needs.elementwise, needs.separable, needs.counts) == expected
 
 
+class RoundedOtherwise(Lars):
+    """Its norm is a few units in the last place off if the parameter is large, as sums in another
+    order are."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = 7.0 * (1 + (4e-7 if p.numel() > 20_000 else 0.0))
+                p.sub_(p.grad * (ratio * group["lr"]))
+
+
+@pytest.mark.parametrize("lr", [1e-3, 0.1, 1.0])
+def test_sums_that_are_rounded_otherwise_are_the_same_update(lr):
+    assert kind(functools.partial(RoundedOtherwise, lr=lr)).elementwise
+
+
+@pytest.mark.parametrize("make", [Lars, torch.optim.Adafactor])
+@pytest.mark.parametrize("lr", [1e-5, 1e-3, 1.0])
+def test_another_update_is_seen_with_every_learning_rate(make, lr):
+    assert not kind(functools.partial(make, lr=lr)).elementwise
+
+
 def test_a_class_that_is_only_called_as_torchs_is_tried():
     class SGD(Lars):
         pass
