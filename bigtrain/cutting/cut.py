@@ -19,6 +19,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import find_blocks
+from bigtrain.models.parameters import named_tensors
 from bigtrain.tracing.call_hooks import intercept_calls
 from bigtrain.tracing.records import ForwardTrace
 
@@ -53,8 +54,12 @@ class Cut:
         return [(n, owners) for n, owners in self.owners.items() if len(owners) > 1 and n in twin]
 
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
-        """Replace the parameters and buffers of other stages by placeholders, in place."""
+        """Replace the parameters and buffers of other stages by placeholders, in place.
+
+        They have the dtypes of the trace: code that compares dtypes takes the same path.
+        """
         own_names = self.tensor_names_of(stages)
+        traced = named_tensors(self.traced_model.fake_model)
         placeholders: dict[int, tuple[Tensor, PlaceholderTensor]] = {}
         for path, module in model.named_modules():
             for table in (module._parameters, module._buffers):
@@ -63,8 +68,10 @@ class Cut:
                     if tensor is None or self.aliases.get(qualified, qualified) in own_names:
                         continue
                     del table[key]
+                    dtype = traced[qualified].dtype if qualified in traced else tensor.dtype
+                    like = tensor.to("meta", dtype)
                     _, placeholder = placeholders.setdefault(
-                        id(tensor), (tensor, placeholder_like(tensor, device))
+                        id(tensor), (tensor, placeholder_like(like, device))
                     )
                     placeholder._is_param = isinstance(tensor, nn.Parameter)
                     module.__dict__[key] = placeholder
