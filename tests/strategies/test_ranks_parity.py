@@ -183,11 +183,14 @@ def test_in_bf16_a_parameter_that_the_loss_does_not_reach_keeps_its_values(axis)
     """In units of fully_shard it has the dtype of the trained ones, which torch demands."""
     one = reference("fp32", Unreached)
     unreached = ["pooler.weight", "pooler.bias", "spare"]
+    seen = set()
     for rank in run_ranks(train_in_bf16, 2, BF16_WITH_FP32_VALUES[axis], **{axis: 2}):
         for strategy, record in rank.items():
             assert record.losses[0] == pytest.approx(one.losses[0], rel=0.02), strategy
-            for name in {*unreached} & record.weights.keys():
+            for name in {*unreached} & record.weights.keys():  # a stage has its own only
+                seen.add((strategy, name))
                 assert torch.equal(record.weights[name], one.weights[name]), (strategy, name)
+    assert seen == {*product(BF16_WITH_FP32_VALUES[axis], unreached)}
     assert not torch.equal(one.weights[unreached[0]].bfloat16().float(), one.weights[unreached[0]])
 
 
