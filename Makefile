@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make train   train a small language model on two ranks (two to three minutes)"
 	@echo "make test    run the tests"
-	@echo "make test-full  run those, too, that prove the same at greater length"
+	@echo "make test-full  run those, too, that prove the same at greater length (EVERY=--every: all cases)"
 	@echo "make check   style and types only"
 	@echo "make gpu     what bigtrain promises, run on this machine: a table and one JSON file"
 
@@ -45,12 +45,12 @@ system:
 	fi
 
 # Tests that measure time, memory or signals run last and alone; only their files are collected.
-# FULL=--full takes in the longer proofs.
+# FULL=--full takes in the longer proofs; of the heaviest, some cases are drawn by the commit.
 test: $(READY) system check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone" $(FULL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone $(FULL) $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
-test-full: FULL := --full
+test-full: FULL := --full $(EVERY)
 test-full: test
 
 check: $(READY)

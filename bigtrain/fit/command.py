@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bigtrain.devices import device_names
+from bigtrain.devices import device_names, in_use
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.fit.methods import Method, Setting, answer, methods
 from bigtrain.fit.show import MethodReport, fit_document, fit_lines, fit_table, method_report
@@ -67,8 +67,9 @@ def main(arguments: list[str]) -> int:
 def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> list[MethodReport]:
     """Plan each way of fine-tuning: each in its own process if there are several cores.
 
-    The processes are forked, so that libraries are imported once. If this process has used CUDA or
-    run a backward pass, forked ones cannot, and the plans are made one after the other here.
+    The processes are forked, so that libraries are imported once. If this process has used a GPU,
+    or has run a backward pass where torch sees one, forked processes cannot run a backward pass;
+    the plans are then made here, one after the other.
 
     Raises:
         BigtrainError: a process was ended.
@@ -92,7 +93,7 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
 
 def _can_fork() -> bool:
     """Whether a forked process can run a backward pass."""
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not hasattr(os, "fork") or in_use():
         return False
     process = multiprocessing.get_context("fork").Process(target=_run_backward)
     process.start()
@@ -103,7 +104,7 @@ def _can_fork() -> bool:
 def _run_backward() -> None:
     try:
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # autograd has threads, which a fork does not copy
+    except RuntimeError:  # autograd has a thread for each GPU, which a fork does not copy
         os._exit(1)
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,8 +227,27 @@ def test_notes_say_that_experts_have_no_adapters_and_are_not_in_4_bits(
     assert not said.err, "torch logs errors of its fake kernels"
 
 
-def test_a_process_that_has_run_a_backward_pass_is_not_forked() -> None:
-    torch.ones((), requires_grad=True).backward()
+def test_a_fresh_process_is_forked() -> None:
+    """This process need not be: libraries of other tests may have started autograd's threads."""
+    code = "from bigtrain.fit.command import _can_fork; print(_can_fork())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "True"
+
+
+def test_a_process_whose_fork_cannot_run_a_backward_pass_is_not_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a GPU, autograd has a thread for it after its first pass; a fork then refuses."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    assert not command._can_fork()
+
+
+def test_a_process_that_has_used_a_gpu_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not command._can_fork()
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from support.full import EVERY_TEST, is_full, read_list
+from support.full import EVERY_TEST, drawn, is_full, read_list
 from support.zygote import interpreter, surroundings
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def collected(folder: Path, *words: str) -> list[str]:
 def test_the_list_names_tests_and_cases_that_exist(request: pytest.FixtureRequest) -> None:
     names = request.config.stash.get(EVERY_TEST, None)
     if names is None:  # this run contains only some files
-        names = collected(ROOT, "--full")
+        names = collected(ROOT, "--full", "--every")
     cases = defaultdict(set)
     for name in names:
         test, _, rest = name.removeprefix("tests/").partition("[")
@@ -35,7 +35,7 @@ def test_the_list_names_tests_and_cases_that_exist(request: pytest.FixtureReques
     for file, tests in read_list(ROOT / "tests").items():
         for name, entry in tests.items():
             known = cases.get(f"{file}::{name}", set())
-            listed = [] if entry == "all" else next(iter(entry.values()))
+            listed = [] if entry == "all" else entry.get("daily", entry.get("full"))
             unknown += [f"{file}::{name}"] * (not known)
             unknown += [f"{file}::{name}[{case}]" for case in listed if case not in known]
     assert unknown == []
@@ -78,7 +78,33 @@ def test_a_plain_run_leaves_out_what_is_listed_and_two_options_take_it_in(some_t
     assert collected(some_tests, *plugin, named) == [named]
 
 
-@pytest.mark.parametrize("entry", ["none", [], {"daily": "1"}, {"daily": ["1"], "full": ["2"]}])
+def test_some_cases_are_drawn_by_the_commit(some_tests) -> None:
+    plugin, file = ("-p", "support.full"), "tests/test_some.py"
+    some_tests.joinpath("tests", "full.yaml").write_text(
+        "test_some.py:\n  test_most: {daily: ['1'], draw: 2}\n"
+    )
+    found = collected(some_tests, *plugin, "--full")
+    most = [name for name in found if "test_most" in name]
+    assert len(found) == 8
+    assert len(most) == 3
+    assert f"{file}::test_most[1]" in most
+    assert collected(some_tests, *plugin, "--full") == found
+    assert len(collected(some_tests, *plugin, "--full", "--every")) == 9
+    named = next(name for name in (f"{file}::test_most[{n}]" for n in "023") if name not in most)
+    assert collected(some_tests, *plugin, named) == [named]
+
+
+def test_commits_draw_all_cases_in_the_end() -> None:
+    cases = [f"file::test[{number}]" for number in range(12)]
+    draws = [drawn(cases, 3, f"commit {seed}") for seed in range(40)]
+    assert {len(draw) for draw in draws} == {3}
+    assert set.union(*draws) == set(cases)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["none", [], {"daily": "1"}, {"daily": ["1"], "full": ["2"]}, {"draw": 2}],
+)
 def test_an_entry_that_says_nothing_is_refused(entry: object) -> None:
     with pytest.raises(pytest.UsageError, match=r"is none of all, \{daily"):
         is_full(entry, "1")
