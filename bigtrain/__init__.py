@@ -1,6 +1,6 @@
 """bigtrain: name a strategy, and the same model trains to the same numbers in less memory.
 
-A training loop of one's own needs five lines:
+A custom training loop needs five lines:
 
     import bigtrain
     engine = bigtrain.prepare(Net, F.cross_entropy, AdamW, strategy="ddp")
@@ -8,7 +8,7 @@ A training loop of one's own needs five lines:
         print(engine.step(batch).loss)
     engine.close()
 
-Names are imported when they are first used, so `import bigtrain` costs nothing.
+Names are imported when they are first used, so `import bigtrain` does not load torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The command line, `bigtrain COMMAND`. The module of a command is imported when it is named.
+"""The `bigtrain` command line: `bigtrain COMMAND [options]`.
 
-Only the parser is imported here; everything heavy is imported by the command that needs it.
+Only the argument parser is imported here. A command's module, which may load torch, is imported
+when that command runs.
 """
 
 from __future__ import annotations
@@ -37,11 +38,18 @@ COMMANDS = {
     "doctor": "check this machine: devices, libraries, launchers, speed",
 }
 SCRIPTS = {"train": "train.py", "record": "verify/record.py", "pace": "speedup/measure.py"}
-"""The script that the ranks of a command run, relative to this file."""
+"""By command, the script that its ranks run, as a path relative to this file's folder."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The `bigtrain` command; returns the exit status."""
+    """Run the `bigtrain` command and return its exit status.
+
+    Args:
+        arguments: the command line without the program's name; None reads `sys.argv`.
+
+    Raises:
+        SystemExit: 2 for a wrong command or option, 0 after --help and --version.
+    """
     try:
         return _main(arguments)
     except KeyboardInterrupt:  # before a command has begun
@@ -58,8 +66,8 @@ def _main(arguments: list[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
-    commands.add_parser("record", add_help=False)  # a part of verify
-    commands.add_parser("pace", add_help=False)  # a part of speedup
+    commands.add_parser("record", add_help=False)  # internal: verify runs it
+    commands.add_parser("pace", add_help=False)  # internal: speedup runs it
     options, rest = parser.parse_known_args(arguments)
     if options.command in SCRIPTS:
         return _on_ranks(options.command, rest)
@@ -67,7 +75,7 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def _versions() -> str:
-    """The versions that a bug report should name: bigtrain, torch, Python."""
+    """Return the versions that a bug report should name: of bigtrain, torch and Python."""
     versions = []
     for name in ("bigtrain", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -88,7 +96,7 @@ _PLACES = {
     "doctor": "doctor.command",
     "strategies": "compare.list_strategies",
 }
-"""The module of each command that runs in this process; a command imports no other's."""
+"""The module, below `bigtrain`, of each command that runs in this process."""
 
 
 def _main_of(command: str) -> Callable[[list[str]], int]:
@@ -101,14 +109,14 @@ def _main_of(command: str) -> Callable[[list[str]], int]:
 
 
 def _guarded(command: str, arguments: list[str]) -> int:
-    """Run a command in this process; its failures are shown as those of a run are."""
+    """Run a command in this process and return its exit status; `run_guarded` prints failures."""
     from bigtrain.job.arguments import READERS
     from bigtrain.ranks.exit_status import run_guarded
 
-    if command in READERS:  # --help and wrong words are answered before torch is loaded
+    if command in READERS:  # --help and wrong options exit before torch is loaded
         READERS[command](arguments)
     run = _main_of(command)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # runs that were started are ended, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the runs it started end, too
         signal.signal(number, _stop)
     return run_guarded(lambda: run(arguments))
 
@@ -118,7 +126,7 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 
 def _on_ranks(command: str, arguments: list[str]) -> int:
-    """Run the script of a command in this process, or with `-n N` in N ranks."""
+    """Run the script of a command in this process, or in N ranks with `-n N`."""
     from bigtrain.job.arguments import train_arguments
     from bigtrain.ranks.exit_status import run_guarded
 
@@ -132,7 +140,7 @@ def _start(command: str, options: TrainOptions, words: list[str]) -> int:
     from bigtrain.ranks.launch import as_first_of, check_shares, start_ranks
 
     ranks = options.num_ranks
-    if options.strategy != "auto":  # the planner makes that job
+    if options.strategy != "auto":  # for auto the planner makes the job
         job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
         if ranks is not None:
             check_shares(job, ranks)
@@ -153,7 +161,7 @@ def _start(command: str, options: TrainOptions, words: list[str]) -> int:
 
 
 def _of_ranks(arguments: list[str]) -> list[str]:
-    """The arguments without those that say how ranks are started; the ranks get these."""
+    """Return the arguments for the ranks: all except `-n`, `--restarts` and `--min-ranks`."""
     words_of_ranks: list[str] = []
     rest = list(arguments)
     while rest:

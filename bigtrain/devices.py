@@ -1,8 +1,8 @@
-"""The device that a rank computes on: everything that differs between CPUs and accelerators.
+"""Functions for a rank's device that hide how CPUs and kinds of accelerators differ.
 
 torch has a module for each kind of accelerator (`torch.get_device_module`). `KINDS` lists the
-supported ones: "cuda", which is also ROCm, and "xpu". A function that one of them lacks is refused
-by name. No other module of bigtrain uses these modules of torch.
+supported ones: "cuda", which is also ROCm, and "xpu". Where a kind lacks a function that a job
+needs, the error names the function. No other module of bigtrain uses these modules of torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ KINDS: tuple[Kind, ...] = ("cuda", "xpu")
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """Peaks that a device's allocator counted since `reset_peaks`, in bytes."""
+    """Peaks of a device's caching allocator, in bytes, over the time since `reset_peaks`."""
 
     requested: int
     """Bytes that tensors requested."""
     allocated: int
-    """Bytes of the allocated blocks: rounded up, and with the workspaces of kernels."""
+    """Bytes of the allocated blocks: with rounded-up sizes, and with kernels' workspaces."""
     reserved: int
     """Bytes that the allocator took from the device."""
     retries: int
@@ -47,7 +47,7 @@ def in_use() -> bool:
 
 
 def is_accelerator(device: torch.device | str) -> bool:
-    """Whether the device is an accelerator: separate memory, and work parallel to the host's."""
+    """Whether the device is an accelerator, which has its own memory and runs asynchronously."""
     return torch.device(device).type in KINDS
 
 
@@ -58,7 +58,7 @@ def device_count() -> int:
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """Return the version of NCCL in this build of torch; zeros without a GPU."""
+    """Return torch's version of NCCL as (major, minor, patch); zeros without a GPU."""
     if not torch.cuda.is_available():
         return 0, 0, 0
     version: Any = torch.cuda.nccl.version
@@ -86,14 +86,14 @@ def driver_versions() -> dict[str, str]:
 
 
 def device_name(index: int) -> str:
-    """Return the name of an accelerator."""
+    """Return the name of the accelerator with an index."""
     return str(_module(accelerator() or "cpu").get_device_name(index))
 
 
 def device_identity(device: torch.device) -> str | None:
     """Return the UUID of an accelerator; None on a CPU, or if the device has none.
 
-    An index does not identify a device: two ranks may each see theirs as 0, and mean one or two.
+    An index does not identify a device: two ranks that both see index 0 may have one device or two.
     """
     if not is_accelerator(device):
         return None
@@ -127,12 +127,13 @@ def current_device(kind: str) -> torch.device:
 
 
 def tracing_device(kind: str) -> torch.device:
-    """Return the device of fake tensors for a run on this kind: the one that this thread uses.
+    """Return the device for fake tensors in forecasts of a kind: this thread's current device.
 
-    It has an index, so that fakes that are made at different times are on one device. It also has
-    a context, which a backward pass on fakes needs and does not create. The result is the CPU if
-    this machine lacks the kind, as torch has no backward pass on its fakes then;
-    `tensors.cuda_program` makes them save the same tensors as CUDA's kernels.
+    The device has an index, so that fake tensors that are made at different times are on one
+    device. It also has a context, which a backward pass on fake tensors needs and does not create.
+    If this machine lacks the kind, the result is the CPU, because torch has no backward pass on
+    fake tensors of a missing kind. `tensors.cuda_program` then makes CPU operators save the same
+    tensors as CUDA's kernels.
     """
     device = current_device(kind)
     if device.index is not None:
@@ -141,7 +142,7 @@ def tracing_device(kind: str) -> torch.device:
 
 
 def tracing_note(kind: str) -> str | None:
-    """Return a caveat for forecasts that use other kernels than the run; None if they do not."""
+    """Return a caveat if forecasts here use other kernels than a run on this kind, else None."""
     if kind not in KINDS or accelerator() == kind:
         return None
     seen = f"torch sees no {kind} device here, so the forecast is of the CPU's kernels"
@@ -188,9 +189,9 @@ def limit_memory(device: torch.device, share: float) -> None:
 def start_kernels(device: torch.device) -> None:
     """Allocate the workspaces of matrix products for the caller's thread and autograd's.
 
-    They are no tensors of a run, and they are never freed: cuBLAS has one for each thread (32 MiB
-    on Hopper), and so has cuBLASLt, which adds biases (1 MiB). Recomputed blocks add biases on
-    autograd's thread, too.
+    Workspaces are not tensors of a run, and they are never freed. Each thread has one of cuBLAS
+    (32 MiB on Hopper), and one of cuBLASLt, which adds biases (1 MiB). Recomputed blocks add biases
+    on autograd's thread, too. The function has no effect on a CPU.
     """
     if not is_accelerator(device):
         return
@@ -213,8 +214,8 @@ def start_kernels(device: torch.device) -> None:
 def grow_segments(environ: MutableMapping[str, str]) -> None:
     """Let the allocator grow its segments instead of adding new ones, which fragments memory.
 
-    Call it before the first tensor is on the device. It does not replace a setting of the user's,
-    and has no effect without CUDA. ROCm lacks such segments on some systems, and warns there.
+    Call it before the first tensor is on the device. It does not replace a setting of the user, and
+    has no effect without CUDA. ROCm lacks expandable segments on some systems; torch warns there.
 
     Args:
         environ: the environment of this process, which is changed.
@@ -225,10 +226,14 @@ def grow_segments(environ: MutableMapping[str, str]) -> None:
 
 
 def reset_peaks(device: torch.device) -> int:
-    """Restart `allocator_peaks`; return the bytes that tensors occupy now, 0 on a CPU."""
+    """Reset the peaks of `allocator_peaks`, and return the bytes that live tensors requested.
+
+    The result is 0 on a CPU, and with a backend that does not count requested bytes.
+    """
     if not is_accelerator(device):
         return 0
     _module(device.type).reset_peak_memory_stats(device)
+    _module(device.type).reset_accumulated_memory_stats(device)  # with the number of retries
     return int(_module(device.type).memory_stats(device).get("requested_bytes.all.current", 0))
 
 
@@ -239,8 +244,8 @@ def allocator_peaks(device: torch.device) -> AllocatorPeaks:
         int(stats.get(f"{kind}_bytes.all.peak", 0))
         for kind in ("requested", "allocated", "reserved")
     )
-    # Not every backend counts requested bytes.
     retries = int(stats.get("num_alloc_retries", 0))
+    # Not every backend counts requested bytes.
     return AllocatorPeaks(requested or allocated, allocated, reserved, retries)
 
 
@@ -252,12 +257,12 @@ def empty_cache() -> None:
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a new stream, parallel to the one that computes; None on a CPU."""
+    """Return a new stream, whose work runs parallel to the current stream's; None on a CPU."""
     return _module(device.type).Stream(device) if is_accelerator(device) else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream that an accelerator's work is queued on now."""
+    """Return the stream on which an accelerator's work is currently queued."""
     return _module(device.type).current_stream(device)
 
 
@@ -268,7 +273,7 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def timing_event(device: torch.device) -> Any:
-    """Return an event to record; its `elapsed_time` to another one is in milliseconds."""
+    """Return an event to record; its `elapsed_time` to another event is in milliseconds."""
     return _module(device.type).Event(enable_timing=True)
 
 
@@ -281,12 +286,15 @@ def generator_state(device: torch.device) -> Tensor | None:
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """Restore a state of `generator_state`."""
+    """Set an accelerator's random generator to a state that `generator_state` returned."""
     _module(device.type).set_rng_state(state, device)
 
 
 def generator_states(kind: str) -> list[Tensor]:
-    """Return the states of all accelerators' generators, by index: stages may be on several."""
+    """Return the states of the random generators of all accelerators of a kind, by index.
+
+    One process may hold pipeline stages on several accelerators.
+    """
     return [_module(kind).get_rng_state(torch.device(kind, i)) for i in range(device_count())]
 
 

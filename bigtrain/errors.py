@@ -1,7 +1,7 @@
 """The errors that bigtrain raises on purpose, and the exit status of each.
 
-Every message has three parts: the key or argument at fault, the numbers that were got and needed,
-and the fix as words to paste.
+A message has three parts: the key or argument at fault, the value that was given and the value
+that is needed, and the fix as text to paste.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterable
 
 
 class BigtrainError(Exception):
-    """A failure that bigtrain explains."""
+    """The base class of bigtrain's errors, whose messages explain the failure and its fix."""
 
     exit_status = 1
-    """The exit status of the command line."""
+    """The exit status of a process that ends with this error."""
 
 
 class ConfigError(BigtrainError, ValueError):
-    """The user's input is at fault; raised before any process group exists."""
+    """The user's input is at fault; raised before any process group exists, if possible."""
 
     exit_status = 2
 
 
 class UnfitModelError(ConfigError):
-    """A model cannot be changed as the job asks, however it is constructed."""
+    """The layers of a model do not fit the job's `model.lora`."""
 
 
 class UnreadableError(ConfigError):
@@ -79,7 +79,7 @@ class NonFiniteError(BigtrainError):
     """A loss or gradient norm is not finite; raised before the optimizer's step if possible.
 
     Args:
-        message: says which of them.
+        message: names the loss or the gradient norm, and its value.
         stepped: whether the parameters have been updated already.
     """
 
@@ -103,11 +103,11 @@ class NonFiniteError(BigtrainError):
 
 
 class OutOfMemoryError(BigtrainError):
-    """A rank ran out of memory; the message names its largest parts, and words that would fit.
+    """A rank ran out of memory; the message lists the largest parts, and overrides that would fit.
 
     Args:
         message: the message for the user.
-        micro_batch_size: half of the size that ran, if a smaller one may help; None otherwise.
+        micro_batch_size: half of the size that ran, if a smaller size may help; None otherwise.
         printed: the beginning of the message, if it was printed already.
     """
 
@@ -123,23 +123,23 @@ class CheckpointError(BigtrainError):
 
 
 class ForeignFileError(CheckpointError):
-    """A file of weights that was named on the command line is not of its format."""
+    """A file of weights that the user named does not have the expected format."""
 
     exit_status = 2
 
 
 class UnfitCheckpointError(CheckpointError):
-    """A checkpoint that the user named is whole, and of another model, optimizer or run."""
+    """A checkpoint that the user named is intact, but of another model, optimizer or run."""
 
     exit_status = 2
 
 
 class UnequalRanksError(BigtrainError):
-    """Ranks that should hold the same tensor hold different values: they drifted apart."""
+    """Ranks that should hold equal copies of a tensor hold different values."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint was changed after it was written.
+    """A file of a checkpoint is missing, unreadable, or not as it was written.
 
     Args:
         damage: the file and its damage, as a sentence.

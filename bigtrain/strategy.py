@@ -1,4 +1,4 @@
-"""All that the author of a technique needs, from one module: see "Add a strategy"."""
+"""The names that the author of a strategy needs; see "Add a strategy" in CONTRIBUTING.md."""
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy

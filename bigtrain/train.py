@@ -44,13 +44,17 @@ from bigtrain.report.run_log import RunLog, run_folder
 
 
 def main(arguments: list[str]) -> int:
-    """Read and check the job, connect the ranks, train; returns the exit status."""
+    """Read and check the job, connect the ranks and train; return the exit status.
+
+    Args:
+        arguments: the command line without the program's name.
+    """
     options = train_arguments(arguments)
     placement = detect_rank_info(os.environ)
     warn_on_rank_0(placement.rank)
     job, reasons = read_job(options, placement)
     restart = Restart.taken(os.environ)
-    if restart is not None:  # memory ran out, and the ranks were started again
+    if restart is not None:  # the ranks were started again after a fault
         job = override_job(job, restart.words)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     model = check_job(job)
@@ -92,10 +96,10 @@ def main(arguments: list[str]) -> int:
 
 
 def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
-    """The job of this command line; for `--strategy auto`, also the lines that explain the plan.
+    """Return the job of this command line, and for `auto` the lines that explain the plan.
 
     Raises:
-        ConfigError: a file, a key or a value is wrong; for `auto`, also where no plan fits.
+        ConfigError: a file, a key or a value is wrong; for `--strategy auto`, also if no plan fits.
     """
     if options.strategy == "auto":
         from bigtrain.planner.auto import plan_job  # noqa: PLC0415 - no other run needs the planner
@@ -106,10 +110,10 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
 
 
 def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console: Console) -> int:
-    """Build the engine, train, and write the results; returns the exit status."""
+    """Build the engine, train, and write the results; return the exit status."""
     with parts.engine(context) as engine:
         engine.saver.reserve(folder / "checkpoints")
-        resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
+        resumed = resume(job, engine, folder)  # from a checkpoint, if the job names one
         saving = Saving(job, engine, folder, parts.total_steps)
         with (
             RunLog(
@@ -134,7 +138,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     last = result.step == parts.total_steps
                     stops = notice.agreed(result.peak_memory_bytes) and not last
                     log.step(result, getattr(engine.runner, "figures", {}), notice.highest)
-                    if stops:  # first: there may be little time until the process is killed
+                    if stops:  # before a validation: the process may be killed soon
                         log.sync()
                         for line in stopped_lines(engine, folder, notice.signal_name):
                             log.print_line(line)
@@ -155,7 +159,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
 
 
 def due(job: Job, step: int) -> bool:
-    """Whether a validation follows this step."""
+    """Whether `train.eval_every` requires a validation after this step, counted from 1."""
     return job.train.eval_every > 0 and step % job.train.eval_every == 0
 
 

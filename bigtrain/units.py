@@ -1,4 +1,4 @@
-"""Sizes, seconds and counts as people write and read them. In the code, bytes are integers."""
+"""Parse and format sizes, seconds and counts. In the code, bytes are integers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_bytes(text: str | int) -> int:
     """Read '2GiB', '512MiB', '80GB' or a plain number as bytes.
 
     Raises:
-        ConfigError: the text is not a size, or one of more than an exbibyte.
+        ConfigError: the text is not a size, or it means more than an exbibyte.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _bounded(text)
@@ -45,7 +45,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _bounded(size: int | float) -> int:
-    """The size as an integer, if the kernel's limits and torch's integers can represent it."""
+    """Return the size as an integer; refuse sizes that the kernel or torch cannot represent."""
     if size > MOST_BYTES:
         raise ConfigError(
             f"a size has at most {MOST_BYTES // TIB} TiB. Write it like 2GiB or 1TiB."
@@ -68,7 +68,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """Write a share for a person: '62.5%', '<0.1%'; never '-0.0%', nor '0.0%' for more than 0."""
+    """Write `part / whole` for a person: '62.5%', '<0.1%'; '0.0%' only for 0 or less."""
     share = part / whole
     if 0 < share < 0.0005:
         return "<0.1%"
@@ -76,7 +76,12 @@ def format_share(part: float, whole: float) -> str:
 
 
 def signed_share(share: float | None, digits: int = 1) -> str:
-    """Write a difference as a share: '+2.5%', '-0.3%'; '0.0%' without a sign, '-' for None."""
+    """Write a relative difference with its sign: '+2.5%', '-0.3%', '0.0%'; '-' for None.
+
+    Args:
+        share: the difference as a share, such as 0.025.
+        digits: decimal places of the percentage.
+    """
     if share is None:
         return "-"
     rounded = round(share, digits + 2)

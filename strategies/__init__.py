@@ -1,6 +1,6 @@
-"""The techniques, one module or package each, with their refusals, forecasts and traffic.
+"""The techniques: a module or package for each, with its options, checks, forecasts and traffic.
 
-Data parallelism, ZeRO on three engines, pipelines, activation checkpointing, offload,
-accumulation: each with its options. The private names that are used of DeepSpeed and fairscale, and
-the versions that have them.
+Decides: the options of data parallelism, ZeRO on three engines, pipelines, tensor parallelism,
+activation checkpointing, offload and accumulation; the plans that each technique refuses; which
+private names of DeepSpeed and fairscale are used, and which versions have them.
 """

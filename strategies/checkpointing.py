@@ -1,16 +1,16 @@
 """Activation checkpointing: blocks save less for the backward pass and are recomputed in it.
 
-Memory: with `full` a block saves its inputs; with `selective` also the results of matrix products
-and attention. With `budget` each block gets the policy that costs the least time while the
-predicted peak fits.
+Memory: with `full` a block saves only its inputs, with `selective` also the results of matrix
+products and attention. With `budget` the policies of the blocks cost the least time with which the
+predicted peak fits the budget.
 Communication: none.
-Constraints: a block computes the same from the same inputs. Random numbers are repeated, and
-running statistics are updated once.
+Constraints: a block has to compute the same results from the same inputs. Recomputation draws the
+same random numbers, and running statistics are updated once.
 Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp strategy.recompute=full
 
 Source: Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv 2205.05198), section 5;
-for the choice under a budget Beaumont et al. 2019, Rotor (arXiv 1911.13214), and Jain et al. 2020,
-Checkmate (arXiv 1910.02653).
+for the choice of policies under a budget Beaumont et al. 2019, Rotor (arXiv 1911.13214), and Jain
+et al. 2020, Checkmate (arXiv 1910.02653).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bigtrain.units import MIB, parse_bytes
 
 
 def _size_or_share(value: object) -> object:
-    """Parse a share of the device's memory (0.8 or '80%'), or a size."""
+    """Return a share of the device's memory (0.8 or '80%') as a float, or a size in bytes."""
     if isinstance(value, str) and (match := _SHARE.fullmatch(value.strip())):
         value = float(match[1]) / 100 if match[2] else float(match[1])
     if isinstance(value, float) and 0 < value <= 1:
@@ -67,15 +67,15 @@ class Checkpointing(RecomputeStrategy):
     summary: ClassVar[str] = "blocks save less for the backward pass and are recomputed in it"
 
     mode: Literal["full", "selective"] = "full"
-    """A chosen block saves its inputs (full), or also products and attention (selective)."""
+    """The tensors that a chosen block saves: inputs (full), or also products (selective)."""
     every: int | None = Field(None, ge=1)
     """Choose every k-th block, starting at the k-th; by default all blocks."""
     layers: tuple[str, ...] = ()
     """Names of the chosen modules; `*` matches any part of a name (blocks.*.mlp)."""
     budget: Budget | None = None
-    """The peak that a rank may have, in bytes (6GiB) or as a share of the device (80%)."""
+    """The highest peak of a rank, in bytes (6GiB) or as a share of the device's memory (80%)."""
     blocks: dict[str, BlockPolicy] | None = None
-    """The policy of each block, by name; plans that follow a budget have it."""
+    """The policy of each block, by name; set in the plan that results from a budget."""
 
     @property
     def traits(self) -> Traits:
@@ -83,12 +83,12 @@ class Checkpointing(RecomputeStrategy):
         return Traits(cannot_hold=frozenset({"writes_in_block"}))
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
-        """See `Strategy.remedies`: a budget that just fits, then full recomputation."""
+        """See `Strategy.remedies`: a budget equal to the limit, then full recomputation."""
         budget = f"strategy.recompute={max(1, limit // MIB)}MiB"
         return [[budget], ["strategy.recompute=full"]]
 
     def check(self, plan: Plan) -> None:
-        """Refuse options that contradict each other, and a cut that recomputes stages."""
+        """Refuse options that contradict each other, and a cut that recomputes whole stages."""
         is_set = {
             "every": self.every is not None,
             "layers": bool(self.layers),
@@ -138,7 +138,7 @@ class Checkpointing(RecomputeStrategy):
             )
 
     def _check_split(self, plan: Plan) -> None:
-        """Refuse `selective` if saved products are changed in place, or needed twice."""
+        """Refuse `selective` if saved products are changed in place, or used by two passes."""
         by_name = (self.blocks or {}).values()
         selective = "selective" in by_name or (self.blocks is None and self.mode == "selective")
         if not selective or plan.keeps_products:
@@ -192,7 +192,7 @@ class Checkpointing(RecomputeStrategy):
         return dict.fromkeys(names, self.mode)
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse blocks that change their input, or a saved result, in place."""
+        """Refuse a model that cannot be recomputed, such as by blocks with in-place changes."""
         missing = facts.untraceable or ""
         kind, _, reason = missing.partition(": ")
         if kind == "ConfigError" and reason.startswith("strategy.recompute"):
@@ -205,7 +205,7 @@ class Checkpointing(RecomputeStrategy):
             )
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
-        """Return one line if nothing is saved: a module that is not called, or no blocks."""
+        """Return one line if recomputation saves no memory: no blocks, or a module never called."""
         called = {name for name, _, _ in profile.windows}
         never_called = sorted(profile.recomputed - called)
         if never_called:

@@ -1,7 +1,7 @@
 """One process with several GPUs: the model is copied to each of them for every micro-batch.
 
 This is torch's DataParallel, the predecessor of `ddp`: one Python thread runs each GPU, and the
-first GPU does the loss and the optimizer's step.
+first GPU computes the loss and the optimizer's step.
 
 Memory: the first GPU alone has gradients and optimizer state; it also has the gathered outputs, and
 the gradients of all GPUs while they are added up. Every other GPU has the parameters and its share
@@ -9,11 +9,11 @@ of the activations during a micro-batch. Changes of buffers (BatchNorm statistic
 lost.
 Communication: between the GPUs of a process, for each micro-batch: parameters and buffers to
 every GPU, the gradients back, and inputs and outputs. No process group is used.
-Constraints: CUDA with 2 GPUs or more, one rank, rows for each GPU; no stages, no recomputation, no
-offload. It has not run on GPUs yet: forecasts are from its code.
+Constraints: CUDA with 2 GPUs or more, one rank, and at least one row of a micro-batch for each GPU;
+no stages, no recomputation, no offload. Forecasts follow torch's code, and no run has checked them.
 Example: python bigtrain/train.py --strategy data_parallel
 
-Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), section 2.2, compares the two.
+Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), section 2.2, compares it with DDP.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DataParallel(Strategy):
     summary: ClassVar[str] = "one process; the model is copied to its GPUs in each pass"
 
     devices: int | None = Field(None, ge=2)
-    """GPUs of the process; by default all of them."""
+    """The number of GPUs that the process uses; by default all of them."""
 
     @property
     def need(self) -> Need:
@@ -60,11 +60,11 @@ class DataParallel(Strategy):
 
     @property
     def count(self) -> int:
-        """How many GPUs take part."""
+        """The number of GPUs that the process uses."""
         return self.devices or device_count()
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
-        """Return none: `ddp` with a rank for each GPU needs less memory and sends less."""
+        """Return no variant: `ddp` with a rank for each GPU needs less memory and sends less."""
         return ()
 
     def check(self, plan: Plan) -> None:
@@ -104,7 +104,7 @@ class DataParallel(Strategy):
                 )
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str:  # noqa: ARG002
-        """Return a line with the memory that the first GPU needs more than the others."""
+        """Return a line with the additional memory that the first GPU needs."""
         more = profile.gradient_bytes + profile.optimizer_bytes
         lost = (
             "; buffers (BatchNorm statistics) follow the rows of the first GPU alone"
@@ -120,8 +120,8 @@ class DataParallel(Strategy):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
         """Add copies of the parameters, and the gradients of all copies at the end of a pass.
 
-        The bytes are those of all GPUs together. The gathered outputs are missing: a profile does
-        not have their size.
+        The bytes are those of all GPUs together. The gathered outputs are not included, because a
+        profile does not have their size.
         """
         copies = (self.count - 1) * (profile.parameter_bytes + profile.buffer_bytes)
         return forecast.with_passes(
@@ -132,9 +132,9 @@ class DataParallel(Strategy):
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:  # noqa: ARG002
-        """Return the copies of parameters and buffers to all GPUs, and gradients to the first.
+        """Return the copies of parameters and buffers to all GPUs, and of gradients to the first.
 
-        Inputs and outputs are not counted.
+        The copies of inputs and outputs are not counted.
         """
         copied = profile.parameter_bytes + profile.buffer_bytes
         copies = Traffic("broadcast", copied, 1, "micro_batch", "nothing", self.count)
@@ -142,7 +142,7 @@ class DataParallel(Strategy):
         return replace(copies, in_process=True), replace(sums, in_process=True)
 
     def apply(self, assembly: Assembly) -> None:
-        """Wrap the module, and measure the memory of all devices."""
+        """Wrap the module in DataParallel, and let the meter measure the memory of all GPUs."""
         kind = assembly.context.device.type
         devices = [torch.device(kind, number) for number in range(self.count)]
         assembly.meter.add_devices(devices)
@@ -154,14 +154,14 @@ def rows_of_devices(rows: int, devices: int) -> list[int]:
 
     Args:
         rows: the number of rows of the micro-batch.
-        devices: the number of devices; those without rows are not in the result.
+        devices: the number of devices. Devices without rows are not in the result.
     """
     share = -(-rows // devices)
     return [min(share, rows - begin) for begin in range(0, rows, share)]
 
 
 def _with_replicas(timeline: Timeline, copies: int, gradients: int) -> Timeline:
-    """Add the copies for the whole pass, and the gradients of all copies at its end."""
+    """Add bytes of copies for the whole pass, and bytes of all copies' gradients at its end."""
     begin = timeline.phases[0][0]
     end = max((span.death for span in timeline.spans), default=begin + 1)
     more = (

@@ -1,10 +1,10 @@
 """A replica on every rank; gradients are averaged in buckets during the backward pass.
 
-Memory: as one process, and the gradients are never freed: they are views of the buckets.
-Communication: one all-reduce of the gradients a step, 2 (n-1)/n of their bytes sent and
-received per rank (ring), whatever the number of accumulated micro-batches.
-Constraints: the loss of every step uses a parameter, or that of none (then it is not trained). If
-some steps use it and others do not, set `find_unused_parameters: true`.
+Memory: that of one process with gradients that are never freed: they are views of the buckets.
+Communication: one all-reduce of the gradients in a step, whatever the number of micro-batches. Each
+rank sends and receives 2 (n-1)/n of their bytes (ring).
+Constraints: the losses of all steps use a parameter, or no loss does (then it is not trained). If
+only some steps use a parameter, set `find_unused_parameters: true`.
 Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp
 
 Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and 3.3.
@@ -37,7 +37,7 @@ from bigtrain.tracing.routes import Routes
 
 
 class DDP(Strategy):
-    """torch's DistributedDataParallel with lean settings."""
+    """torch's DistributedDataParallel, with settings that save memory."""
 
     name: ClassVar[str] = "ddp"
     role: ClassVar[Role] = "replicate"
@@ -46,15 +46,15 @@ class DDP(Strategy):
     bucket_size: Bytes = Field(BUCKET_SIZE, gt=0)
     """Gradients are averaged in buckets of about this many bytes."""
     gradient_as_bucket_view: bool = True
-    """Gradients are views of the buckets; False keeps a second copy."""
+    """Whether gradients are views of the buckets; otherwise the buckets are a second copy."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
     find_unused_parameters: bool = False
-    """In each step find parameters that the loss does not depend on, by a walk over its graph."""
+    """Find the parameters that a step's loss does not depend on, by a walk over its graph."""
     broadcast_buffers: bool = True
-    """Rank 0's buffers (BatchNorm statistics) are sent to all at each forward pass."""
+    """Send rank 0's buffers (BatchNorm statistics) to all ranks at each forward pass."""
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """The form in which gradients are sent. All but `none` change the numbers."""
+    """The form in which gradients are sent. All forms but `none` change the results."""
     powersgd_rank: int = Field(1, ge=1)
     """The rank of PowerSGD's approximation of a gradient (Vogels et al. 2019, arXiv 1905.13727)."""
     powersgd_start: int = Field(1000, ge=2)
@@ -66,7 +66,8 @@ class DDP(Strategy):
         return Traits(
             averaging_bucket=self.bucket_size,
             finds_unused=self.find_unused_parameters,
-            cannot_hold=frozenset({"sparse_calls", "sparse_and_dense"}),  # DDP checks modules
+            # DDP expects a sparse gradient only from a module that declares it (sparse=True).
+            cannot_hold=frozenset({"sparse_calls", "sparse_and_dense"}),
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
@@ -75,7 +76,7 @@ class DDP(Strategy):
             yield Variant(self.name, {"name": self.name})
 
     def check(self, plan: Plan) -> None:
-        """Refuse options that DistributedDataParallel would refuse only during the run."""
+        """Refuse options that contradict each other, the precision or a pipeline."""
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(
                 "strategy.replicate.static_graph=true and find_unused_parameters=true exclude "
@@ -121,7 +122,7 @@ class DDP(Strategy):
         return self.model_copy(update={"find_unused_parameters": True}), line
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Add buckets, which have the gradients from the first step on."""
+        """Add buckets, which hold the gradients from the first step on, and PowerSGD's error."""
         if plan.dp == 1 or plan.pp > 1:
             return forecast
         forecast = with_averaged_gradients(forecast, profile)
@@ -129,14 +130,14 @@ class DDP(Strategy):
         if not self.gradient_as_bucket_view:
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         if not self.gradient_as_bucket_view or self.find_unused_parameters:
-            # DDP frees the old buckets before it makes new ones, or keeps them.
+            # DDP then frees the old buckets before it makes new ones, or makes no new ones.
             forecast = replace(forecast, moved_gradients=0)
         if self.compress == "powersgd":  # the error feedback: one more copy of the gradients
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         return replace(forecast, states=states)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the average of the gradients, overlapped with the last backward pass.
+        """Return the all-reduce of the gradients, which overlaps with the last backward pass.
 
         A pipeline averages after all backward passes.
         """
@@ -156,7 +157,7 @@ class DDP(Strategy):
         )
 
     def _compressed(self, profile: Profile) -> int:
-        """Return the bytes of the gradients as they are sent."""
+        """Return the bytes of all gradients in the form in which they are sent."""
         if self.compress == "none":
             return profile.gradient_bytes
         if self.compress != "powersgd":
@@ -165,7 +166,10 @@ class DDP(Strategy):
         return round(size * sum(self._low_rank(shape) for shape in parameter_shapes(profile)))
 
     def _low_rank(self, shape: tuple[int, ...]) -> int:
-        """Return the elements that PowerSGD sends for a gradient: two thin matrices, if smaller."""
+        """Return the number of elements that PowerSGD sends for a gradient of this shape.
+
+        They are two thin matrices of rank `powersgd_rank`, or the whole gradient.
+        """
         numbers = math.prod(shape)
         rows = shape[0] if shape else 1
         thin = self.powersgd_rank * (rows + numbers // max(1, rows))
@@ -173,7 +177,7 @@ class DDP(Strategy):
         return thin if len(shape) > 1 and 2 * thin < numbers else numbers
 
     def apply(self, assembly: Assembly) -> None:
-        """Wrap the module; the weights are the same on all ranks already."""
+        """Wrap the module without a broadcast of the weights, which are equal on all ranks."""
         average_gradients(
             assembly,
             self.bucket_size,
@@ -185,7 +189,7 @@ class DDP(Strategy):
         )
 
     def _exchange(self, group: Any) -> Exchange | None:
-        """Return the function that compresses and sends gradients; None without compression."""
+        """Return torch's hook that compresses and averages a bucket; None without compression."""
         if self.compress == "none":
             return None
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

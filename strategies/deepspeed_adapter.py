@@ -1,8 +1,9 @@
-"""All private names of DeepSpeed that we use, its versions, and the functions that use the names.
+"""The private names of DeepSpeed that the techniques use, and the functions that use these names.
 
-No other module imports DeepSpeed, reads a private name of it or replaces a part of it; every
-attribute that is read of its engines and optimizers is listed here. A version that lacks one of the
-names is refused before the ranks connect. An untested version gives a warning.
+`DEEPSPEED` lists each private name that is used, with the versions that were tested. The list
+includes every attribute that any module reads from DeepSpeed's engines and optimizers. No other
+technique imports DeepSpeed. A version that lacks one of the names is refused before the ranks
+connect. An untested version gives a warning.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PARTS = "deepspeed.runtime.zero.partition_parameters"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 
 # All strategies were run with 0.19.8. Twelve versions from 0.16.0 to 0.19.7 were only imported:
-# each lacks some of these names (0.19.7 one, 0.18.9 six), and so may the next one.
+# each lacks some of these names (0.19.7 lacks one, 0.18.9 six). A later version may lack some too.
 DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
     *foreign_names("replace", "forget earlier process groups", "deepspeed.comm.comm", "cdb"),
     *foreign_names("replace", "forget earlier process groups", "deepspeed.utils.groups",
@@ -122,14 +123,20 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
 
 
 def load_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed and the modules with our names, silently, for one kind of device.
+    """Import DeepSpeed and the modules that have the names in `DEEPSPEED`, without any output.
+
+    Args:
+        device_type: 'cpu' or 'cuda'. DeepSpeed uses this kind of device in the whole process.
+
+    Returns:
+        The module `deepspeed`.
 
     Raises:
-        ImportError: it is not installed, or cannot be imported.
+        ImportError: DeepSpeed is not installed, or cannot be imported.
     """
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
     before, silent = set(os.environ), warnings.catch_warnings()
-    # By default it uses any GPU that it finds, and loads torch's compiler for its Muon.
+    # By default DeepSpeed uses any GPU that it finds, and loads torch's compiler for Muon.
     uncompiled = replaced(
         torch, compile=lambda function=None, **_: function or (lambda compiled: compiled)
     )
@@ -137,7 +144,7 @@ def load_deepspeed(device_type: str) -> Any:
         warnings.simplefilter("ignore")
         loaded = import_module("deepspeed")
         DEEPSPEED.missing_names()  # imports the modules that have them
-    for key in os.environ.keys() - before:  # it sets some and does not remove them
+    for key in os.environ.keys() - before:  # DeepSpeed leaves variables behind
         del os.environ[key]
     return loaded
 
@@ -147,15 +154,15 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 
 def require_deepspeed(device_type: str, user: str, instead: str) -> None:
-    """Refuse to go on without a DeepSpeed that has all our names.
+    """Refuse a job that needs DeepSpeed if a name in `DEEPSPEED` cannot be imported.
 
     Args:
         device_type: 'cpu' or 'cuda'.
-        user: the key and value that need it.
-        instead: the fix for users without it, as the end of a sentence.
+        user: the key and value of the job that need DeepSpeed, for the message.
+        instead: an alternative for users without DeepSpeed, as the end of a sentence.
 
     Raises:
-        ConfigError: it is not installed, cannot be imported, or lacks a name.
+        ConfigError: DeepSpeed is not installed, cannot be imported, or lacks a name.
     """
     try:
         load_deepspeed(device_type)
@@ -165,24 +172,29 @@ def require_deepspeed(device_type: str, user: str, instead: str) -> None:
 
 
 def parse_config(config: dict[str, Any]) -> None:
-    """Let DeepSpeed parse a configuration; it raises its own errors."""
+    """Let DeepSpeed parse a configuration.
+
+    Raises:
+        Exception: DeepSpeed refuses the configuration, by an error of any type.
+    """
     import_module("deepspeed.runtime.config").DeepSpeedConfig(config)
 
 
 def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
-    """Let DeepSpeed use the existing process group, and compile no kernel for it.
+    """Let DeepSpeed use the existing process group, without its C++ collectives.
 
-    Its shared-memory collectives are a C++ operator that takes a minute to compile.
+    DeepSpeed's shared-memory collectives are a C++ operator that takes a minute to compile.
 
     Args:
-        context: the mesh.
-        closing: gets the callbacks that undo the changes.
+        context: the device and the local rank of this rank.
+        closing: takes the callbacks that undo the changes.
 
     Returns:
         The module `deepspeed`.
 
     Raises:
-        ConfigError: there is no process group, or DeepSpeed uses another kind of device already.
+        ConfigError: there is no process group, or DeepSpeed already uses another kind of device in
+            this process.
     """
     deepspeed = load_deepspeed(context.device.type)
     here, served = context.device.type, deepspeed.get_accelerator().device_name()
@@ -200,7 +212,8 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
     # one GPU.
     number = context.device.index if is_accelerator(context.device) else context.local_rank
     closing.enter_context(changed_environment(LOCAL_RANK=str(number)))
-    # Its references to a group outlive the group, and a second engine may have another group.
+    # DeepSpeed's references to a process group outlive the group, and a second engine in this
+    # process may have another group.
     import_module("deepspeed.comm.comm").__dict__["cdb"] = None
     import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
     with replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
@@ -221,19 +234,24 @@ def start_engine(
     align: Callable[..., Sequence[Tensor]],
     in_place: bool,
 ) -> Any:
-    """Make DeepSpeed's engine of a model whose values every rank has. Collective.
+    """Make DeepSpeed's engine for a model, without a broadcast of the weights. Collective.
 
-    Weights are not broadcast: DeepSpeed's broadcast fails for a 0-dim parameter.
+    The weights have to be the same on all ranks already: DeepSpeed's broadcast fails for a 0-dim
+    parameter.
 
     Args:
-        model: a model with its values.
-        optimizer: the optimizer over its trained parameters.
-        config: the config that DeepSpeed gets.
-        flatten: makes one flat tensor of several; called with them and, as `default`, DeepSpeed's
-            function.
-        align: adds padding up to a unit; called with tensors, unit and `default`.
-        in_place: whether these two need no memory. Then DeepSpeed must not move parameters to the
-            host first, as it does if it finds too little free memory.
+        model: a model whose parameters have values.
+        optimizer: the optimizer over the trained parameters of the model.
+        config: DeepSpeed's configuration.
+        flatten: returns one flat tensor with the values of several. It is called with the tensors
+            and with DeepSpeed's function as the keyword argument `default`.
+        align: returns tensors and their padding up to a multiple of a unit. It is called with the
+            tensors, the unit and `default`.
+        in_place: whether `flatten` and `align` allocate no memory. If so, DeepSpeed does not move
+            the parameters to the host first, as it otherwise does if little memory is free.
+
+    Returns:
+        The engine, a DeepSpeedEngine.
     """
     deepspeed: Any = import_module("deepspeed")
     module: Any = import_module(_FLAT_MODULE)
@@ -259,13 +277,13 @@ def start_engine(
 def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
     """Let DeepSpeed step the user's optimizer.
 
-    DeepSpeed replaces an Adagrad by a new one made from its defaults. The options of parameter
-    groups would be lost, and the user's optimizer would keep references to the fp32 copies of the
-    parameters.
+    DeepSpeed replaces an Adagrad optimizer by a new one that is made from its defaults. Without
+    this function, the options of parameter groups would be lost, and the user's optimizer would
+    have references to the fp32 copies of the parameters.
 
     Args:
-        zero: DeepSpeed's own optimizer.
-        optimizer: the user's.
+        zero: DeepSpeed's ZeRO optimizer.
+        optimizer: the user's optimizer.
     """
     current = zero.optimizer
     if current is optimizer:
@@ -275,11 +293,11 @@ def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Partitioner:
-    """Cuts parameters into the pieces of stage 3, on ranks that all have the values.
+    """Cuts parameters into the pieces of ZeRO stage 3, on ranks that all have the same values.
 
     Args:
-        config: the config that DeepSpeed gets.
-        closing: gets the callback that restores torch's linear layer.
+        config: DeepSpeed's configuration.
+        closing: takes the callback that restores `torch.nn.functional.linear`.
     """
 
     def __init__(self, config: dict[str, Any], closing: ExitStack) -> None:
@@ -292,23 +310,23 @@ class Partitioner:
         closing.callback(setattr, torch.nn.functional, "linear", linear)
 
     def has_cut(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is cut already."""
+        """Return whether a parameter is already cut."""
         return bool(self._parts.is_zero_param(parameter))
 
     def cut(self, parameter: Any) -> None:
-        """Keep this rank's piece of a parameter; nothing is sent."""
+        """Free all of a parameter but this rank's piece, without communication."""
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
 
 def stage_3_linear() -> AbstractContextManager[None]:
-    """Replace torch's linear function by that of stage 3 while the context is entered."""
+    """Return a context in which `torch.nn.functional.linear` is the function of ZeRO stage 3."""
     parts: Any = import_module(_PARTS)
     return replaced(torch.nn.functional, linear=parts.zero3_linear_wrap)
 
 
 def link_parameters(zero: Any) -> None:
-    """Link the parameters of stages 1 and 2 to the current fp32 pieces."""
+    """Link the parameters under ZeRO stages 1 and 2 to the current fp32 pieces."""
     zero._link_all_hp_params()
 
 
@@ -319,25 +337,25 @@ def add_up_in_one_buffer(zero: Any) -> None:
 
 
 Replaced = Callable[..., Any]
-"""The replaced method."""
+"""A method of DeepSpeed from before it was replaced."""
 
 
 def replace_reduction(zero: Any, reduce: Callable[..., None]) -> Replaced:
-    """Replace the reduction of full buckets under stages 1 and 2."""
+    """Replace the method that reduces full buckets at stages 1 and 2; return the old one."""
     before: Replaced = zero.reduce_ipg_grads
     zero.reduce_ipg_grads = reduce
     return before
 
 
 def replace_bucketing(zero: Any, add: Callable[..., None]) -> Replaced:
-    """Replace the function that adds a gradient to its bucket, under any stage."""
+    """Replace the method that adds a gradient to its bucket, at any stage; return the old one."""
     before: Replaced = zero.reduce_independent_p_g_buckets_and_remove_grads
     zero.reduce_independent_p_g_buckets_and_remove_grads = add
     return before
 
 
 def replace_end_of_backward(zero: Any, finish: Callable[[], None]) -> Replaced:
-    """Replace the function that ends a backward pass, under any stage."""
+    """Replace the method that ends a backward pass, at any stage; return the old one."""
     before: Replaced = zero.independent_gradient_partition_epilogue
     zero.independent_gradient_partition_epilogue = finish
     return before
@@ -352,11 +370,12 @@ def skip_finite_checks(zero: Any) -> None:
 
 
 def take_flat_from_host(zero: Any, skipped: set[int]) -> None:
-    """Let the step of ZeRO stages 1 and 2 use the gradients that they have summed on the host.
+    """Give the step of ZeRO stages 1 and 2 the gradients that DeepSpeed has summed on the host.
 
     Args:
         zero: DeepSpeed's ZeRO optimizer.
-        skipped: DeepSpeed's ids of parameters whose gradients it passes to the step itself.
+        skipped: DeepSpeed's ids of parameters that are left out, because DeepSpeed itself gives
+            their gradients to the step.
     """
     accumulated = zero._offload_accumulated_param_ids
     zero._offload_accumulated_param_ids = accumulated - skipped
@@ -365,27 +384,32 @@ def take_flat_from_host(zero: Any, skipped: set[int]) -> None:
 
 
 def take_cut_from_host(zero: Any) -> None:
-    """Let the step of ZeRO stage 3 use the gradients that it has summed on the host."""
+    """Give the step of ZeRO stage 3 the gradients that DeepSpeed has summed on the host."""
     zero._finalize_offload_gradient_accumulation()
 
 
 def set_flat_norm(zero: Any, norm: Tensor) -> None:
-    """Let ZeRO stages 1 and 2 clip by a norm."""
+    """Let ZeRO stages 1 and 2 clip by this gradient norm, a 0-dim tensor."""
     zero.scaled_global_norm = lambda norm_type=2: norm  # noqa: ARG005
 
 
 def set_cut_norm(zero: Any, norm: Tensor) -> None:
-    """Let ZeRO stage 3 clip by a norm."""
+    """Let ZeRO stage 3 clip by this gradient norm, a 0-dim tensor."""
     zero._get_norm_groups = lambda: [norm]
 
 
 def replace_gradient_of_piece(zero: Any, set_gradient: Callable[[int], None]) -> None:
-    """Replace the function that sets the gradient of a piece of stage 3 before the step."""
+    """Replace the method that sets the gradient of a flat piece of stage 3 before the step.
+
+    Args:
+        zero: DeepSpeed's ZeRO optimizer.
+        set_gradient: called with the number of the piece.
+    """
     zero._prepare_fp32_grad_for_sub_group = set_gradient
 
 
 def bucket_sender(zero: Any) -> Callable[[torch.dtype], None]:
-    """Return the function that reduces a bucket of stage 3, called with a dtype."""
+    """Return DeepSpeed's function that reduces the bucket of a given dtype under ZeRO stage 3."""
     send: Callable[[torch.dtype], None] = (
         zero._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
     )
@@ -393,7 +417,7 @@ def bucket_sender(zero: Any) -> Callable[[torch.dtype], None]:
 
 
 def update_cut_parameters(zero: Any) -> None:
-    """Copy the values of the pieces to the parameters of stage 3. Collective."""
+    """Copy the values of the flat pieces to the parameters of ZeRO stage 3. Collective."""
     zero._partition_all_parameters()
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -402,7 +426,10 @@ def update_cut_parameters(zero: Any) -> None:
 
 
 def after_gathering(zero: Any, function: Callable[[nn.Module], None]) -> None:
-    """Call a function each time stage 3 has gathered the parameters of a module."""
+    """Call a function with each module whose parameters ZeRO stage 3 has just gathered.
+
+    Under stages 1 and 2 this does nothing.
+    """
     if not hasattr(zero, "parameter_offload"):
         return
     coordinator = zero.parameter_offload.get_param_coordinator()
@@ -419,15 +446,15 @@ def set_instructions(engine: Any, actions: Mapping[str, Callable[..., None]]) ->
     """Set the function that a pipeline engine calls for each instruction of its schedule.
 
     Args:
-        engine: the engine; it is the first argument of each function.
-        actions: the functions, by the class name of the instruction.
+        engine: the pipeline engine; it is the first argument of each function.
+        actions: the functions, by the class name of their instruction.
     """
     instructions: Any = import_module(f"{_PIPE}.schedule")
     engine._INSTRUCTION_MAP = {getattr(instructions, n): do for n, do in actions.items()}
 
 
 def run_schedule(engine: Any, micro_batches: int) -> None:
-    """Run a pipeline engine's schedule of one step."""
+    """Run the 1F1B schedule of one step on a pipeline engine, by the functions set before."""
     schedule: Any = import_module(f"{_PIPE}.schedule").TrainSchedule
     engine._exec_schedule(
         schedule(micro_batches=micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
@@ -435,19 +462,25 @@ def run_schedule(engine: Any, micro_batches: int) -> None:
 
 
 def forward_stage(engine: Any, inputs: Any) -> Any:
-    """Call a pipeline engine's stage as DeepSpeedEngine does; its own `forward` raises."""
+    """Run the forward pass of a pipeline engine's stage.
+
+    DeepSpeedEngine's method is called, because the pipeline engine's own `forward` raises.
+    """
     return import_module("deepspeed.runtime.engine").DeepSpeedEngine.forward(engine, inputs)
 
 
 def backward_loss(engine: Any, loss: Tensor) -> None:
-    """Run the backward pass as DeepSpeedEngine does; a pipeline engine's `backward` raises."""
+    """Run the backward pass of a pipeline engine's stage from the loss.
+
+    DeepSpeedEngine's method is called, because the pipeline engine's own `backward` raises.
+    """
     plain = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     plain.backward(engine, loss, scale_wrt_gas=False)
 
 
 def backward_from(engine: Any, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """Run the backward pass from outputs, or their gradient edges, with given gradients."""
-    engine._running_engine_backward = True  # otherwise its hooks require its own `backward`
+    """Run the backward pass from outputs, or their gradient edges, with the outputs' gradients."""
+    engine._running_engine_backward = True  # otherwise the engine's hooks require its `backward`
     try:
         torch.autograd.backward(outputs, gradients)
     finally:
@@ -460,7 +493,7 @@ def reduce_pipeline_gradients(engine: Any) -> None:
 
 
 def step_pipeline(engine: Any) -> None:
-    """Update the parameters; a pipeline engine's own `step` raises."""
+    """Update the parameters of a pipeline engine, whose own `step` raises."""
     engine._exec_optimizer_step()
 
 

@@ -1,8 +1,8 @@
-"""All private names of fairscale that we use, its versions, and the functions that use the names.
+"""The private names of fairscale that the techniques use, and the functions that use these names.
 
-No other module reads a private name of fairscale, replaces a part of it or imports an undocumented
-part. A version that lacks one of the names is refused before the ranks connect. An untested version
-gives a warning.
+`FAIRSCALE` lists them with the versions that were tested. No other module reads a private name of
+fairscale, replaces a part of it or imports an undocumented part. A version that lacks one of the
+names is refused before the ranks connect. An untested version gives a warning.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PIPE = "fairscale.nn.pipe"
 _SHARDED = "fairscale.nn.data_parallel.ShardedDataParallel"
 _FULLY_SHARDED = "fairscale.nn.data_parallel.FullyShardedDataParallel"
 
-# Run on CPUs, that is without stage 3, with 0.4.9, 0.4.12 and 0.4.13, the last there is. 0.4.6 and
-# 0.4.0, imported alone, lack two of these names.
+# All strategies but stage 3 were run on CPUs with 0.4.9, 0.4.12 and 0.4.13, the latest version.
+# 0.4.6 and 0.4.0 were only imported: they lack two of these names.
 FAIRSCALE = ForeignLibrary("fairscale", "0.4.9", "0.4.14", (
     *foreign_names("read", "find the parameters that a rank updates", "fairscale.optim.OSS",
         "optim partition_parameters world_size param_groups"),
@@ -54,18 +54,18 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
 def require_fairscale(user: str, instead: str) -> None:
-    """Refuse to go on without a fairscale that has all our names.
+    """Refuse a job that needs fairscale if a name in `FAIRSCALE` cannot be imported.
 
     Args:
-        user: the key and value that need it.
-        instead: the fix for users without it, as the end of a sentence.
+        user: the key and value of the job that need fairscale, for the message.
+        instead: an alternative for users without fairscale, as the end of a sentence.
 
     Raises:
-        ConfigError: it is not installed, cannot be imported, or lacks a name.
+        ConfigError: fairscale is not installed, cannot be imported, or lacks a name.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that parts have moved to torch
+            warnings.simplefilter("ignore")  # fairscale warns that parts have moved to torch
             import fairscale.nn.data_parallel
             import fairscale.optim  # noqa: F401
 
@@ -79,7 +79,7 @@ def take_over_waiting(wrapped: Any) -> deque[Any]:
     """Stop ShardedDataParallel from waiting for reductions during a backward pass.
 
     Returns:
-        Its reductions in flight, the oldest first, for `finish_oldest`.
+        The reductions in flight, the oldest first. `finish_oldest` waits for them.
     """
     wrapped._try_consume_work_handle = lambda: None
     handles: deque[Any] = wrapped._work_handles
@@ -107,7 +107,7 @@ def whole_size(tensor: Tensor) -> torch.Size:
 
 
 def is_second_pass() -> bool:
-    """Whether Pipe is recomputing a stage."""
+    """Return whether Pipe is recomputing a stage in the calling thread."""
     from fairscale.nn.pipe.checkpoint import is_recomputing
 
     return bool(is_recomputing())
@@ -121,7 +121,7 @@ class _InlineQueue:
         self._done: deque[tuple[bool, Any]] = deque()
 
     def put(self, task: Any) -> None:
-        """Run a task; None closes the queue."""
+        """Run a task and store its result; None closes the queue."""
         from fairscale.nn.pipe.stream import use_device
 
         if task is None:
@@ -153,12 +153,13 @@ def run_pipe(pipe: Any, inputs: Sequence[Tensor], recomputed: int) -> list[Tenso
     """Run micro-batches through a Pipe without its own splitting and concatenation.
 
     Args:
-        pipe: all stages.
+        pipe: a Pipe with all stages of the model.
         inputs: one tensor for each micro-batch.
-        recomputed: how many of them, from the first, are recomputed for their backward pass.
+        recomputed: the number of micro-batches, from the first on, whose forward pass is recomputed
+            for the backward pass.
 
     Returns:
-        The first output of each.
+        The first output of the last stage for each micro-batch.
     """
     from fairscale.nn.pipe.microbatch import Batch
 

@@ -1,9 +1,9 @@
 """Optimizer state on disk or in the host's memory instead of on the device.
 
-Memory: saves the 8 bytes that AdamW has for each fp32 parameter, except for the 32nd part of them
-that is being updated. On a GPU `optimizer: cpu` moves the update itself to the host.
-Communication: none between ranks. With a disk, the state is read and written once a step. Between
-GPU and host, each parameter costs 4 bytes of gradient and 4 bytes of value a step.
+Memory: saves the 8 bytes of state that AdamW has for each fp32 parameter, except for the part that
+is being updated (1/32). On a GPU `optimizer: cpu` moves the update itself to the host.
+Communication: none between ranks. With a disk, the state is read and written once in each step.
+Between GPU and host, each parameter costs 4 bytes of gradient and 4 bytes of value in a step.
 Constraints: a folder on a real disk, or host memory, with room for the state. Only `zero` moves
 parameters: stages 2 and 3 on torch, and stage 3 on DeepSpeed.
 Example: python bigtrain/train.py --strategy single strategy.offload.optimizer=disk
@@ -67,7 +67,7 @@ class Offload(Strategy):
 
     @property
     def need(self) -> Need:
-        """See `Strategy.need`: by the largest state that it moves."""
+        """See `Strategy.need`: named after the largest of the states that are moved."""
         tiers: dict[Need, StorageTier] = {
             "parameters": self.parameters,
             "activations": self.activations,
@@ -86,7 +86,7 @@ class Offload(Strategy):
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: the optimizer's state to the host of a GPU, or to disk."""
+        """See `Strategy.variants`: optimizer state to the host from a GPU, to disk from a CPU."""
         tier = "cpu" if is_accelerator(shape.device_type) else "disk"
         yield Variant(f"offload_{tier}", {"optimizer": tier})
 
@@ -95,7 +95,7 @@ class Offload(Strategy):
         return [["strategy.offload.optimizer=disk"], ["strategy.offload.activations=disk"]]
 
     def check(self, plan: Plan) -> None:
-        """Refuse options that move nothing, an unusable folder, parameters that cannot move."""
+        """Refuse options that move nothing, an unusable folder, and parameters that cannot move."""
         places = (self.optimizer, self.parameters, self.activations)
         if set(places) == {"device"}:
             raise ConfigError(
@@ -138,7 +138,7 @@ class Offload(Strategy):
         return {name: "offload" for name, _ in find_blocks(model)}
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
-        """Refuse a place that is too small for the state of one rank."""
+        """Refuse a disk or a host whose free bytes are too few for the state of one rank."""
         profile = facts.profile
         if profile is None or plan.replicate.own_offload:
             return
@@ -154,12 +154,12 @@ class Offload(Strategy):
                 raise ConfigError(host_shortage_message(wanted, memory, 1))
 
     def _on_host(self, plan: Plan) -> bool:
-        """Whether the host updates the device's parameters: not if they are on the host already."""
+        """Whether the host updates parameters that are on a GPU."""
         moved = self.parameters == "device" and plan.device_type != "cpu"
         return self.optimizer == "cpu" and moved
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
-        """Return one line if nothing is gained."""
+        """Return one line if the options save no memory."""
         places = {
             "optimizer": self.optimizer,
             "parameters": self.parameters,
@@ -187,7 +187,7 @@ class Offload(Strategy):
         return None
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Remove the state, and add the chunk of it that is updated."""
+        """Remove the optimizer's state, and add the chunk of it that is being updated."""
         if plan.replicate.own_offload or profile.trained_elements == 0:
             return forecast
         states = replace(forecast.states, optimizer=profile.state_scalars)
@@ -205,7 +205,8 @@ class Offload(Strategy):
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Return the transfers of state, once a step, and of activations, for each micro-batch.
 
-        The replicate technique states those of parameters and, under DeepSpeed, of the state.
+        The replicate technique returns the transfers of parameters and, under DeepSpeed, those of
+        the optimizer's state.
         """
         messages = []
         nbytes, calls = offloaded_activations(profile) if plan.moves_activations else (0, 0)
@@ -215,7 +216,7 @@ class Offload(Strategy):
                 Traffic("from_disk", nbytes, calls, "micro_batch", "backward"),
             ]
         if nbytes and plan.device_type != "cpu":
-            # If they go on to a disk, the copy to the host is synchronous.
+            # If the activations are then written to a disk, the copy to the host is synchronous.
             to_disk_after = self.activations == "disk"
             messages += [
                 Traffic(
@@ -236,13 +237,13 @@ class Offload(Strategy):
         return (*messages, *self._state_traffic(profile, plan))
 
     def _state_traffic(self, profile: Profile, plan: Plan) -> list[Traffic]:
-        """Return the transfers of the state to disk and back, or of gradients and values."""
+        """Return the transfers of state to and from disk, or of gradients and values."""
         if plan.replicate.own_offload or self.optimizer == "device":
             return []
         ranks = plan.state_ranks
         elements, item = -(-profile.trained_elements // ranks), _item(plan)
         tensors = -(-len(parameter_shapes(profile)) // ranks)
-        if self._on_host(plan):  # chunk by chunk, during the update of the one before
+        if self._on_host(plan):  # each chunk during the update of the previous one
             return [
                 Traffic("to_host", elements * item, tensors, "step", "step"),
                 Traffic("from_host", elements * item, tensors, "step", "step"),
@@ -250,12 +251,13 @@ class Offload(Strategy):
         if self.optimizer != "disk":
             return []
         pieces = plan.replicate.optimizer_gets == "pieces"
-        values = 1 if pieces and plan.bf16_parameters else 0  # the fp32 values too
+        # Pieces in bf16 runs have fp32 values, which are stored with the state.
+        values = 1 if pieces and plan.bf16_parameters else 0
         nbytes = round(elements * (profile.state_slots + values)) * item
         if not nbytes:
             return []
         calls = tensors * max(1, math.ceil(profile.state_slots + values))
-        messages = [  # the next chunk is read during an update; a write is waited for
+        messages = [  # a chunk is read during the update of another; the step waits for writes
             Traffic("from_disk", nbytes, calls, "step", "step"),
             Traffic("to_disk", nbytes, calls, "step", "nothing"),
         ]
@@ -265,7 +267,7 @@ class Offload(Strategy):
         return messages
 
     def apply(self, assembly: Assembly) -> None:
-        """Set the store of the state; the `Update` that makes the optimizer uses it."""
+        """Set the store of the optimizer's state, for the `Update` that makes the optimizer."""
         if assembly.plan.replicate.own_offload:
             return
         if self.optimizer == "disk":
@@ -275,11 +277,11 @@ class Offload(Strategy):
 
 
 _DISK = {"optimizer": "optimizer", "activations": "activations"}
-"""The option that may be disk, by option."""
+"""The option to set to disk, by the option that is set to cpu and moves nothing."""
 
 
 def _item(plan: Plan) -> int:
-    """Return the bytes of an element of the state, which has the precision of the update."""
+    """Return the bytes of an element of the state, in the precision of the update."""
     return 8 if plan.precision == "fp64" else 4
 
 

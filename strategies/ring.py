@@ -1,15 +1,15 @@
 """Replicas that average gradients by a ring of sends and receives during the backward pass.
 
-The gradients are in one flat tensor, the last layer's first, which is cut into buckets. A bucket is
-sent as soon as all its gradients are made, in n chunks whose sizes differ by one at most. In each
-of 2 (n-1) steps a rank sends a chunk to the next rank and receives one from the rank before: first
-partial sums, to which every rank adds its gradient (reduce-scatter), then finished chunks
-(all-gather). One rank computes the final value of a chunk and the others copy it, so replicas stay
-equal bit for bit.
+The gradients of each dtype are in one flat tensor, the last layer's first, which is cut into
+buckets. A bucket is sent as soon as all its gradients are made, in n chunks whose sizes differ by
+one element at most. In each of 2 (n-1) steps a rank sends a chunk to the next rank and receives one
+from the previous rank: first partial sums, to which every rank adds its gradient (reduce-scatter),
+then finished chunks (all-gather). One rank computes the final value of a chunk and the others copy
+it, so replicas stay equal bit for bit.
 
-Memory: as one process, and one chunk. Gradients are never freed: they are views of the buckets.
-Communication: 2 (n-1)/n of the gradients' bytes sent and received per rank in a step. With bf16
-gradients the sums are computed and sent in fp32: 3 (n-1)/n of their bytes.
+Memory: that of one process, and one chunk. Gradients are never freed: they are views of buckets.
+Communication: each rank sends and receives 2 (n-1)/n of the gradients' bytes in a step. With bf16
+gradients the sums are computed and sent in fp32: 3 (n-1)/n of the gradients' bytes.
 Constraints: 2 replicas or more; no pipeline. Buffers (BatchNorm statistics) are those of rank 0.
 Example: torchrun --nproc-per-node 3 bigtrain/train.py --strategy ring
 
@@ -65,7 +65,7 @@ class Ring(Strategy):
         return Traits(cannot_hold=SPARSE, sends_messages=True)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
-        """Return none: `ddp` sends as many bytes by the backend's own all-reduce."""
+        """Return no variant: `ddp` sends as many bytes by the backend's own all-reduce."""
         return ()
 
     def check(self, plan: Plan) -> None:
@@ -93,14 +93,14 @@ class Ring(Strategy):
         return replace(forecast, states=states, passes=passes)
 
     def _staging_bytes(self, profile: Profile, plan: Plan) -> int:
-        """Return the bytes of a receive buffer; of a send buffer too, if sums are wider."""
+        """Return the bytes of the receive buffer and, if sums are in fp32, of the send buffer."""
         size = _number_bytes(profile)
         largest = max(_bucket_lengths(profile.trained_elements, self.bucket_size // size))
         chunk = max(chunk_lengths(largest, plan.dp))
         return chunk * (size if size >= 4 else 2 * 4)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the chunks that a rank sends and receives: twice all but one of each bucket.
+        """Return the chunks that a rank sends and receives: twice, all but one of each bucket.
 
         The rank's position in the ring decides which chunk is left out. The bytes are exact if all
         gradients have one dtype: a profile does not have the sizes by dtype.
@@ -110,7 +110,7 @@ class Ring(Strategy):
         sent = received = 0
         for length in lengths:
             chunks = chunk_lengths(length, plan.dp)
-            # Sums are in fp32 at least, finished chunks in the precision of the gradients.
+            # Sums are at least fp32, and finished chunks have the gradients' precision.
             summed, finished = max(size, 4), size
             omitted = [chunks[(here + step) % plan.dp] for step in range(3)]
             sent += summed * (length - omitted[1]) + finished * (length - omitted[2])
@@ -137,7 +137,7 @@ def chunk_lengths(length: int, ranks: int) -> list[int]:
 
 
 def _bucket_lengths(elements: int, most: int) -> list[int]:
-    """Return the elements of each bucket."""
+    """Return the number of elements of each bucket; `most` is that of the largest."""
     most = max(1, most)
     return [min(most, elements - begin) for begin in range(0, max(1, elements), most)]
 
@@ -150,9 +150,9 @@ class RingReduce:
     """Averages tensors over a ring of ranks, in place.
 
     Args:
-        context: the dp group.
-        length: elements of the longest tensor.
-        dtype: the dtype of the tensors; sums are in fp32 where it is narrower.
+        context: the rank and its dp group.
+        length: the number of elements of the longest tensor.
+        dtype: the dtype of the tensors. If it is narrower than fp32, sums are in fp32.
     """
 
     def __init__(self, context: RunContext, length: int, dtype: torch.dtype) -> None:
@@ -164,13 +164,13 @@ class RingReduce:
         chunk = max(chunk_lengths(length, self._size))
         self.arriving = torch.empty(chunk, dtype=sums, device=context.device)
         self.leaving = torch.empty_like(self.arriving) if sums != dtype else None
-        """The fp32 partial sum that is sent, if gradients are bf16."""
+        """The fp32 partial sum that is sent, if the dtype is narrower than fp32; None otherwise."""
 
     def __call__(self, flat: Tensor) -> None:
-        """Average a 1-dim tensor in place; every rank calls it with as long a one. Collective."""
+        """Average a 1-dim tensor in place; it has the same length on every rank. Collective."""
         chunks = torch.split(flat, chunk_lengths(len(flat), self._size))
         chunk = chunks[self._rank]
-        for step in range(self._size - 1):  # scatter-reduce
+        for step in range(self._size - 1):  # reduce-scatter
             sent = chunk
             if self.leaving is not None and step == 0:
                 sent = self.leaving[: len(chunk)].copy_(chunk)
@@ -192,8 +192,8 @@ class RingReduce:
     def _exchange(self, sent: Tensor, arriving: Tensor) -> None:
         """Start both messages before waiting for either, so that no two ranks wait for each other.
 
-        The receive is started first: gloo announces it to the sender in the same stream as sent
-        data. Behind a chunk the announcement would be late, and chunks would not overlap.
+        The receive is started first, because gloo announces it to the sender in the same stream as
+        sent data. After a chunk the announcement would be late, and chunks would not overlap.
         """
         operations = []
         if len(arriving):  # a bucket with fewer elements than ranks has empty chunks
@@ -211,22 +211,25 @@ class _Bucket:
     flat: Tensor
     reduce: RingReduce
     waits: int = 0
-    """The number of parameters whose gradients are in it, whole or in part."""
+    """The number of parameters whose gradients are in the bucket, whole or in part."""
     missing: int = 0
-    """How many of them have no gradient yet in this step's last micro-batch."""
+    """The number of these parameters without a gradient in the step's last micro-batch so far."""
     event: Any = None
-    """The event that an accelerator records when the bucket's gradients are made."""
+    """The event that an accelerator records when the bucket's gradients are made; else None."""
 
 
 class GradientRing:
-    """The gradients of a rank as views of buckets, and the sending of the buckets.
+    """Makes the gradients of a rank views of buckets, and averages the buckets over the ring.
 
-    All ranks send their buckets in the same order, from a thread: on a CPU it waits for sends and
-    receives, with an accelerator it uses a side stream.
+    All ranks send their buckets in the same order, from a thread. On a CPU the thread waits for
+    sends and receives; with an accelerator it uses a side stream.
 
     Args:
-        assembly: an assembly with the parameters that will be trained.
+        assembly: an assembly whose model has the trained parameters.
         bucket_size: bytes of gradients that are averaged at once.
+
+    Raises:
+        ConfigError: the model has no parameter to train.
     """
 
     def __init__(self, assembly: Assembly, bucket_size: int) -> None:
@@ -310,7 +313,7 @@ class GradientRing:
                 parameter.grad = view.zero_()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """Note that a gradient is made, with those of earlier micro-batches added."""
+        """Note that a gradient is made; in the last micro-batch, send buckets that are complete."""
         self._reached.add(parameter)
         if not self._last:
             return
@@ -330,9 +333,9 @@ class GradientRing:
         self._waiting.put(bucket)
 
     def _send_all(self) -> None:
-        """Average the waiting buckets until None comes; the thread runs it."""
+        """Average the buckets in the queue until None comes; the thread runs this."""
         try:
-            # A new thread's current device is the first one, which is another rank's.
+            # A new thread's current device is the first GPU, which another rank may use.
             set_current(self._context.device)
             with on_stream(self._stream) if self._stream is not None else nullcontext():
                 while (bucket := self._waiting.get()) is not None:
@@ -343,10 +346,10 @@ class GradientRing:
             self._error = error
 
     def _join(self) -> None:
-        """Wait until all waiting buckets are averaged.
+        """Wait until all buckets in the queue are averaged.
 
         Raises:
-            BaseException: the thread has ended with it.
+            BaseException: the error that ended the thread.
         """
         if self._sender is not None:
             self._waiting.put(None)
@@ -359,7 +362,7 @@ class GradientRing:
             current_stream(self._context.device).wait_stream(self._stream)
 
     def finish(self, gradients: Sequence[Tensor]) -> None:  # noqa: ARG002 - they are views
-        """See `Assembly.average`: send the buckets of which some gradient was never made."""
+        """See `Assembly.average`: send the buckets that still lack a gradient of this rank."""
         for parameter, view in self._views.items():
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view  # only other ranks have this gradient

@@ -36,7 +36,7 @@ class Single(Strategy):
             yield Variant(self.name, {"name": self.name})
 
     def check(self, plan: Plan) -> None:
-        """Refuse more than one rank."""
+        """Refuse more than one replica."""
         if plan.dp > 1:
             raise ConfigError(
                 f"strategy single runs on 1 rank, and {plan.dp} were started. "

@@ -1,11 +1,11 @@
 """Replicas as in MPI programs: after the backward pass one all-reduce of every gradient.
 
-This is the baseline that all other replicas improve on: nothing overlaps with the backward pass,
-and gradients are not put into buckets. Rank 0's weights are broadcast once, before the first step.
+This is the baseline for all other kinds of replicas: nothing overlaps with the backward pass, and
+gradients are not put into buckets. Rank 0's weights are broadcast once, before the first step.
 
-Memory: as one process. Each gradient is averaged in place.
-Communication: one all-reduce of each gradient a step, 2 (n-1)/n of their bytes sent and received
-per rank (ring), whatever the number of accumulated micro-batches; rank 0's buffers are broadcast.
+Memory: the same as in one process. Each gradient is averaged in place.
+Communication: one all-reduce of each gradient in a step, whatever the number of micro-batches. Each
+rank sends and receives 2 (n-1)/n of the gradients' bytes (ring). Rank 0's buffers are broadcast.
 Constraints: none. `mesh.backend=mpi` works if torch is built with MPI.
 Example: mpiexec -n 2 python bigtrain/train.py --strategy sync_sgd
 
@@ -28,7 +28,7 @@ from bigtrain.costs.traffic import Traffic, gradient_average_traffic
 from bigtrain.job.schema import Role
 
 _ONE_BY_ONE = 1
-"""A bucket of one byte: every gradient is larger, so each is averaged by itself."""
+"""The size of a bucket, one byte: every gradient is larger, so each is averaged by itself."""
 
 
 class SyncSGD(Strategy):
@@ -49,7 +49,7 @@ class SyncSGD(Strategy):
         return Traits(averaging_bucket=_ONE_BY_ONE, cannot_hold=SPARSE)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
-        """Return none: `ddp` does the same in fewer messages, during the backward pass."""
+        """Return no variant: `ddp` sends the same in fewer messages, during the backward pass."""
         return ()
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
@@ -62,12 +62,12 @@ class SyncSGD(Strategy):
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Broadcast rank 0's weights; average after all micro-batches of a step."""
+        """Broadcast rank 0's weights and buffers; average after all micro-batches of a step."""
         if assembly.plan.dp == 1:
             return
         context = assembly.context
         tensors = [t for root in assembly.roots for t in (*root.parameters(), *root.buffers())]
-        for tensor in {id(t): t.detach() for t in tensors}.values():  # shared ones are sent once
+        for tensor in {id(t): t.detach() for t in tensors}.values():  # a shared tensor is sent once
             dist.broadcast(tensor, group=context.dp_group, group_src=0)
         buffers = [buffer for root in assembly.roots for buffer in root.buffers()]
         assembly.average = GradientAverager(context, _ONE_BY_ONE, buffers)

@@ -1,16 +1,16 @@
 """Tensor parallelism: each layer's weights are sliced over the ranks of the tp axis.
 
-Any model is sliced without a plan by hand. A trace of the forward pass shows how each dim is used:
-a weight is sliced by columns where the next layers compute with slices, by rows where slices are
-summed; attention is sliced by heads, embeddings and the loss by the vocabulary.
+The slices of any model are chosen automatically. A trace of the forward pass shows how each dim is
+used: a weight is sliced by columns where the next layers compute with slices, and by rows where
+slices are summed. Attention is sliced by heads, embeddings and the loss by the vocabulary.
 
 Memory: sliced parameters, their gradients, optimizer state and activations are divided by the
 number of ranks; activations between sliced layers are whole, unless `sequence` shards them.
 Communication: each pair of sliced layers all-reduces its output in the forward pass and the
-gradient of its input in the backward pass; nothing overlaps with these. Between pipeline stages
-each rank sends 1/tp of an activation, or of its gradient, and the receiving ranks gather it;
-tensors below 1 KiB are sent whole. With `sequence` each rank sends its sequence shard and nothing
-is gathered but masks and tables of positions.
+gradient of its input in the backward pass. No computation overlaps with them. Between pipeline
+stages each rank sends 1/tp of an activation, or of its gradient, and the receiving ranks gather the
+parts; tensors below 1 KiB are sent whole. With `sequence` each rank sends its sequence shard, and
+only masks and tables of positions are gathered.
 Constraints: the ranks should share a node; a layer with fewer units than ranks stays whole.
 Example: bigtrain train -n 2 --strategy tensor
 
@@ -52,8 +52,10 @@ class TensorSlices(SliceStrategy):
     sequence: bool = False
     """Shard activations between sliced layers along the sequence, too (sequence parallelism)."""
     slices: dict[str, str] | None = None
-    """Slices by patterns of names, `blocks.*.mlp.expand.weight: 0`, as a dry run prints them; left
-    out, they are chosen."""
+    """Slices by patterns of names, in the form in which a dry run prints them.
+
+    Example: `blocks.*.mlp.expand.weight: 0`. By default the slices are chosen automatically.
+    """
     keep: tuple[str, ...] = ()
     """Modules that stay whole, by patterns of names: `blocks.0.attention`."""
 
@@ -63,10 +65,10 @@ class TensorSlices(SliceStrategy):
         return Traits(cannot_hold=SPARSE | SECOND_BACKWARD | {"accumulate_hooks", "packed"})
 
     def check(self, plan: Plan) -> None:
-        """Refuse what bypasses a module's code or needs whole parameters.
+        """Refuse options that contradict each other, and techniques that need whole layers.
 
         Raises:
-            ConfigError: with the key, and what to use instead.
+            ConfigError: with the key, and the value to use instead.
         """
         if self.slices is not None and self.keep:
             raise ConfigError(
@@ -103,7 +105,7 @@ class TensorSlices(SliceStrategy):
                 )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: activations between sliced layers whole, and sharded."""
+        """See `Strategy.variants`: with whole and with sharded activations between layers."""
         if 1 < shape.tp <= shape.most_ranks:
             for preset in ("tensor", "tensor_sequence"):
                 yield Variant(preset, preset_options(self.role, preset))

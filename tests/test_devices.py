@@ -37,6 +37,7 @@ class MadeUp(SimpleNamespace):
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
         self.stats = stats
+        self.stats_reset: list[torch.device] = []
 
     def is_available(self) -> bool:
         return True
@@ -62,6 +63,9 @@ class MadeUp(SimpleNamespace):
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.calls.append(("reset", device))
+
+    def reset_accumulated_memory_stats(self, device: torch.device) -> None:
+        self.stats_reset.append(device)
 
     def set_device(self, device: torch.device) -> None:
         self.calls.append(("set", device))
@@ -121,6 +125,7 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
     gpus.stats = {"requested_bytes.all.current": 64}
     memory_meter = MemoryMeter(SECOND, track_steps=0)
     assert gpus.calls == [("warm", SECOND), ("reset", SECOND)]
+    assert gpus.stats_reset == [SECOND], "retries before the first step are not the run's"
     gpus.stats = {
         "requested_bytes.all.peak": 1064,
         "allocated_bytes.all.peak": 1536,

@@ -1,15 +1,15 @@
 """Choose a policy for each block so that a pass fits a budget in the least extra time, exactly.
 
 The peak of a chain of blocks has a simple form. While block i runs, forward or backward, the
-tensors saved by the blocks before it are alive, and its own tensors, at most highest(i) bytes. So
-the peak from block i on, in addition to the bytes at its start, is
+tensors saved by the blocks before it are alive, and so are its own tensors, at most highest(i)
+bytes. So the peak from block i on, in addition to the bytes at its start, is
 
     peak(i) = max(highest(i), saved(i) + peak(i + 1)),    peak(n) = tail
 
-and seconds add up in the same order. From the last block to the first we keep the pairs of peak and
-seconds that no other pair dominates: only they can be part of the best solution. If further
-micro-batches wait, each with all tensors that its blocks have saved, the saved bytes are a third
-criterion.
+and seconds add up in the same order. From the last block to the first, the solver stores the pairs
+of peak and seconds that no other pair dominates: only these can be part of the best solution. If
+further micro-batches wait, each with all tensors that its blocks have saved, the saved bytes are a
+third criterion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_FRONT = 20_000
-"""The most partial solutions that are kept exactly; if there are more, peaks are rounded up."""
+"""The most partial solutions that are stored exactly; with more, bytes are rounded up."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PolicyCost:
     peak: int
     """Bytes at the peak of the block, forward or backward, in addition to those at its start."""
     seconds: float
-    """Seconds in addition to those of a block that keeps everything."""
+    """Seconds in addition to those of a block that saves everything."""
 
 
 class BudgetSolution(NamedTuple):
@@ -39,7 +39,8 @@ class BudgetSolution(NamedTuple):
 
     picks: tuple[int, ...]
     peak: int
-    """Bytes in addition to those at the first block's start, waiting micro-batches included."""
+    """Bytes at the peak, in addition to those at the first block's start; waiting micro-batches are
+    included."""
     seconds: float
 
 
@@ -48,7 +49,7 @@ class _State(NamedTuple):
     saved: int
     seconds: float
     picks: Any
-    """A pick and those of the later blocks, as nested pairs: solutions with one ending share it."""
+    """A pick and the picks of the later blocks, as nested pairs, which solutions can share."""
 
 
 def fastest_within(
@@ -64,7 +65,7 @@ def fastest_within(
 
     Args:
         policy_costs: by block, in the order of the forward pass, the costs of its policies.
-        limit: bytes in addition to those at the start of the first block.
+        limit: the most bytes of a peak, in addition to those at the start of the first block.
         tail_bytes: bytes at the peak after the last block, in addition to those at its end.
         num_waiting: the number of other micro-batches that have run all blocks forward and wait
             for their backward pass.
@@ -84,7 +85,7 @@ def fastest_within(
 def lowest_peak(
     policy_costs: Sequence[Sequence[PolicyCost]], tail_bytes: int = 0, num_waiting: int = 0
 ) -> BudgetSolution:
-    """Return the solution of lowest peak; of several, the fastest."""
+    """Return the solution of lowest peak; of several, the fastest. See `fastest_within`."""
     states = _pareto_front(policy_costs, None, tail_bytes, num_waiting)
     return _solution(min(states, key=lambda s: (_peak(s, num_waiting), s.seconds)), num_waiting)
 
@@ -95,7 +96,7 @@ def solution_peak(
     tail_bytes: int = 0,
     num_waiting: int = 0,
 ) -> int:
-    """Return the peak of given picks, in bytes as `BudgetSolution.peak`."""
+    """Return the peak of given picks, in bytes; see `BudgetSolution.peak`."""
     saved, highest = 0, 0
     for costs, pick in zip(policy_costs, picks, strict=True):
         highest = max(highest, saved + costs[pick].peak)
@@ -148,7 +149,7 @@ def _pareto_front(
 
 
 def _undominated(states: list[_State], num_waiting: int) -> list[_State]:
-    """The states that no other dominates in seconds, peak and, if some wait, saved bytes."""
+    """Return the states that no other dominates in seconds, peak and, if some wait, saved bytes."""
     states.sort(key=lambda s: (s.seconds, s.peak, s.saved))
     undominated: list[_State] = []
     if num_waiting == 0:
@@ -156,7 +157,7 @@ def _undominated(states: list[_State], num_waiting: int) -> list[_State]:
             if not undominated or state.peak < undominated[-1].peak:
                 undominated.append(state)
         return undominated
-    # By ascending seconds: of earlier states only undominated pairs of peak and saved bytes.
+    # States ascend in seconds, so only the undominated pairs of earlier states matter.
     frontier: list[tuple[int, int]] = []  # peak ascending, saved descending
     for state in states:
         if not any(peak <= state.peak and saved <= state.saved for peak, saved in frontier):

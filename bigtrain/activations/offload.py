@@ -1,10 +1,10 @@
-"""Activation offload: tensors that autograd saves in a block are elsewhere until its backward pass.
+"""Activation offload: a block's saved tensors are on the host or on disk until its backward pass.
 
-When a block begins, the saved tensors of the block before it start to be copied away, and when it
-ends, their memory is freed. In the backward pass a block's tensors are copied back when the first
-of them is needed, and those of the block before it start to be copied. So the tensors of at most
-two blocks are on the device, at moments that do not depend on the speed of the copies: a run on
-fake tensors makes and frees the same bytes at the same ticks.
+When a block begins, copies of the saved tensors of the block before it are started, and when the
+block ends, the memory of these tensors is freed. In the backward pass a block's tensors are copied
+back when the first of them is needed, and the copies for the block before it are started as well.
+So the tensors of at most two blocks are on the device, at moments that do not depend on the speed
+of the copies: a run on fake tensors allocates and frees the same bytes at the same ticks.
 
 Source: Rhu et al. 2016, vDNN (arXiv 1602.08124), section III; Rajbhandari et al. 2021,
 ZeRO-Infinity (arXiv 2104.07857), section 5.1.2.
@@ -49,25 +49,25 @@ from bigtrain.units import KIB
 
 MIN_OFFLOADED_BYTES = 16 * KIB
 """Smaller tensors stay, such as statistics of norms: the system call for each would take longer
-than the copy, and all of them are about a percent of the saved bytes."""
+than the copy, and together they are about a percent of the saved bytes."""
 
 
 class ActivationOffloader:
     """Moves saved activations of blocks to the host or to disk between forward and backward.
 
     The tensors saved last stay until another block begins: usually their backward pass comes first.
-    Parameters and buffers, small tensors and tensors of other devices stay. Counts are per rank.
+    Parameters, buffers, small tensors and tensors of other devices stay. Counts are per rank.
 
     Args:
-        tier: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
-            fake tensors, which stands for a run on another device.
-        device: whose tensors are moved.
-        folder: where the file is made; by default the system's folder for temporary files.
+        tier: `cpu` for pinned memory of the host, or `disk` for a file. With `cpu` on a CPU nothing
+            moves, except in a run on fake tensors, which may represent a run on another device.
+        device: the device whose tensors are moved.
+        folder: the folder of the file; by default the system's folder for temporary files.
         fake: whether tensors are fake: then nothing is copied, and everything else is the same.
-        carrier: does the copies; by default the one for this place and device.
+        carrier: makes the copies; None to choose one by `tier` and `device`.
 
     Raises:
-        ConfigError: no file can be made in the folder.
+        ConfigError: no file can be created in the folder.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ActivationOffloader:
         carrier: Transfer | None = None,
     ) -> None:
         self._device, self._fake = device, fake
-        # Fake tensors may be a CPU's in the forecast of a run on a device that this machine lacks.
+        # Fake tensors may be on the CPU in the forecast of a run on a device that is not here.
         if carrier is None and (fake or tier == "disk" or is_accelerator(device)):
             if fake:
                 carrier = NullTransfer(pinned=tier == "cpu")
@@ -92,11 +92,11 @@ class ActivationOffloader:
         self.bytes_moved = 0
         """Bytes copied in both directions so far."""
         self.bytes_freed = 0
-        """Bytes of storages that were copied away so far and then freed on the device."""
+        """Bytes of storages that were copied and then freed on the device, so far."""
         self.bytes_away = 0
-        """Bytes taken in the file or on the host now."""
+        """Bytes that are occupied in the file or on the host at the moment."""
         self.peak_bytes_away = 0
-        """The most bytes taken in the file or on the host at one moment."""
+        """The largest value of `bytes_away` so far."""
         self.waited_seconds = 0.0
         """Seconds that the training thread has waited for copies; on CUDA the device waits
         instead."""
@@ -116,12 +116,15 @@ class ActivationOffloader:
         Nothing moves under `torch.no_grad`. Several forward passes may be in flight.
 
         Args:
-            module: its parameters and buffers stay.
-            compute: the forward pass.
+            module: the block, whose parameters and buffers stay.
+            compute: runs the forward pass.
+
+        Returns:
+            The result of `compute`.
 
         Raises:
-            BigtrainError: a tensor could not be written; also in the backward pass, if a tensor
-                was changed in place after it was saved, or cannot be read.
+            BigtrainError: a tensor could not be written. The backward pass raises it, too, if a
+                tensor was changed in place after it was saved, or cannot be read.
         """
         if self._transfer is None or not torch.is_grad_enabled():
             return compute()
@@ -160,7 +163,7 @@ class ActivationOffloader:
             self._transfer, self.bytes_away = None, 0
 
     def _begin_leaving(self) -> list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]:
-        """Start to copy the saved tensors of the last blocks away."""
+        """Start to copy the saved tensors of the last blocks off the device."""
         self._clear_up()
         departing = []
         for visit in live_referents(self._staying):
@@ -226,12 +229,12 @@ class ActivationOffloader:
     def _record(
         self, storage: torch.UntypedStorage, tensor: Tensor, visit: BlockPass
     ) -> SavedStorage:
-        """The record of a storage: all tensors saved of it share one."""
+        """Return the record of a storage, which all saved tensors with this storage share."""
         key: int = storage._cdata
         known = self._known.get(key)
         record = known[1]() if known is not None else None
-        # Until its block ends, a storage is alive on the device. One that an earlier block saved
-        # may be copied already: the copy is valid only if the storage was not changed in between.
+        # Until its block ends, a storage is alive on the device. A storage that an earlier block
+        # saved may be copied already; the copy is valid only if the storage was not changed since.
         if record is None or not (record.made_in(visit) or record.holds(tensor)):
             record = SavedStorage(tensor, visit, self._leftovers)
             record_ref, nbytes = weakref.ref(record), storage.nbytes()
@@ -268,7 +271,7 @@ class ActivationOffloader:
         self._clear_up()
         previous = visit.before() if visit.before is not None else None
         needed = [*visit.records(), *(previous.records() if previous is not None else ())]
-        # Free the others, which a retained graph may need again: they are then loaded again.
+        # Free the other storages. If a retained graph needs them again, they are loaded again.
         for record in live_referents(self._brought):
             if record not in needed:
                 self._wait_copy(record)
@@ -308,11 +311,11 @@ class ActivationOffloader:
             self.waited_seconds += time.perf_counter() - began
 
     def _clear_up(self) -> None:
-        """Free the places of storages that are no longer needed, after their copies have ended."""
+        """Free the copies of storages that are not needed any more, after transfers have ended."""
         while self._leftovers:
             spot, nbytes, _data, wait = self._leftovers.popleft()
             if wait is not None:
-                # Nobody needs this copy; an error that matters has been raised before.
+                # Nothing needs this copy; an error that matters has been raised before.
                 with contextlib.suppress(BigtrainError):
                     self._await(wait)
             if spot is not None and self._transfer is not None:

@@ -21,13 +21,13 @@ BLOCK_POLICIES: tuple[BlockPolicy, ...] = get_args(BlockPolicy)
 
 
 def recomputed_names(choices: Mapping[str, BlockPolicy]) -> frozenset[str]:
-    """The names of the modules that are recomputed."""
+    """Return the names of the modules that are recomputed."""
     again = ("selective", "full", "full_offload")
     return frozenset(name for name, choice in choices.items() if choice in again)
 
 
 class Offloader(Protocol):
-    """Moves saved tensors away and back; see `offload.ActivationOffloader`."""
+    """Moves saved tensors off the device and back; see `offload.ActivationOffloader`."""
 
     def offload(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
         """Run a forward pass, and offload its saved tensors until the backward pass."""
@@ -50,11 +50,12 @@ def apply_policies(
     Args:
         root: a model, real or fake, or a stage of one.
         choices: policies, by the modules' names in the whole model.
-        mover: offloads, for policies that need it.
-        compiles: whether the blocks are compiled first, see `compile_blocks`.
+        mover: the offloader, for policies that offload; None if there are none.
+        compiles: whether the blocks are compiled first; see `compile_blocks`.
 
     Raises:
         ConfigError: a block is compiled by torch.jit.script.
+        ValueError: a policy offloads, and `mover` is None.
     """
     if compiles:
         compile_blocks(root, choices)
@@ -67,7 +68,7 @@ def apply_policies(
 
 
 def _uncut(root: nn.Module, name: str, through: frozenset[str]) -> Iterator[nn.Module]:
-    """The module, or if a cut goes through it, its children that are whole."""
+    """Yield the module or, if a cut goes through it, its descendants that are whole."""
     try:
         module = root.get_submodule(name)
     except AttributeError:  # it is in another stage

@@ -41,17 +41,24 @@ def checkpoint_block(
     selective: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Run a forward pass that saves its inputs, and is recomputed in the backward pass.
+    """Run a forward pass that saves only its inputs and is recomputed in the backward pass.
 
     The recomputation draws the same random numbers and does not update running statistics.
 
     Args:
         module: its running statistics are frozen in the recomputation.
         compute: the forward pass, called with `args` and `kwargs`, which are saved.
-        args: its arguments.
-        selective: save the results of matrix products and of attention, too, and recompute only
-            the operations between them.
-        kwargs: its named arguments.
+        args: the arguments of `compute`.
+        selective: whether to save the results of matrix products and attention in addition to the
+            inputs, and to recompute only the operations between them.
+        kwargs: the named arguments of `compute`.
+
+    Returns:
+        The result of `compute`.
+
+    Raises:
+        ConfigError: the forward pass changes a buffer other than running statistics or, with
+            `selective`, changes a saved result in place.
 
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174);
     Korthikanti et al. 2022, Reducing Activation Recomputation (arXiv 2205.05198), section 5, for
@@ -64,8 +71,8 @@ def checkpoint_block(
     del args, kwargs  # only the leaves are to be saved
 
     def run(*saved_leaves: Any) -> Any:
-        # The first time with the caller's objects, because the block may change a list, say. torch
-        # saves the leaves: it checks that none is changed, and lets hooks offload them.
+        # The first call gets the caller's objects, because the block may change them, such as a
+        # list. torch saves the leaves: it checks that none is changed, and lets hooks offload them.
         with sums.known() if selective else nullcontext():
             if original:
                 args_now, kwargs_now = original.pop()
@@ -92,9 +99,9 @@ def checkpoint_block(
 
 @functools.cache
 def _noting(kind: type[Any]) -> type[Any]:
-    """Torch's mode that saves results, extended to report each result to the policy.
+    """Return torch's mode that saves results, extended to report each result to the policy.
 
-    torch 2.12 and later call the policy with the result, 2.11 before there is one.
+    torch 2.12 and later call the policy with the result; 2.11 calls it before the result exists.
     """
 
     class Noting(kind):  # type: ignore[misc]
@@ -110,7 +117,7 @@ def _noting(kind: type[Any]) -> type[Any]:
 
 @functools.cache
 def _only_saved_ops(kind: type[Any]) -> type[Any]:
-    """Torch's mode that returns saved results, restricted to operations that may be saved.
+    """Return torch's mode that returns saved results, restricted to operations that may be saved.
 
     Other operations may differ in the recomputation: autocast skips a cast that it has cached.
     """
@@ -128,10 +135,12 @@ def _only_saved_ops(kind: type[Any]) -> type[Any]:
 
 @contextmanager
 def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
-    """Refuse a forward pass that changes a buffer, except running statistics, which are frozen.
+    """Refuse a forward pass that changes a buffer, in a `with` block.
+
+    Running statistics of norms may change, because the recomputation freezes them.
 
     Raises:
-        ConfigError: a buffer was changed, and would be again in the recomputation.
+        ConfigError: a buffer was changed, and the recomputation would change it again.
     """
     norms = {id(m) for m in module.modules() if isinstance(m, _NormBase)}
     tables = [(n, m._buffers) for n, m in module.named_modules() if id(m) not in norms]
@@ -155,9 +164,9 @@ def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
 
 
 def is_saved_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `selective` saves the result of an operation: those with most of a model's FLOPs.
+    """Whether `selective` saves the result of an operation: a product, or attention.
 
-    Attention with dropout is recomputed: skipping it would shift all random numbers after it.
+    Attention with dropout is recomputed, because skipping it would shift all later random numbers.
     """
     name = func._overloadpacket.__name__
     if name in _PRODUCTS:
@@ -177,8 +186,8 @@ class _SelectivePolicy:
     """Decides for each operation of a block whether its result is saved.
 
     Raises:
-        ConfigError: a saved result is changed in place. torch itself notices that, except inside of
-            an autograd function, and would then compute with wrong numbers.
+        ConfigError: a saved result is changed in place. torch itself detects such a change, except
+            inside an autograd function, where it would compute with wrong numbers.
     """
 
     def __init__(self) -> None:
@@ -189,7 +198,7 @@ class _SelectivePolicy:
         return storage in self._kept
 
     def keep(self, storage: int) -> None:
-        """Count the storage with this id as that of a saved result."""
+        """Record the storage with this id as that of a saved result."""
         self._kept.add(storage)
 
     def __call__(
@@ -204,7 +213,7 @@ class _SelectivePolicy:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        """Note an operation's result: its storages are saved if `selective` saves it."""
+        """Record the storages of an operation's result if `selective` saves the result."""
         if isinstance(func, torch._ops.OpOverload) and is_saved_op(func, args, kwargs):
             leaves = tree_leaves(made)
             self._kept.update(_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor))
@@ -226,8 +235,8 @@ def _storage(tensor: Tensor) -> int:
 class _ReentrantContexts(AbstractContextManager[None]):
     """Contexts that are made anew at each entry.
 
-    If the backward pass is split, a block is recomputed once for the inputs and once for the
-    weights.
+    If the backward pass is split, a block is recomputed twice: for the gradients of its inputs, and
+    for those of its weights.
     """
 
     def __init__(self, *makes: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -246,7 +255,7 @@ class _ReentrantContexts(AbstractContextManager[None]):
 
 @contextmanager
 def freeze_running_statistics(module: nn.Module) -> Iterator[None]:
-    """Freeze running statistics: BatchNorm and similar layers normalise as before."""
+    """Freeze running statistics inside a `with` block; norms still normalise as before."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     settings = [(norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]
     for norm in norms:

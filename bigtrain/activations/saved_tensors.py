@@ -1,8 +1,8 @@
-"""The objects in autograd's graph that stand for the tensors that a block has saved.
+"""The objects in autograd's graph that represent the tensors that a block has saved.
 
 `OffloadedTensor` is one tensor, `SavedStorage` the storage of one or more of them, `BlockPass` one
-forward pass of one block. The graph references the first, which references the others: all are
-freed with the graph.
+forward pass of one block. The graph references `OffloadedTensor`, which references the other two:
+all are freed with the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from bigtrain.errors import BigtrainError
 from bigtrain.tensors.transfer import WaitFn
 
 PendingRelease = tuple[Any, int, Tensor | None, WaitFn | None]
-"""Place, bytes, and a copy in flight, of a storage that is no longer needed."""
+"""Location of the copy, bytes, and data and wait function of a copy in flight, of a storage that
+is not needed any more."""
 
 
 class VersionedBase:
@@ -33,11 +34,11 @@ class VersionedBase:
 
 
 class SavedStorage:
-    """A storage with saved tensors: on the device, offloaded, or both."""
+    """A storage with saved tensors: it is on the device, offloaded, or both."""
 
     def __init__(self, tensor: Tensor, visit: BlockPass, leftovers: deque[PendingRelease]) -> None:
         self.data: Tensor | None = _whole_storage(tensor)
-        """All of its bytes; None while they are not on the device."""
+        """All bytes of the storage, as uint8; None while they are not on the device."""
         self.nbytes = self.data.numel()
         self.spot: Any = None
         self.wait: WaitFn | None = None
@@ -53,7 +54,7 @@ class SavedStorage:
             self._leftovers.append((self.spot, self.nbytes, data, self.wait))
 
     def made_in(self, visit: BlockPass) -> bool:
-        """Whether this forward pass of a block was the first to save a tensor of it."""
+        """Whether this forward pass of a block was the first to save a tensor of the storage."""
         return self._visit() is visit
 
     @property
@@ -61,14 +62,14 @@ class SavedStorage:
         """The saved bytes on the device.
 
         Raises:
-            BigtrainError: they are not there.
+            BigtrainError: the bytes are not on the device.
         """
         if self.data is None:
             raise BigtrainError("A saved activation is not on the device. Please report this.")
         return self.data
 
     def note(self, tensor: Tensor) -> VersionedBase:
-        """Note that a tensor of it is saved, and return the base whose version shows changes."""
+        """Record a saved tensor of the storage; return the base whose version shows changes."""
         base = _base(tensor)
         for root, version in self._roots:
             if root.tensor() is base and version == tensor._version:
@@ -83,7 +84,7 @@ class SavedStorage:
         return any(r.tensor() is base and v == tensor._version for r, v in self._roots)
 
     def original(self) -> Tensor | None:
-        """The original storage, if something else has kept it alive; else None."""
+        """Return the original storage as bytes, if something else has kept it alive; else None."""
         for root, version in self._roots:
             tensor = root.tensor()
             same = tensor is not None and tensor._version == version
@@ -93,21 +94,21 @@ class SavedStorage:
 
 
 class BlockPass:
-    """One forward pass of one block; it lives as long as a tensor that it has saved."""
+    """One forward pass of one block; the object lives as long as a tensor that it has saved."""
 
     def __init__(self, before: weakref.ref[BlockPass] | None) -> None:
         self.before = before
         self.backward_begun = False
-        """Whether its backward pass has begun."""
+        """Whether the block's backward pass has begun."""
         self.saved: list[weakref.ref[SavedStorage]] = []
 
     def save(self, record: SavedStorage) -> None:
-        """Note that this pass saves a tensor of a storage."""
+        """Record that this pass saves a tensor of a storage."""
         if not any(ref() is record for ref in self.saved):
             self.saved.append(weakref.ref(record))
 
     def records(self) -> list[SavedStorage]:
-        """The storages that are still needed, the last first: the order of the backward pass."""
+        """Return the storages that are still needed, in the order of the backward pass."""
         return list(live_referents(reversed(self.saved)))
 
 
@@ -115,15 +116,15 @@ class ResidentTensor:
     """A saved tensor that stays on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without its history, which would reference it: a saved output would never be freed.
+        # Detached, because the history references this object: a saved output would never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version
 
     def check(self) -> None:
-        """Refuse a tensor that was changed in place since, as autograd does.
+        """Refuse a tensor that was changed in place after it was saved, as autograd does.
 
         Raises:
-            BigtrainError: it was changed.
+            BigtrainError: the tensor was changed.
         """
         _check(self.tensor._version, self._version, self.tensor.shape, self.tensor.dtype)
 
@@ -142,7 +143,7 @@ class OffloadedTensor:
         _check(self._root.twin._version, self._version, self._shape, self._dtype)
 
     def of(self, data: Tensor) -> Tensor:
-        """Make the tensor from all bytes of its storage."""
+        """Return the saved tensor, from all bytes of its storage."""
         whole = data[: data.numel() // self._dtype.itemsize * self._dtype.itemsize]
         return whole.view(self._dtype).as_strided(self._shape, self._stride, self._offset)
 
@@ -161,13 +162,13 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage, as a tensor with the same version counter."""
+    """Return all bytes of a tensor's storage, as a tensor with the same version counter."""
     numbers = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)
 
 
 def untyped_storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor, or None if it has none."""
+    """Return the storage of a tensor, or None if the tensor has none."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse, functorch's wrappers
@@ -175,7 +176,7 @@ def untyped_storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def live_referents(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
-    """The objects of weak references that are still alive."""
+    """Yield the objects of weak references that are still alive."""
     return (
         referent for referent in (reference() for reference in references) if referent is not None
     )

@@ -1,6 +1,7 @@
-"""From a job to a plan, and from a plan to a live runner.
+"""Makes a plan from a job, and a runner from a plan.
 
-Mesh, techniques and batch of a plan; the order of composition, with reasons; when weights get
-values; whether optimizer and strategy fit; the recompute policies of a plan with a budget in bytes
-(`activations` solves the choice for each block).
+The package chooses the mesh, the techniques and the batch of a plan. It decides in which order the
+techniques are applied, when weights get their values, and whether the optimizer fits the strategy.
+For a plan with a budget in bytes it chooses the recompute policy of each block, with the solver of
+the package `activations`.
 """

@@ -1,9 +1,9 @@
-"""The bytes and seconds of each policy of a block, read off the forecasts of one rank.
+"""Read the bytes and seconds of each policy of a block off the forecasts of one rank.
 
-For each policy the rank is forecast with all its blocks under it. A block's saved bytes are the
-live bytes at its end less those at its start; its needed bytes are the peak of its forward or
-backward pass less the live bytes at its start. Gathered shards, buckets and gradients are in the
-forecasts, and so in the prices.
+There is one forecast for each policy, in which all blocks of the rank have this policy. The saved
+bytes of a block are the live bytes at its end less those at its start. Its needed bytes are the
+peak of its forward or backward pass less the live bytes at its start. The forecasts, and so the
+prices, include gathered shards, buckets and gradients.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.prediction.operation_log import BlockCost
 
 OFFLOAD_BYTES_PER_SECOND = {"cpu": 2.5e10, "disk": 1e9, "device": math.inf}
-"""Bytes per second to the host over PCIe 4 and to a solid-state disk: orders of magnitude."""
+"""Bytes per second to the host over PCIe 4 and to a solid-state disk, as orders of magnitude."""
 
 
 @dataclass(frozen=True)
 class BudgetProblem:
-    """The blocks of a rank in the order of the forward pass, with their prices."""
+    """The blocks of a rank in the order of the forward pass, with the cost of each policy."""
 
     names: tuple[str, ...]
+    """The names of the blocks."""
     policy_costs: tuple[tuple[PolicyCost, ...], ...]
-    """For each block, one price for each policy."""
+    """For each block, the cost of each of `policies`."""
     policies: tuple[BlockPolicy, ...]
     tail: int
+    """Bytes at the peak after the last block, in addition to those at its end."""
     waiting: int
+    """The number of other micro-batches whose activations the rank holds."""
     base: int
     """Live bytes when the first block begins, with all states."""
 
@@ -49,7 +52,7 @@ class UniformForecast:
     forecast: Forecast
     """The forecast of the whole step."""
     stages: tuple[tuple[Profile, Forecast], ...]
-    """For each of its stages the profile and the forecast of one micro-batch."""
+    """For each stage of the rank, the profile and the forecast of one micro-batch."""
 
     @property
     def highest(self) -> int:
@@ -65,13 +68,13 @@ def make_budget_problem(
     waiting: int = 0,
     place: str = "disk",
 ) -> BudgetProblem:
-    """Read the prices off the forecasts.
+    """Make the input of the solver from the forecasts.
 
     Args:
-        seen: the forecasts by policy, `keep` among them.
-        costs: the costs of the blocks.
+        seen: the forecast of each policy; it must have "keep".
+        costs: the seconds of each block, by name.
         waiting: the number of other micro-batches whose activations the rank holds.
-        place: where offloaded activations go.
+        place: the tier to which activations are offloaded: "cpu", "disk" or "device".
     """
     blocks_by_policy = {choice: _Blocks.of(forecast) for choice, forecast in seen.items()}
     names = tuple(blocks_by_policy["keep"].saved)
@@ -89,8 +92,9 @@ def make_budget_problem(
             )
         )
     tail = max(forecast.tail for forecast in blocks_by_policy.values())
-    # Prices may not add up exactly; take the lowest. A choice is proven by a forecast, and the
-    # budget of the solver is lowered until the proof holds.
+    # The base may differ a little between policies, because costs of blocks do not add up exactly.
+    # The lowest is safe: each choice is checked by a forecast, and the budget of the solver is
+    # lowered until a forecast is within the limit.
     base = min(
         forecast.highest - solution_peak(menu, [place] * len(names), tail, waiting)
         for place, forecast in enumerate(seen.values())
@@ -99,13 +103,13 @@ def make_budget_problem(
 
 
 def saved_bytes(profile: Profile, predicted: Forecast) -> dict[str, int]:
-    """The live bytes that each block adds from its forward to its backward pass."""
+    """Return the bytes that each block saves from its forward to its backward pass, by name."""
     _, saved, _, _ = _read(profile, predicted.passes["first"], predicted.states.total)
     return saved
 
 
 def _seconds(choice: BlockPolicy, cost: BlockCost, moved_bytes: int, tier: str) -> float:
-    """The seconds that a policy adds. Copies overlap with compute; only the rest is counted."""
+    """Return the seconds that a policy adds; copies count as far as they outlast the compute."""
     transfer_seconds = 2 * max(0.0, moved_bytes / OFFLOAD_BYTES_PER_SECOND[tier] - cost.whole)
     return {
         "keep": 0.0,
@@ -139,7 +143,7 @@ class _Blocks:
             readings = [_read(profile, timeline, held_bytes) for timeline, held_bytes in passes]
             base = max(begin for begin, _, _, _ in readings)
             for begin, saved_of, peak_of_block, end in readings:
-                offset = begin - base  # a pass that starts with fewer live bytes ends with fewer
+                offset = begin - base  # passes differ in the live bytes at their start
                 for name, size in saved_of.items():
                     saved[name] = max(saved.get(name, size), size)
                     highest[name] = max(highest.get(name, 0), peak_of_block[name] + offset)
@@ -150,7 +154,12 @@ class _Blocks:
 def _read(
     profile: Profile, timeline: Timeline, held_bytes: int
 ) -> tuple[int, dict[str, int], dict[str, int], int]:
-    """Bytes at the first block's start; saved and peak bytes by block; the peak after the last."""
+    """Read bytes off the timeline of a forward and a backward pass.
+
+    Returns:
+        The bytes at the first block's start; the saved bytes and the needed bytes of each block;
+        the bytes at the peak after the last block, in addition to those at its end.
+    """
     curve = _MemoryCurve(timeline)
     is_second = timeline.phases[0][0] != profile.passes["first"].phases[0][0]
     visits = [(name, again if is_second else first) for name, first, again in profile.windows]
@@ -172,7 +181,11 @@ def _read(
 
 
 def _backward(visits: Sequence[tuple[str, BlockTicks]], end: int) -> list[tuple[int, int]]:
-    """For each block, the ticks from its backward pass to that of the block before it."""
+    """Return the ticks of each block's backward pass.
+
+    The ticks begin with this pass, and end where the backward pass of the block before it in the
+    model begins.
+    """
     starts = [visit.backward[0] for _, visit in visits]
     return [
         (start, max(start, before))
@@ -185,16 +198,16 @@ class _MemoryCurve:
 
     def __init__(self, timeline: Timeline) -> None:
         self._ticks, self._alive = timeline.steps()
-        # A death after the last tick of a pass means that the tensor outlives the pass.
+        # Births end with the pass; a tensor that outlives the pass has a later tick of its death.
         self.end = max((span.birth for span in timeline.spans), default=0) + 1
 
     def at(self, tick: int) -> int:
-        """The live bytes at a tick."""
+        """Return the live bytes at a tick."""
         index = bisect_right(self._ticks, tick) - 1
         return self._alive[index] if index >= 0 else 0
 
     def most(self, start: int, stop: int) -> int:
-        """The most live bytes between two ticks, both included."""
+        """Return the most live bytes between two ticks, both included."""
         first = bisect_right(self._ticks, start)
         last = bisect_right(self._ticks, stop)
         return max([self.at(start), *self._alive[first:last]])

@@ -1,4 +1,4 @@
-"""Build a live runner from a resolved plan. `build_runner` defines the order of composition."""
+"""Build a runner from a resolved plan; `build_runner` defines the order of all steps."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from bigtrain.tracing.unreached import unfreeze
 
 
 def check_mesh(plan: Plan, context: RunContext) -> None:
-    """Refuse ranks that are connected as another mesh than the plan's: they would hang.
+    """Check that the ranks are connected as the plan's mesh; otherwise they would hang.
 
     Raises:
-        ConfigError: with both meshes.
+        ConfigError: the meshes differ; the message contains both.
     """
     planned = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
     connected = {
@@ -59,34 +59,39 @@ def build_runner(
     meter: MemoryMeter,
     mover: Offloader | None = None,
 ) -> Runner:
-    """Make the live runner of a plan. The comments give the reason for each position.
+    """Make the runner of a plan on this rank. Collective.
+
+    The comments give the reason for the position of each step.
 
     Args:
         resolved: the plan with its choices.
         blueprint: the blueprint of the model.
-        workload: its optimizer is made once, from the parameters that this rank updates.
-        context: the ranks.
-        meter: is notified of phases, and of the kind of each tensor.
+        workload: the workload. Its optimizer is made once, from the parameters that this rank
+            updates.
+        context: this rank's context.
+        meter: measures memory; it is notified of phases, and of the kind of each tensor.
         mover: the result of `plan.make_offloader`, which the caller closes.
     """
     meter.phase("build")
     unreached = _left_out(resolved, blueprint.model)
     with meter.window():
         plan, layout, model = resolved.plan, resolved.layout, blueprint.model
-        attach_head(workload.loss, model)  # before wrappers change names
-        make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and shard parameters
-        gradient_hooks = GradientHooks.take(model)  # materialising would drop them
+        # Before wrappers change names and shard parameters.
+        attach_head(workload.loss, model)
+        make_optimizer = whole_optimizer(workload.make_optimizer, model)
+        # Before weights get values, which would drop the hooks.
+        gradient_hooks = GradientHooks.take(model)
         bf16_names = _bf16_names(model, plan)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
-            # Before values are made, so that a rank allocates only its own stages.
+            # Before weights get values, so that a rank allocates only its own stages.
             _drop_other_stages(blueprint, plan, layout, context, materialize)
-        # Weights depend only on seed and name, so each rank makes its own, and none are sent.
-        # A technique that never holds the whole model makes them a part at a time.
+        # Weights depend only on the seed and their names, so each rank makes its own weights, and
+        # none are sent. A technique that never holds the whole model makes them part by part.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
-        # Before wrapping and cutting: wrappers reference the modules, stages copy them.
+        # Before wrapping and cutting, because wrappers reference the modules and stages copy them.
         model = _changed_modules(model, plan, slices, context)
         _leave_hooks(model, plan, gradient_hooks)
         assembly = Assembly(
@@ -107,10 +112,10 @@ def build_runner(
             gradient_hooks=gradient_hooks,
             saved_parts=materialize.saved_parts,
         )
-        # cut: first, so that later techniques see only this rank's layers.
-        # slice: done above; later techniques see this rank's slices.
-        # recompute: on blocks, while they are still the user's modules; in stages, it is done
-        # where stages are made.
+        # cut: is first, so that later techniques see only this rank's layers.
+        # slice: was applied above; later techniques see this rank's slices.
+        # recompute: changes blocks while they are still the user's modules. If the model is cut,
+        # the code that makes the stages applies it.
         # offload: sets where the optimizer's state will be, before the optimizer is made.
         # replicate: wraps or shards the result, with the hooks of recomputation.
         # accumulate: sets how many micro-batches run before the optimizer steps.
@@ -124,7 +129,10 @@ def build_runner(
 
 
 def _bf16_names(model: nn.Module, plan: Plan) -> list[str]:
-    """The parameters that get bf16 values and no others; engines make other bf16 copies."""
+    """Return the names of the parameters whose only values are in bf16.
+
+    Other bf16 copies are made by the engines.
+    """
     if not plan.master_weights:
         return bf16_parameter_names(model)
     if not plan.frozen_in_bf16:
@@ -134,12 +142,15 @@ def _bf16_names(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
-    """Parameters that stay untrained, if the run cannot train one that is used later."""
+    """Return the parameters that stay frozen because the loss does not depend on them.
+
+    A run that can train a parameter from any step on unfreezes them instead, and has none.
+    """
     if not resolved.plan.trains_late:
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        # Without parameters of no elements: these are frozen, and have no gradient to watch.
+        # Parameters without elements stay frozen too, but have no gradient to watch.
         return tuple(name for name in resolved.unreached if sizes.get(name))
-    unfreeze(model, resolved.unreached)  # they were frozen for the forecast
+    unfreeze(model, resolved.unreached)  # `resolve_plan` has frozen them
     return ()
 
 
@@ -152,11 +163,11 @@ def _drop_other_stages(
 ) -> None:
     """Replace the parameters and buffers of other ranks' stages by placeholders.
 
-    If the model could not be described on the meta device, it first gets its values; that is
+    If the model could not be built on the meta device, it first gets its values, which is
     collective.
     """
     model = blueprint.model
-    # A model that could not be described is whole on every rank, and rank 0 sends it whole.
+    # A model that is not on the meta device is whole on every rank, and rank 0 sends it whole.
     if not blueprint.deferred:
         materialize(names_of(model))
     own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
@@ -164,7 +175,11 @@ def _drop_other_stages(
 
 
 def _leave_hooks(model: nn.Module, plan: Plan, hooks: GradientHooks) -> None:
-    """Let autograd run the hooks if gradients are used at once, or slices act as whole tensors."""
+    """Register the gradient hooks again if autograd has to run them, not the runner.
+
+    This is so if each gradient is used as soon as it is computed, or if slices act as whole
+    tensors.
+    """
     if plan.tp > 1 or plan.release_gradients:
         hooks.put_back(model)
 
@@ -178,7 +193,8 @@ def _changed_modules(
     if plan.sync_batchnorm:
         convert = nn.SyncBatchNorm.convert_sync_batchnorm
         model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
-    # After this the model's code sees whole parameters, everybody else this rank's slices.
+    # Last: afterwards only the model's own code sees whole parameters, and all other code sees this
+    # rank's slices.
     if slices is not None:
         slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
     return model
@@ -187,7 +203,7 @@ def _changed_modules(
 def _own_slices(
     resolved: ResolvedPlan, context: RunContext, meter: MemoryMeter
 ) -> SlicedState | None:
-    """The slices of this rank; None if the plan has none."""
+    """Return the slices of this rank; None if the plan has no slices."""
     if resolved.slices is None:
         return None
     group = context.group("tp")
@@ -195,7 +211,7 @@ def _own_slices(
 
 
 def _recorded_runner(assembly: Assembly) -> Runner:
-    """The runner, with its phases and blocks recorded by the flight recorder."""
+    """Make the runner, and let the flight recorder record its phases and blocks."""
     recorder = assembly.meter.recorder = assembly.context.recorder
     for root in assembly.roots:
         mark_blocks(find_blocks(root), recorder)

@@ -13,17 +13,17 @@ from bigtrain.units import format_bytes
 
 
 def ensure_host_room(plan: Plan, host_bytes: int, context: RunContext) -> None:
-    """Check that the host has room for offloaded activations. Collective.
+    """Check that each host has memory for the activations that its ranks offload. Collective.
 
-    The optimizer's state is checked by the technique that offloads it.
+    The technique that offloads the optimizer's state checks the memory for this state.
 
     Args:
-        plan: nothing is checked if it offloads no activations to the host.
-        host_bytes: predicted for this rank; see `Prediction.host_bytes`.
-        context: the ranks, of which those of a node share its memory.
+        plan: the plan. If it offloads no activations to the host, nothing is checked.
+        host_bytes: predicted bytes of this rank on the host; see `Prediction.host_bytes`.
+        context: this rank's context.
 
     Raises:
-        ConfigError: they do not fit; the same message on every rank.
+        ConfigError: the activations do not fit on a host. Every rank raises the same message.
     """
     if plan.offload_tiers.activations != "cpu" or not plan.moves_activations:
         return

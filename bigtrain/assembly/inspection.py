@@ -1,7 +1,8 @@
-"""Properties of a model that not every engine supports, found once, before the ranks connect.
+"""Find properties of a model that not every engine supports, before the ranks connect.
 
-`Traits.cannot_hold` of a technique lists the properties that it does not support. A model that an
-engine would train wrongly, or would crash on, is refused by name, with a strategy that supports it.
+`Traits.cannot_hold` lists the properties that a technique does not support. If the model has such a
+property, the technique's engine would train it wrongly or fail. The run then ends with an error
+that names the parameter or module, and a strategy that supports the property.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _INSTEAD = {
     "zero1_torch": RoleConfig.model_validate({"name": "zero", "engine": "torch", "stage": 1}),
     "ddp": RoleConfig(name="ddp"),
 }
-"""Strategies that a refusal may offer, the one that shards the most first."""
+"""Strategies that an error may recommend. The strategy that shards the most is first."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,20 @@ class Found:
     name: str
     """The name of the parameter or module."""
     what: str
-    """The message after the name."""
+    """The words of the error after the name, such as "is shared"."""
     fix: str = ""
-    """Another fix, named before "use --strategy ..."."""
+    """A change of the model that also helps, as a sentence; it precedes the strategy to use."""
 
 
 def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found, ...]:
-    """All unusual properties of a model and of its forward pass.
+    """Return all unusual properties of a model and of its training pass.
 
     Args:
-        model: whole, as the user wrote it, on any device.
-        uses: how its forward pass uses parameters; None if unknown.
+        model: the whole model as the user wrote it, on any device.
+        uses: how the training pass uses the parameters; None if unknown.
 
     Raises:
-        ConfigError: it has a state that no checkpoint can hold.
+        ConfigError: the model has a state that checkpoints cannot store.
     """
     _check_extra_state(model)
     _check_saved_types(model)
@@ -62,16 +63,17 @@ def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found,
 
 
 def refuse_found(plan: Plan, oddities: Sequence[Found]) -> None:
-    """Refuse a model with a property that the plan's techniques do not support.
+    """Check that the plan's techniques support all properties of a model.
 
-    Needs no process group, and is the same on all ranks.
+    Needs no process group, and gives the same result on all ranks.
 
     Args:
         plan: the plan of the run.
-        oddities: the properties of its model.
+        oddities: the unusual properties of the model.
 
     Raises:
-        ConfigError: with the name, the property, and a strategy that supports it.
+        ConfigError: a property is not supported. The message contains the name of the parameter or
+            module, the property, and a strategy that supports it.
     """
     refused = refused_by(plan)
     for found in oddities:
@@ -85,11 +87,11 @@ def refuse_found(plan: Plan, oddities: Sequence[Found]) -> None:
 
 
 def refused_by(plan: Plan) -> frozenset[Oddity]:
-    """The properties that the techniques of a plan do not support together."""
+    """Return the properties that the techniques and settings of a plan do not support."""
     refused: frozenset[Oddity] = frozenset()
     for role, technique in plan.techniques.items():
         if role == "replicate" and plan.dp == 1 and not technique.traits.needs_group:
-            continue  # it changes nothing
+            continue  # without replicas the technique changes nothing
         refused |= technique.traits.cannot_hold
     if plan.release_gradients and (plan.world_size > 1 or plan.replicate.materializes):
         refused |= {"gradient_hooks", "accumulate_hooks"}
@@ -105,12 +107,13 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
         refused |= SECOND_BACKWARD
     if plan.dp > 1:
         refused |= {"writes_from_batch"}
-        refused |= SPARSE if plan.pp > 1 else frozenset()  # stages are averaged in flat buckets
+        # The gradients of stages are averaged in flat buckets, which hold no sparse tensors.
+        refused |= SPARSE if plan.pp > 1 else frozenset()
     return refused
 
 
 def found_in(model: nn.Module) -> Iterator[Found]:
-    """Properties of a model that show without running it."""
+    """Yield the unusual properties of a model that are found without running it."""
     sparse = {
         id(module.weight)
         for module in model.modules()
@@ -144,7 +147,7 @@ def found_in(model: nn.Module) -> Iterator[Found]:
 
 
 def _of_type(name: str, parameter: nn.Parameter) -> Iterator[Found]:
-    """The property that follows from the dtype of a parameter."""
+    """Yield the unusual property of a parameter's dtype, if it has one."""
     exact = parameter.is_floating_point() or parameter.is_complex()
     if is_packed(name, parameter):
         fix, description = "Leave model.lora.quantize out", f"is in 4 bits ({QUANTIZE})"
@@ -156,7 +159,7 @@ def _of_type(name: str, parameter: nn.Parameter) -> Iterator[Found]:
 
 
 def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Found]:
-    """The first trained parameter whose dtype differs from those before it."""
+    """Yield a property for the first trained parameter whose dtype differs from the others'."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for name, p in trained:
         if p.dtype != trained[0][1].dtype:
@@ -167,10 +170,10 @@ def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Fou
 
 
 def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
-    """Yield the properties that show in a training pass, and the mixed dtypes of blocks.
+    """Yield the unusual properties of a training pass, and blocks with parameters of two dtypes.
 
     Args:
-        model: whole, as the user wrote it, on any device.
+        model: the whole model as the user wrote it, on any device.
         uses: how the forward pass and the loss use the parameters.
     """
     sparse = {
@@ -220,7 +223,7 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
 
 
 def _instead(plan: Plan, oddities: set[Oddity]) -> str:
-    """The strategy that supports all of these and shards the most."""
+    """Return the strategy that supports all these properties and shards the most."""
     for name, config in _INSTEAD.items():
         traits = make_technique("replicate", config).traits
         if name != plan.strategy.name and not oddities & traits.cannot_hold:

@@ -1,4 +1,4 @@
-"""Make a plan from a job: mesh, one technique for each role, batch; refuse impossible jobs."""
+"""Make a plan from a job: the mesh, a technique for each role, and the batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bigtrain.ranks.context import resolve_mesh
 
 
 def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
-    """Make the plan of a job, or refuse the job. Needs no process group.
+    """Make the plan of a job. Needs no process group.
 
     Args:
-        job: the configuration.
+        job: the job.
         world_size: the number of ranks.
         device_type: 'cpu', 'cuda' or 'xpu'.
 
     Raises:
-        ConfigError: the mesh, the batch or a technique does not fit.
+        ConfigError: the mesh, the batch, a technique or another setting does not fit the others.
     """
     techniques = {
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
@@ -48,7 +48,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         )
     replicate = techniques["replicate"].traits
     shares_engine = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
-    given_up = "replicate" if shares_engine else None  # one engine does the work of both
+    given_up = "replicate" if shares_engine else None  # the cut's engine does its work as well
     owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
@@ -89,7 +89,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
 
 
 def _check_kernels(plan: Plan, cap: int | None) -> None:
-    """Refuse channels-last stages, and compiled blocks that other code changes inside."""
+    """Raise ConfigError for stages in channels-last, and for blocks that cannot be compiled."""
     if plan.channels_last and plan.cut is not None:
         raise ConfigError(
             "train.memory_format=channels_last is for whole models, and the stages of strategy.cut "
@@ -117,10 +117,10 @@ def _check_kernels(plan: Plan, cap: int | None) -> None:
 
 
 def _check_messages(plan: Plan, backend: str) -> None:
-    """Refuse point-to-point messages of an accelerator's tensors by gloo.
+    """Raise ConfigError if gloo would send point-to-point messages of an accelerator's tensors.
 
-    gloo copies the tensors of collectives to the host; in messages it uses a device address as one
-    of the host, which ends the process.
+    gloo copies the tensors of collectives to the host. In messages it uses an address on the device
+    as an address on the host, which crashes the process.
     """
     if backend != "gloo" or not is_accelerator(plan.device_type):
         return
@@ -139,10 +139,16 @@ def _check_messages(plan: Plan, backend: str) -> None:
 
 
 def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int, int, int]:
-    """The sizes of pp, dp and tp.
+    """Return the sizes of the axes pp, dp and tp.
 
-    Without `mesh.pp` a distributed cut takes the ranks that dp and tp leave. Without `mesh.tp` a
-    slice technique takes all remaining ranks, or 2 if another axis needs ranks as well.
+    Without `mesh.pp` a distributed cut gets the ranks that dp and tp leave. Without `mesh.tp` a
+    slice technique gets all remaining ranks, or 2 if another axis needs ranks as well.
+
+    Args:
+        job: the job.
+        world_size: the number of ranks.
+        spans: whether the job has a distributed cut.
+        slices: whether the job has a slice technique.
     """
     pp, dp, tp = job.mesh.pp, job.mesh.dp, job.mesh.tp
     if tp is None:
@@ -155,10 +161,11 @@ def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int,
 
 
 def _batch(job: Job, dp: int, cut: Strategy | None, pp: int) -> Batch:
-    """The batch of a job.
+    """Return the batch of a job.
 
     Raises:
-        ConfigError: see `resolve_batch`; with the keys of the DeepSpeed file that sets the numbers.
+        ConfigError: see `resolve_batch`. If a DeepSpeed file sets the numbers, the message contains
+            the file's keys.
     """
     try:
         return _wanted_batch(job.train, dp, cut, pp)
@@ -173,7 +180,11 @@ def _batch(job: Job, dp: int, cut: Strategy | None, pp: int) -> Batch:
 
 
 def _wanted_batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) -> Batch:
-    """Return the batch; by default with about the number of micro-batches that the cut wants."""
+    """Return the batch.
+
+    If the job gives only the global batch size, the number of micro-batches is the largest divisor
+    of a replica's batch that is at most the number that the cut wants.
+    """
     micro_batches = cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1
     global_size = train.global_batch_size
     unspecified = train.micro_batch_size is None and train.accumulation_steps is None
@@ -189,7 +200,7 @@ def _wanted_batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) ->
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values for YAML, which `--plan` reads."""
+    """Return the plan as plain values for a YAML file, which the option `--plan` reads."""
     strategy: dict[str, Any] = {"name": plan.strategy.name}
     for role, technique in plan.techniques.items():
         options = technique.model_dump(mode="json", exclude_defaults=True)
@@ -207,7 +218,10 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def device_type_of(job: Job) -> Literal["cpu"] | Kind:
-    """'cuda', 'xpu' or 'cpu', as the job's `device` says for this machine."""
+    """Return the type of the job's `device`; for "auto" that of this machine's accelerator or CPU.
+
+    The result is 'cuda', 'xpu' or 'cpu'.
+    """
     if job.device != "auto":
         return job.device
     return accelerator() or "cpu"

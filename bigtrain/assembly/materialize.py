@@ -1,4 +1,4 @@
-"""Materialising a described model: values for its parameters and buffers, on the device."""
+"""Give the parameters and buffers of a model on the meta device their values on a device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from bigtrain.tensors.shards import StateTensor, copy_saved
 
 
 class Materializer:
-    """Gives parameters and buffers of a blueprint their values, each once.
+    """Gives each parameter and buffer of a blueprint's model its values, once.
 
-    A model that could not be described on the meta device is whole on every rank; rank 0 sends its
-    values at the first call.
+    A model that could not be built on the meta device is whole on every rank. The first call then
+    sends the values of all its tensors from rank 0, and is collective.
 
     Args:
-        blueprint: the model.
-        context: the device, the seed and the ranks.
-        precision: fp64 makes float64 of every floating-point tensor.
-        low: names of the parameters that become bf16.
-        slices: the slices of the model; only those of this rank stay in memory.
+        blueprint: the blueprint of the model.
+        context: this rank's context, with the device and the seed.
+        precision: the precision of the run; "fp64" converts floating-point tensors to float64.
+        low: the names of the parameters that are converted to bf16.
+        slices: the slices of the model, of which only this rank's stay in memory; None if ranks
+            hold whole tensors.
     """
 
     def __init__(
@@ -46,16 +47,16 @@ class Materializer:
         self._slices = slices
         self._done: set[str] = set()
         self._read: set[str] = set()
-        """Names of tensors of which only this rank's slices were read."""
+        """The names of tensors of which only this rank's slices were read."""
         whole = slices is not None or self._double
         self.saved_parts = None if whole else SavedParts(blueprint, self._done)
-        """Reads parts of saved values; None if ranks hold slices of tensors, or in float64."""
+        """Reads parts of saved values; None if ranks hold slices of tensors or float64 values."""
         for name, parameter in blueprint.model.named_parameters():
-            if name in self._low and parameter.is_meta:  # shards of it get this dtype
+            if name in self._low and parameter.is_meta:  # so that its shards get this dtype
                 parameter.data = parameter.data.to(torch.bfloat16)
 
     def __call__(self, names: Collection[str]) -> None:
-        """Give the tensors of these names their values, unless they have them."""
+        """Give the tensors with these names their values, unless they have them already."""
         blueprint, context = self._blueprint, self._context
         pending = names if blueprint.deferred else names_of(blueprint.model)
         pending = [name for name in pending if name not in self._done]
@@ -77,7 +78,7 @@ class Materializer:
                 self._finish(name, tensors[name])
 
     def _finish(self, name: str, tensor: Tensor) -> None:
-        """Cast to the run's precision, send from rank 0 if needed, and keep this rank's slices."""
+        """Convert a tensor to its dtype, send it from rank 0 if needed, and drop other slices."""
         blueprint, context = self._blueprint, self._context
         if self._double and tensor.is_floating_point():
             tensor.data = tensor.data.double()
@@ -90,12 +91,15 @@ class Materializer:
             tensor.data = local_slices(tensor, slices, self._slices.group)
 
     def _read_slices(self, name: str, form: Tensor, saved: StateTensor) -> Tensor | None:
-        """Read this rank's slices of a saved value; None if it is not sliced, or read as a whole.
+        """Read this rank's slices of a saved tensor.
 
         Args:
             name: the first name of the tensor.
             form: the whole tensor on the meta device.
-            saved: its saved value.
+            saved: the saved values.
+
+        Returns:
+            The slices; None if the tensor is not sliced or cannot be read in parts.
         """
         state = self._slices
         if state is None or name not in state.by_name or saved.read is None:

@@ -1,6 +1,6 @@
-"""Checks of a model against plans; the model is inspected once for all plans.
+"""Check a model against plans. The model is inspected only once for all plans.
 
-A run checks its one plan; the planner skips the plans that a run would refuse.
+A run checks its plan, and the planner skips plans that fail the checks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ModelChecks:
     """Checks a workload's model against plans.
 
     Args:
-        workload: without an example, its forward pass is not checked.
-        passes_of: the model whose forward passes are run; None for the workload's. The planner
-            gives one with fewer of the equal blocks.
+        workload: the workload. Without an example its forward pass is not checked.
+        passes_of: the model whose forward passes are run; None for the workload's model. The
+            planner gives a model with fewer equal blocks, which takes less time.
     """
 
     def __init__(self, workload: Workload, passes_of: nn.Module | None = None) -> None:
@@ -35,10 +35,14 @@ class ModelChecks:
         self._passes_of = workload.model if passes_of is None else passes_of
 
     def meet(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-        """The plan with techniques adapted to the model, and lines on the changes.
+        """Check that a plan can train the model, and adapt the plan's techniques to the model.
+
+        Returns:
+            The plan, with a changed replicate technique if the model needs it, and lines for the
+            user about the model.
 
         Raises:
-            ConfigError: the model, or its optimizer, cannot be trained by this plan.
+            ConfigError: the plan cannot train the model, or not with this optimizer.
         """
         check_kind(self._optimizer, plan)
         refuse_found(plan, self._findings)
@@ -60,7 +64,11 @@ class ModelChecks:
         return plan, tuple(notes)
 
     def routes_of(self, plan: Plan) -> Routes:
-        """The modules that only some passes call, if that matters to a plan."""
+        """Return the modules that only some passes call.
+
+        If the plan has one replica, these do not matter, and only the called modules and the
+        blocks that are never called are returned. Without an example the result is empty.
+        """
         if self._workload.example is None:
             return Routes()
         called, only_used = self._uses.called, self._only_used

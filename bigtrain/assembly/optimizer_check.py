@@ -1,11 +1,11 @@
-"""Checks that a job's optimizer can work with the tensors that its strategy gives it."""
+"""Check that a job's optimizer can work with the tensors that the strategy gives it."""
 
 from __future__ import annotations
 
 from bigtrain.core.strategy import Plan
 from bigtrain.core.traits import OptimizerInput, OptimizerSees
 from bigtrain.errors import ConfigError
-from bigtrain.job.schema import LOW_BIT, OptimConfig
+from bigtrain.job.optim_keys import LOW_BIT, OptimConfig
 from bigtrain.optim.whole import WholeOptimizer
 
 _TENSOR_WORDS: dict[OptimizerInput, str] = {
@@ -15,18 +15,19 @@ _TENSOR_WORDS: dict[OptimizerInput, str] = {
     "shards": "shards",
     "copies": "flat copies",
 }
-"""The optimizer's tensors under a technique, as a message names them."""
+"""Words of an error for the tensors that the optimizer updates under a technique."""
 
 
 def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
-    """Refuse an optimizer that a technique of the plan cannot work with.
+    """Check that the techniques of a plan support the settings of the optimizer.
 
     Args:
         optim: the `optim` section of the job.
-        plan: complete; the techniques' own checks come later.
+        plan: the plan. The checks of its techniques come later.
 
     Raises:
-        ConfigError: with the key, the reason and the nearest choice that works.
+        ConfigError: a setting is not supported. The message contains the key, the reason and a
+            choice that works.
     """
     optimizer_input = plan.replicate.optimizer_gets
     if plan.shares_engine or (plan.cut is not None and plan.cut.optimizer_gets == "copies"):
@@ -53,13 +54,16 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
 
 
 def _cuts_parameters(plan: Plan, optimizer_input: OptimizerInput) -> bool:
-    """Whether updates are of flat slices whose bounds depend on the number of ranks."""
+    """Return whether flat slices are updated whose bounds depend on the number of ranks."""
     moved = optimizer_input == "parameters" and plan.offload_tiers.optimizer != "device"
     return optimizer_input == "pieces" or moved
 
 
 def _check_copies(optim: OptimConfig, plan: Plan, strategy_words: str) -> None:
-    """Refuse stochastic rounding where ranks divide the same parameter into different pieces."""
+    """Raise ConfigError for stochastic rounding if copies of a parameter are divided differently.
+
+    Ranks that hold copies of the same parameter would round different pieces of it.
+    """
     if optim.stochastic_rounding is False or max(plan.pp, plan.tp) == 1:
         return
     holders = "the stages that share a tied parameter"
@@ -131,7 +135,7 @@ def _check_release(plan: Plan, strategy_words: str) -> None:
 def _check_whole(
     optim: OptimConfig, plan: Plan, optimizer_input: OptimizerInput, strategy_words: str
 ) -> None:
-    """Refuse an optimizer whose state is of whole parameters where a rank has parts of them."""
+    """Raise ConfigError if the optimizer's state is of whole parameters, but a rank has parts."""
     if plan.tp > 1:
         parts = "rows and columns" if optim.name == "adafactor" else "blocks"
         raise ConfigError(
@@ -157,10 +161,11 @@ def _check_whole(
 
 
 def check_kind(optimizer: WholeOptimizer, plan: Plan) -> None:
-    """Refuse an optimizer whose step reads tensors that a rank of this plan does not have.
+    """Check that each rank of a plan has the tensors that the optimizer's step reads.
 
     Raises:
-        ConfigError: with its class, the tensors that it reads, and a strategy that has them.
+        ConfigError: it does not, or the step needs a closure. The message contains the optimizer's
+            class, the reason, and a strategy or optimizer that works.
     """
     kind, strategy_words = optimizer.kind, f"strategy {plan.strategy.name}"
     if kind.failure is not None and "closure" in kind.failure:
@@ -208,7 +213,7 @@ def _trial_failure(failure: str | None) -> str:
 
 
 def _readable_tensors(plan: Plan) -> tuple[OptimizerSees, str]:
-    """The tensors that a step may read on one rank of a plan, and why no others."""
+    """Return the tensors that a step may read on one rank of a plan, and why it has no others."""
     sees = plan.replicate.optimizer_sees if plan.dp > 1 or plan.replicate.owns_step else "all"
     if plan.tp > 1:
         return "elements", f"each rank has slices of them (mesh.tp={plan.tp})"
@@ -224,9 +229,9 @@ def _readable_tensors(plan: Plan) -> tuple[OptimizerSees, str]:
 
 
 def _steps_in_parts(plan: Plan) -> bool:
-    """Whether one step of the run is several calls of the optimizer."""
+    """Return whether a step of the run consists of several calls of the optimizer's step."""
     moved = plan.offload_tiers.optimizer != "device" and not plan.replicate.own_offload
     pieces = plan.bf16_parameters and plan.replicate.optimizer_gets == "pieces"
-    # DeepSpeed's stage 3 steps once for each flat slice.
+    # DeepSpeed's stage 3 calls the optimizer's step for each flat slice.
     flat = plan.replicate.optimizer_sees == "elements" and plan.replicate.sharded_states == 3
     return moved or pieces or flat or plan.release_gradients

@@ -1,4 +1,4 @@
-"""Choose a policy for each block by a budget: costs, the exact solution, a forecast as proof."""
+"""Choose a recompute policy for each block under a budget of bytes, and check it by a forecast."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from bigtrain.tracing.watch import untraceable_reason
 from bigtrain.units import format_bytes
 
 RECOMPUTE_RATES = {**NOMINAL_RATES, "cpu": replace(NOMINAL_RATES["cpu"], nbytes=1e9)}
-"""Nominal rates, of which only the ratio counts. On a CPU, operations between matrix products
-(GELU, norms) move about a 50th as many bytes as products do FLOPs. Constants, because all ranks
-must make the same choice."""
+"""Nominal rates, of which only the ratio matters. On a CPU, operations between matrix products
+(GELU, norms) move about a 50th as many bytes a second as products do FLOPs. The rates are constants
+because all ranks must make the same choice."""
 MAX_FORECASTS = 8
-"""The most forecasts of a search; each proves a choice, or corrects the solver's budget."""
+"""The most forecasts of a search. Each checks a solution, and corrects the solver's budget."""
 
 
 def meet_budget(
@@ -43,21 +43,21 @@ def meet_budget(
     layout: Layout | None = None,
     slices: ModelSlices | None = None,
 ) -> ResolvedPlan:
-    """Choose a policy for each block, so that no rank exceeds a number of bytes.
+    """Choose the fastest policy for each block with which no rank's peak exceeds a limit.
 
-    Needs no process group, and is the same on all ranks.
+    Needs no process group, and gives the same result on all ranks.
 
     Args:
         plan: the plan of the run.
-        technique: the plan's technique, with the budget.
-        limit: bytes of each rank.
+        technique: the plan's recompute technique.
+        limit: the most bytes of each rank.
         workload: a workload with an example.
-        layout: if the model is cut.
-        slices: if its layers are sliced.
+        layout: the cut of the model; None without a cut.
+        slices: the slices of the model's layers; None without slices.
 
     Raises:
-        ConfigError: there is no example, no block or no forecast; or the smallest peak exceeds the
-            budget.
+        ConfigError: the workload has no example, the model has no blocks or cannot be forecast, or
+            the smallest peak exceeds the limit.
     """
     if workload.example is None:
         raise ConfigError(
@@ -75,7 +75,7 @@ def meet_budget(
     try:
         seen = (workload.model, names, workload.example, rates, device)
         costs = block_costs(*seen, bf16=bf16, of_cuda=stands_for_cuda(plan.device_type, device))
-    except Exception as error:  # user code of any kind runs here
+    except Exception as error:  # the user's model may raise anything
         raise ConfigError(_no_forecast(untraceable_reason(error))) from error
     task = _BudgetTask(plan, technique, limit, workload, layout, slices, costs)
     blocks: dict[str, BlockPolicy] = dict.fromkeys(names, "keep")
@@ -90,7 +90,7 @@ def meet_budget(
 
 @dataclass(frozen=True)
 class _ProvenSolution:
-    """The policies of one rank's blocks, with the peak of their forecast."""
+    """The policies of one rank's blocks, with the peak of a forecast and the added seconds."""
 
     blocks: dict[str, BlockPolicy]
     peak: Peak
@@ -124,7 +124,7 @@ class _BudgetTask:
         """Choose policies for the blocks of one rank.
 
         Raises:
-            ConfigError: no choice fits; with the smallest peak.
+            ConfigError: no choice fits. The message contains the smallest peak.
         """
         uniform = dict(self._uniform(names, pp_rank))
         peak_keeping_all = uniform["keep"].forecast.peak()
@@ -153,7 +153,7 @@ class _BudgetTask:
     def _uniform(
         self, names: Sequence[str], pp_rank: int
     ) -> Iterator[tuple[BlockPolicy, UniformForecast]]:
-        """The forecasts of the rank with one policy for all blocks, for each that works."""
+        """Yield each policy that works with the model, and the forecast with it for all blocks."""
         for choice in BLOCK_POLICIES:
             if "offload" in choice and not self.plan.moves_activations:
                 continue
@@ -164,10 +164,10 @@ class _BudgetTask:
             except ConfigError:
                 if choice == "keep":
                     raise
-                # Not every policy works with every model.
+                # The other policies need not work with every model.
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> ResolvedPlan:
-        """The plan with a policy for each block."""
+        """Return the resolved plan with a policy for each block."""
         techniques = {**self.plan.techniques, "recompute": self.technique.with_policies(blocks)}
         plan = replace(self.plan, techniques=techniques)
         return ResolvedPlan.of(plan, self.workload.model, self.layout, self.slices)
@@ -181,7 +181,7 @@ class _BudgetTask:
         )
 
     def _waiting(self, pp_rank: int) -> int:
-        """Micro-batches whose activations a rank holds besides the current one."""
+        """Return the number of micro-batches other than the current with activations on a rank."""
         cut = self.plan.techniques.get("cut")
         if self.layout is None or not isinstance(cut, CutStrategy):
             return 0
@@ -192,10 +192,11 @@ class _BudgetTask:
         return max(in_flight, default=1) - 1
 
     def _search(self, chain: BudgetProblem, pp_rank: int) -> list[_ProvenSolution]:
-        """Solutions under a solver budget that follows the forecasts.
+        """Return solutions for several budgets of the solver, each with its forecast.
 
-        A forecast above the limit lowers the solver's budget by the excess. One below it by more
-        than the prices predicted raises the budget, up to one that was too high.
+        If a forecast exceeds the limit, the next budget is lower by the excess. Otherwise the next
+        budget is the solver's peak of the solution plus the bytes that its forecast leaves free.
+        The search ends if the next budget is not below a budget whose solution exceeded the limit.
         """
         solutions: dict[tuple[int, ...], _ProvenSolution] = {}
         budget_left, refused = self.limit - chain.base, math.inf
@@ -224,7 +225,7 @@ class _BudgetTask:
         )
 
     def line(self, solution: _ProvenSolution, pp_rank: int) -> str:
-        """A line on the chosen policies, their cost and the predicted peak."""
+        """Return a line for the user: the chosen policies, their cost and the predicted peak."""
         where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
         counts = Counter(solution.blocks.values())
         policies = ", ".join(_policy_words(c, counts[c]) for c in BLOCK_POLICIES if counts[c])
@@ -260,10 +261,11 @@ _POLICY_WORDS: dict[BlockPolicy, tuple[str, str]] = {
     "offload": ("offload", "all activations"),
     "full_offload": ("offload", "inputs only"),
 }
-"""The verb and the saved tensors of a policy, as users read them."""
+"""The words for a policy in a line for the user: a verb, and the tensors that are saved."""
 
 _FIXES = {
     "parameters": "--strategy fsdp on more ranks",
+    "frozen": "--strategy fsdp on more ranks",
     "gradients": "--strategy zero2 on more ranks",
     "optimizer": "--strategy zero1 on more ranks",
     "activations": "a smaller train.micro_batch_size",

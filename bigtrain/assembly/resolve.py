@@ -1,4 +1,4 @@
-"""Resolve a plan for a workload: choose stages, slices, and policies of blocks."""
+"""Resolve a plan for a workload: choose the stages, the slices, and the policies of blocks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from bigtrain.tracing.unreached import freeze_empty, freeze_unreached
 
 
 def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
-    """Freeze parameters that the loss does not reach, cut and slice the model, choose policies.
+    """Choose the stages, the slices and the policies of a plan for a workload's model.
 
-    Needs no process group, and is the same on all ranks.
+    Also freeze parameters of the model without elements, and parameters on which the loss does not
+    depend. Needs no process group, and gives the same result on all ranks.
 
     Args:
         plan: the plan of the run.
-        workload: a workload with an example if the plan has a cut, slices or a budget. If an
-            example shows that the loss does not reach a parameter, that parameter is frozen in its
-            model.
+        workload: the workload. It needs an example if the plan has a cut, slices or a budget.
+            Without an example, parameters are not frozen because of the loss.
 
     Raises:
-        ConfigError: the model cannot be cut so; a key names a module that it does not have; the
-            smallest peak exceeds the budget.
+        ConfigError: the plan cannot train the model; the model cannot be cut or sliced as planned;
+            a key names a module that the model does not have; or the smallest peak exceeds the
+            budget.
     """
     checks = ModelChecks(workload)
     plan, chosen = checks.meet(plan)
@@ -44,7 +45,7 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     empty = freeze_empty(workload.model)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
-        uses = workload.parameter_uses  # seen in one pass, by the checks above
+        uses = workload.parameter_uses  # cached: the checks above have run the pass
         unreached = freeze_unreached(
             workload.model,
             workload.example,
@@ -74,17 +75,17 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:
-    """A line on the parameters that the loss does not reach."""
+    """Return a line on the parameters on which the loss does not depend, if there are any."""
     return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
 
 
 def _uneven(layout: Layout | None) -> list[str]:
-    """A line on a cut that gives one rank most of the work."""
+    """Return a line if the cut gives one rank most of the work."""
     return [layout.chosen.uneven] if layout is not None and layout.chosen.uneven else []
 
 
 def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
-    """A line if forward passes write parameters in place, and a step has several passes."""
+    """Return a line if forward passes write parameters in place, and a step has several passes."""
     steps, writes = plan.batch.accumulation_steps, () if uses is None else uses.writes
     if steps == 1 or not writes:
         return []
@@ -95,7 +96,7 @@ def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
 
 
 def _compiled(plan: Plan) -> list[str]:
-    """A line on the forecasts of a run with compiled blocks."""
+    """Return a line on the forecasts of a run with compiled blocks, if blocks are compiled."""
     note = (
         "train.compile=blocks: bytes are forecast for compiled blocks; blocks are timed as written"
     )
@@ -103,10 +104,15 @@ def _compiled(plan: Plan) -> list[str]:
 
 
 def check_known(plan: Plan, unreached: Sequence[str]) -> None:
-    """Refuse parameters without gradients that were unknown when the model was wrapped.
+    """Check that training does not wait for gradients of parameters that get none.
+
+    Args:
+        plan: the plan of the run.
+        unreached: parameters on which the loss does not depend, found only after the model was
+            wrapped.
 
     Raises:
-        ConfigError: a collective or an engine waits for their gradients.
+        ConfigError: there are some, and a collective or an engine waits for their gradients.
     """
     replicate = plan.replicate
     waits = replicate.averaging_bucket is not None or replicate.engine != "torch"
@@ -119,7 +125,7 @@ def check_known(plan: Plan, unreached: Sequence[str]) -> None:
 
 
 def _no_replicas(plan: Plan) -> list[str]:
-    """A hint if one pipeline takes all ranks, and the replicate technique has no replicas."""
+    """Return a hint if one pipeline takes all ranks, so that there is nothing to replicate."""
     technique, traits = plan.techniques.get("replicate"), plan.replicate
     shares = traits.sharded_states > 0 or traits.averaging_bucket is not None
     if technique is None or not shares or plan.dp > 1 or plan.pp < 4 or plan.pp % 2:
@@ -132,10 +138,12 @@ def _no_replicas(plan: Plan) -> list[str]:
 
 
 def lay_slices(plan: Plan, workload: Workload) -> ModelSlices | None:
-    """Slice the layers as the plan says; None without slices. Needs no process group.
+    """Return the slices of the model's layers under a plan; None if the plan has no slices.
+
+    Needs no process group.
 
     Raises:
-        ConfigError: there is no example, or nothing can be sliced over so many ranks.
+        ConfigError: the workload has no example, or no layer can be sliced over so many ranks.
     """
     technique = plan.techniques.get("slice")
     if not isinstance(technique, SliceStrategy) or plan.tp == 1:
@@ -149,10 +157,13 @@ def lay_slices(plan: Plan, workload: Workload) -> ModelSlices | None:
 
 
 def make_layout(plan: Plan, workload: Workload) -> Layout | None:
-    """Cut the model as the plan says; None without a cut. Needs no process group.
+    """Return the cut of the model into stages under a plan; None if the plan has no cut.
+
+    Needs no process group.
 
     Raises:
-        ConfigError: there is no example, or the model cannot be cut into so many stages.
+        ConfigError: the workload has no example, the model cannot be cut into so many stages, or a
+            technique does not support the cut model.
     """
     cut_strategy = plan.techniques.get("cut")
     if not isinstance(cut_strategy, CutStrategy):

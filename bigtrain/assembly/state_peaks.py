@@ -1,10 +1,13 @@
-"""The peaks of a save and of a resume on one rank, before anything is built.
+"""Predict the peaks of memory of a save and of a resume on one rank, before anything is built.
 
-In addition to the step's forecast this needs the elements of each tensor that each rank holds: all
-(replicas), rows (`fully_shard`), flat slices of all parameters concatenated (pieces, DeepSpeed's
-stages 1 and 2) or of each parameter (its stage 3); all within the slices of a tp rank.
-`forecast_save` goes through the rounds of a save with that. A resume holds the state read so far,
-the part of one tensor that is read, and a block of the file if that part is many short runs.
+In addition to the step's forecast, the prediction needs the elements of each tensor that each rank
+holds. Replicas hold all elements, `fully_shard` holds rows. With pieces, and with DeepSpeed's
+stages 1 and 2, a rank holds flat slices of all parameters concatenated; with DeepSpeed's stage 3,
+flat slices of each parameter. With slices (tp), the same holds within the slices of a tp rank.
+
+`forecast_save` predicts each round of a save from these elements. A resume holds the state that has
+been read, the part of one tensor that is being read, and a block of the file if this part consists
+of many short runs.
 """
 
 from __future__ import annotations
@@ -49,21 +52,21 @@ def forecast_state_peaks(
     dp_rank: int = 0,
     tp_rank: int = 0,
 ) -> StatePeaks:
-    """Predict the peaks of one rank during a save and during a resume.
+    """Predict the peaks of memory of one rank during a save and during a resume.
 
-    An asynchronous save runs during steps, so the bytes of its thread are added to their peak.
+    An asynchronous save runs during steps, so the bytes of its thread are added to a step's peak.
 
     Args:
         resolved: the plan of the run.
         workload: a workload with an example.
         config: the job's `checkpoint` section.
         prediction: the prediction of a step on this rank.
-        pp_rank: the rank's place on the pp axis.
-        dp_rank: its place on the dp axis.
-        tp_rank: its place on the tp axis.
+        pp_rank: the rank's position on the pp axis.
+        dp_rank: the rank's position on the dp axis.
+        tp_rank: the rank's position on the tp axis.
 
     Returns:
-        The peaks; empty if the step has no prediction, or the optimizer does not run on fake
+        The peaks; both None if the step has no prediction, or the optimizer does not run on fake
         tensors.
     """
     states, step = prediction.states, prediction.own_peak
@@ -92,7 +95,7 @@ def forecast_state_peaks(
         return StatePeaks(StatePeak(resident + added.made, host), StatePeak(resume, known.largest))
     # The last batch is alive until the next one is read.
     batch = storage_bytes(workload.micro_batch.tensors()) * plan.batch.accumulation_steps
-    # A rank that contributes nothing still takes its steps while others write.
+    # A rank that writes nothing also takes steps while other ranks write.
     during_save = step.bytes + added.beside if config.asynchronous else 0
     return StatePeaks(
         StatePeak(max(resident + batch + added.waiting, during_save)), StatePeak(resume)
@@ -105,26 +108,27 @@ class _Saved:
 
     name: str
     first: str
-    """The first of its names, if it is tied."""
+    """The first of the tensor's names; a tied tensor has several."""
     shape: tuple[int, ...]
     """The shape of the slices on a tp rank."""
     dtype: torch.dtype
     is_buffer: bool
     trained: bool
     low: bool
-    """Whether layers see it in bf16, with its fp32 values stored separately."""
+    """Whether layers use the tensor in bf16, and its fp32 values are stored separately."""
 
 
 class _State:
-    """The training state that each rank holds, among the ranks of one place on the tp axis.
+    """The training state that each of the ranks with one position on the tp axis holds.
 
     Args:
         resolved: the plan of the run.
         tensors: the tensors of the whole model.
-        slots: the optimizer's state of each trained parameter, by its first name.
-        splits: whether a rank may update any flat slice of a parameter, or only whole ones.
+        slots: the optimizer's state of each trained parameter, by the parameter's first name.
+        splits: whether a rank may update any flat slice of a parameter; otherwise it updates only
+            whole parameters.
         groups: the names of the parameters in each group of the optimizer.
-        slices: the slices of those ranks.
+        slices: the slices of these ranks; None if layers are not sliced.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class _State:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan, workload: Workload, tp_rank: int) -> _State:
-        """The state under a plan; the optimizer takes one step on fake tensors."""
+        """Return the state under a plan, after a step of the optimizer on fake tensors."""
         slices = resolved.slices.on(tp_rank, None) if resolved.slices is not None else None
         tensors = list(_saved_tensors(workload.model, resolved.plan, slices))
         by_shape: dict[tuple[tuple[int, ...], torch.dtype], Slots] = {}
@@ -167,7 +171,7 @@ class _State:
         return max((math.prod(t.shape) * t.dtype.itemsize for t in self._tensors), default=0)
 
     def held(self, dp_rank: int, pp_rank: int) -> dict[str, Held]:
-        """The tensors that one rank contributes to a checkpoint; see `Runner.state`."""
+        """Return the tensors that one rank contributes to a checkpoint; see `Runner.state`."""
         held = {}
         for tensor in self._tensors_of_stages(pp_rank):
             if tensor.first in self._saved_elsewhere(pp_rank):
@@ -186,7 +190,7 @@ class _State:
         return held if self._slices is None else _in_whole_tensors(held, self._slices)
 
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
-        """The tensors that a rank makes for a save: read from disk, or joined of pieces."""
+        """Return the tensors that a rank assembles for a save, from a disk or from pieces."""
         on_disk, chunk = self._on_disk, self._chunk(pp_rank)
         joins = bool(self._plan.replicate.num_servers)  # a server joins its pieces of a tensor
         made = {}
@@ -208,7 +212,7 @@ class _State:
         return made
 
     def compared(self, made: Mapping[str, Making]) -> int:
-        """Bytes of the largest tensor that is made to be compared among the ranks of a tp group."""
+        """Return the bytes of the largest assembled tensor that the ranks of a tp group compare."""
         if self._slices is None:
             return 0
         whole = (
@@ -219,11 +223,11 @@ class _State:
         return max((gathered.kept + gathered.passing for gathered in whole), default=0)
 
     def read_beside(self, dp_rank: int, pp_rank: int) -> int:
-        """Bytes of the peak of a resume above the state of a run, without a batch.
+        """Return the bytes by which the peak of a resume exceeds the state of a run.
 
-        State of the optimizer that is not read yet at that moment is subtracted.
+        State of the optimizer that has not been read at the moment of the peak is subtracted.
         """
-        at_once = self._kind == "copies"  # its flat tensors are allocated with the first tensor
+        at_once = self._kind == "copies"  # the engine allocates all its flat tensors at the start
         chunk = self._chunk(pp_rank)
         sizes = []
         for name, tensor, slot in sorted(self._optimizer(pp_rank), key=lambda saved: saved[0]):
@@ -268,7 +272,10 @@ class _State:
     def _block(
         self, tensor: _Saved, local_extents: Iterable[Extent], most: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of the file block held while a tensor is read, `most` elements at a time."""
+        """Return the bytes of a block of the file, if `most` elements of a tensor are read at once.
+
+        The result is 0 if no block is needed.
+        """
         if self._slices is None or tensor.name not in self._slices.by_name:
             return 0
         slices = self._slices.by_name[tensor.name]
@@ -290,7 +297,7 @@ class _State:
         return self._in_pieces and self._plan.offload_tiers.optimizer == "disk"
 
     def _chunk(self, pp_rank: int) -> int | None:
-        """Elements that are updated at a time; None if a whole piece is."""
+        """Return the number of elements that are updated at a time; None for a whole piece."""
         low = any(t.low for t in self._tensors)
         if not self._in_pieces or not (low or self._plan.offload_tiers.optimizer != "device"):
             return None
@@ -307,19 +314,22 @@ class _State:
         return [t for t in self._tensors_of_stages(pp_rank) if t.trained and t.name == t.first]
 
     def _earlier(self, pp_rank: int) -> set[str]:
-        """Names of trained parameters that a stage of a lower rank has, too: it owns them."""
+        """Return the names of trained parameters of lower pp ranks, which own tied parameters."""
         return {t.name for p in range(pp_rank) for t in self._trained(p)} if self._cut else set()
 
     def _saved_elsewhere(self, pp_rank: int) -> set[str]:
-        """Tied parameters with separate fp32 values: only the rank that owns them saves these."""
+        """Return the tied parameters with separate fp32 values, which only their owner saves."""
         if self._kind not in ("pieces", "copies"):
             return set()
-        # DeepSpeed stores fp32 values of all parameters in copies of its own.
+        # DeepSpeed stores the fp32 values of all parameters in copies that its engine owns.
         separate = {t.first for t in self._tensors if t.low or self._kind == "copies"}
         return separate & self._earlier(pp_rank)
 
     def _optimizer(self, pp_rank: int) -> Iterator[tuple[str, _Saved, Tensor]]:
-        """The optimizer's tensors of a stage; those of a tied parameter are in its first stage."""
+        """Yield the optimizer's tensors of a pp rank: name, parameter and tensor.
+
+        A tied parameter's tensors are on the first pp rank that has the parameter.
+        """
         earlier = self._earlier(pp_rank)
         for tensor in self._trained(pp_rank):
             if tensor.name not in earlier:
@@ -327,7 +337,7 @@ class _State:
                     yield f"optimizer.{tensor.name}.{key}", tensor, slot
 
     def _updates(self, tensor: _Saved, dp_rank: int, pp_rank: int) -> bool:
-        """Whether a rank updates a part of a parameter."""
+        """Return whether a rank updates a part of a parameter."""
         return bool(self._extents(tensor, dp_rank, pp_rank, slot=True))
 
     def _local(self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool) -> int:
@@ -336,7 +346,7 @@ class _State:
     def _extents(
         self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool
     ) -> tuple[Extent, ...]:
-        """The elements of a tensor of the model, or of a slot of its shape, on a rank."""
+        """Return the elements of a tensor on a rank; if `slot`, of an optimizer's tensor for it."""
         ranks, kind = self._plan.state_ranks, self._kind
         state_rank = dp_rank % ranks
         if (
@@ -365,7 +375,7 @@ class _State:
         return () if part is None else (part,)
 
     def _updated_slices(self, pp_rank: int) -> Mapping[tuple[str, int], Extent]:
-        """The elements of a stage's parameters, by name and by the replica that updates them."""
+        """Return the elements of a pp rank's parameters, by name and by the updating replica."""
         if pp_rank not in self._slices_of:
             sizes = {t.name: math.prod(t.shape) for t in self._trained(pp_rank)}
             groups = [[name for name in names if name in sizes] for names in self._groups]
@@ -382,13 +392,13 @@ class _State:
 
 
 def _parameter_of(name: str) -> str:
-    """The plain name in `model.NAME` or `optimizer.NAME.KEY`."""
+    """Return the parameter's name in `model.NAME` or `optimizer.NAME.KEY`."""
     part, _, plain = name.partition(".")
     return plain if part == "model" else plain.rpartition(".")[0]
 
 
 def _in_whole_tensors(local: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
-    """The tensors of a rank, its slices as parts of whole tensors."""
+    """Return the tensors of a rank, with its slices described as parts of whole tensors."""
     shapes = {name: tensor.shape for name, tensor in local.items()}
     placed = dict(local)
     for name, tensor in local.items():
@@ -400,7 +410,7 @@ def _in_whole_tensors(local: Mapping[str, Held], slices: SlicedState) -> dict[st
 
 
 def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> Iterator[_Saved]:
-    """The tensors of a model under all their names, with the dtypes in which they are saved."""
+    """Yield the tensors of a model under all their names, with the dtypes of their saved values."""
     double = plan.precision == "fp64"
     low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
     bf16 = set(low_names(model, bf16_parameters=low, frozen_in_bf16=frozen))
@@ -429,7 +439,7 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
 def _slots_of(
     make_optimizer: MakeOptimizer, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Slots]:
-    """The state that an optimizer makes in its first step on fake tensors."""
+    """Return the state that an optimizer makes in its first step, for each shape and dtype."""
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in wanted]
         if not parameters:
@@ -445,7 +455,7 @@ def _slots_of(
 
 
 def _rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[Extent, ...]:
-    """The rows of a rank under `fully_shard`: equal numbers, the last ranks fewer or none."""
+    """Return the rows of a rank under `fully_shard`; the last ranks may have fewer or none."""
     if not shape:
         return whole_extents(shape) if rank == 0 else ()
     each = -(-shape[0] // ranks)

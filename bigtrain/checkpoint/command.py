@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.checkpoint.folders import find_checkpoint
+from bigtrain.checkpoint.folders import find_checkpoint, replacing
 from bigtrain.checkpoint.foreign.convert import convert, open_source, with_tied
 from bigtrain.checkpoint.foreign.state_dicts import saved_state
 from bigtrain.checkpoint.manifest import MANIFEST, Manifest
@@ -45,7 +44,7 @@ _DTYPES = {
 _LARGE_BYTES = 1 << 20
 _FILES = (".safetensors", ".pt")
 _OTHER_FILES = (".bin", ".pth", ".ckpt", ".npz", ".gguf", ".onnx", ".h5")
-"""Suffixes of files that are not written; any other name is that of a folder."""
+"""Suffixes of files that `export` cannot write; a name with any other suffix is a folder's."""
 
 
 class _Console(Console):
@@ -56,16 +55,23 @@ class _Console(Console):
 
 
 class FolderExport(Protocol):
-    """Writes a checkpoint as a folder of the Hub; given by the command line (see `hub.export`)."""
+    """A function that writes a checkpoint as a folder in the Hub's format; see `hub.export`."""
 
     def __call__(
         self, checkpoint: Checkpoint, output: Path, dtype: torch.dtype | None, *, merge: bool
     ) -> ExportedFolder:
-        """Write the folder."""
+        """Write the folder.
+
+        Args:
+            checkpoint: the checkpoint.
+            output: the new folder.
+            dtype: dtype of floating-point tensors; None for that of the checkpoint.
+            merge: whether adapters are merged into the weights, or are written alone.
+        """
 
 
 class StateMerge(Protocol):
-    """Adds adapters to a model's weights; given by the command line (see `hub.export`)."""
+    """A function that merges adapters into a model's weights; see `hub.export`."""
 
     def __call__(
         self,
@@ -77,8 +83,9 @@ class StateMerge(Protocol):
 
         Args:
             checkpoint: the checkpoint.
-            state: its tensors.
-            dtype: of weights that are in 4 bits there; None for the dtype that they came in.
+            state: the tensors of the checkpoint's model, by name.
+            dtype: dtype for weights that the checkpoint has in 4 bits; None for the dtype that they
+                had before they were quantized.
         """
 
 
@@ -99,7 +106,7 @@ class ExportedFolder(Protocol):
 
     @property
     def opened_by(self) -> str:
-        """The library whose function from_pretrained opens it."""
+        """The library whose function from_pretrained opens the folder."""
 
 
 def main(
@@ -109,10 +116,12 @@ def main(
 ) -> int:
     """Run one action of the command and return the exit status.
 
+    The status is 1 if `verify` finds damage, or if `diff --exit-code` finds a difference.
+
     Args:
         arguments: the words after `bigtrain checkpoint`.
-        export_folder: writes folders of the Hub; None to refuse them.
-        merge_state: merges adapters for a file; None if `export_folder` is None.
+        export_folder: writes folders in the Hub's format; None to refuse to export a folder.
+        merge_state: merges adapters for the export of a file; None if `export_folder` is None.
 
     Raises:
         ConfigError: there is no checkpoint, or the output file exists already.
@@ -154,7 +163,7 @@ def _find(path: str, action: str) -> Path:
 
 
 def _write_json(values: Any) -> None:
-    # JSON has no infinity, so it is written as text.
+    # JSON has no infinity and no NaN, so they are written as text.
     sys.stdout.write(json.dumps(_finite(values), indent=2) + "\n")
 
 
@@ -214,7 +223,7 @@ def _print_parts(console: Console, description: dict[str, Any]) -> None:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of a checkpoint as JSON values; bytes are integers."""
+    """Describe the run, tensors and files of a checkpoint as JSON values; sizes are in bytes."""
     meta, manifest = checkpoint.meta, checkpoint.manifest
     job = meta.get("job") or {}
     parts: dict[str, Any] = {}
@@ -253,12 +262,12 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _of_loop(meta: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """Return a part of the job that the user's own loop was given; None if it is not recorded."""
+    """Return a name that a run of the user's own loop records; None if it is not recorded."""
     return {"name": meta[key]} if isinstance(meta.get(key), str) else None
 
 
 def _mesh_of(job: Mapping[str, Any], world_size: int) -> dict[str, int] | None:
-    """Return the mesh axes of a run that did not record them; None if they are unknown."""
+    """Return the mesh axes that follow from a job and its number of ranks; None if unknown."""
     if not job or not world_size:
         return None
     asked, cuts = job.get("mesh") or {}, bool((job.get("strategy") or {}).get("cut"))
@@ -358,7 +367,7 @@ def _export(
         )
     if options.merge and merge_state is not None:
         state = merge_state(checkpoint, state, dtype)
-    with _replacing(output) as draft:
+    with replacing(output) as draft:
         if output.suffix == ".pt":
             tensors = {
                 name: state_tensor.values().view(state_tensor.shape)
@@ -401,23 +410,6 @@ def _report_file(options: argparse.Namespace, output: Path, state: dict[str, Sta
         _write_json({"path": str(output), "tensors": len(state), "bytes": size})
     else:
         sys.stdout.write(f"{output}: {len(state)} tensors, {format_bytes(size)}\n")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name that is renamed to `path` when the block ends without an error.
-
-    Raises:
-        CheckpointError: the file could not be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield draft
-        draft.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-        raise CheckpointError(f"{path} could not be written: {error}") from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _diff(options: argparse.Namespace) -> int:

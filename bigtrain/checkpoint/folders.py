@@ -16,7 +16,7 @@ from bigtrain.errors import CheckpointError, ConfigError, UnreadableError
 from bigtrain.files.regular import check_name, is_regular, is_there, names_in, read_pointer
 
 LATEST, BEST = "latest", "best"
-"""Small files next to the checkpoints, each with the name of one."""
+"""Names of small files next to the checkpoints; each contains the name of a checkpoint's folder."""
 _LOCK = ".lock"
 _DRAFT, _ASIDE = ".step-", ".replaced-"
 
@@ -24,9 +24,9 @@ _DRAFT, _ASIDE = ".step-", ".replaced-"
 def checkpoints_of(folder: Path) -> list[Path]:
     """Return the completely written checkpoints of a folder, the newest first.
 
-    The newest is the one that `latest` points at; the others follow by descending step. A
-    checkpoint that was being replaced by another of the same step when the process ended counts
-    too. Damage is not looked for here, but when a checkpoint is read.
+    The first is the checkpoint that `latest` points at; the others follow by descending step. If a
+    process ended while it replaced a checkpoint by another of the same step, the old checkpoint is
+    included. Files are not checked for damage.
 
     Raises:
         CheckpointError: the folder exists, but may not be read.
@@ -51,7 +51,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # the save itself will report it
+    except OSError:  # the save itself will report the error
         yield
         return
     try:
@@ -74,7 +74,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def has_own_lock(folder: Path) -> bool:
-    """Whether this process holds the lock of `sole_writer`: the folder may have been removed."""
+    """Whether the lock of `sole_writer` names this process; not if the folder was removed."""
     return read_pointer(folder / _LOCK) == _own_words()
 
 
@@ -83,7 +83,7 @@ def _own_words() -> str:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint was written completely; it may have been damaged since.
+    """Whether a checkpoint was written completely. Its files are not checked for damage.
 
     A checkpoint that may not be read counts as complete, so that reading it reports the error.
     """
@@ -91,16 +91,26 @@ def is_complete(path: Path) -> bool:
 
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the checkpoint that `latest` points at, else the one of the highest step, else None.
+    """Return the newest checkpoint in a folder; None if it has no complete checkpoint.
+
+    It is the checkpoint that `latest` points at, else the checkpoint of the highest step.
+
+    Args:
+        folder: the folder that holds the folders `step-N`.
 
     Raises:
         ConfigError: `folder` is not a path.
+        CheckpointError: the folder exists, but may not be read.
     """
     return next(iter(checkpoints_of(as_folder(folder, "newest_checkpoint"))), None)
 
 
 def as_folder(path: Any, where: str) -> Path:
     """Return a folder that was given as a path or as text.
+
+    Args:
+        path: the value.
+        where: the name of the function or key that was given the value, for the message.
 
     Raises:
         ConfigError: the value is neither, or no folder can have that name.
@@ -115,7 +125,7 @@ def as_folder(path: Any, where: str) -> Path:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that `best` points at; None if there is none."""
+    """Return the checkpoint that `best` points at; None if it points at no complete checkpoint."""
     name = read_pointer(folder / BEST)
     path = folder / name
     return path if name and path.parent == folder and is_complete(path) else None
@@ -124,8 +134,8 @@ def best_checkpoint(folder: Path) -> Path | None:
 def find_checkpoint(path: str) -> Path:
     """Find a checkpoint by its own folder, its run's folder, or the `checkpoints/` folder.
 
-    The last two give the newest checkpoint; `checkpoints/best` and `checkpoints/latest` give the
-    one that they name.
+    Of a folder with several checkpoints, the newest is returned. The files `checkpoints/best` and
+    `checkpoints/latest` stand for the checkpoints that they name.
 
     Raises:
         ConfigError: there is no checkpoint, or no file can have that name.
@@ -166,16 +176,16 @@ def draft_folder(folder: Path, step: int) -> Path:
 
 
 def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
-    """Give a draft its name, point `latest` at it, and remove the oldest beyond `keep`.
+    """Rename a draft to its final name, point `latest` at it, and remove the oldest checkpoints.
 
     Args:
-        draft: a whole checkpoint.
+        draft: the folder of a whole checkpoint.
         step: optimizer steps done.
-        keep: the number of most recently written checkpoints to keep, this one included. After a
-            resume from an older step these are not always the ones with the highest numbers. The
-            best is always kept. An incomplete checkpoint does not count, and is kept as long as
-            an older complete one.
-        best: whether `best` should point at it, too.
+        keep: the number of most recently written checkpoints to keep, including this one. After a
+            resume from an older step, these are not always the checkpoints with the highest
+            numbers. The best checkpoint is always kept. A checkpoint that lacks files does not
+            count; it is kept as long as an older complete checkpoint is kept.
+        best: whether to point `best` at the checkpoint, too.
 
     Returns:
         The checkpoint's folder.
@@ -183,7 +193,8 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     folder = draft.parent
     final = folder / f"step-{step}"
     sync_folder(draft)
-    # After a resume the same step is saved again: the old one goes only when the new one exists.
+    # After a resume the same step is saved again. The old checkpoint is removed only after the new
+    # checkpoint has its name.
     if final.exists():
         final.rename(folder / f"{_ASIDE}{step}.{os.getpid()}")
     draft.rename(final)
@@ -205,7 +216,7 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
 
 
 def _first_kept(written: Sequence[Path], keep: int) -> int:
-    """Return the index of the first to keep, so that `keep` of those from it on look complete."""
+    """Return the index of the first checkpoint to keep, so that `keep` of them look complete."""
     missing, index = keep - 1, len(written) - 1
     while missing and index:
         index -= 1
@@ -221,7 +232,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint in an order in which a partial removal is not taken for a checkpoint."""
+    """Remove a checkpoint, first the files without which its folder is no checkpoint."""
     with contextlib.suppress(OSError):
         for name in (MANIFEST, STATE):
             (path / name).unlink(missing_ok=True)
@@ -248,11 +259,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Raises CheckpointError: the folder exists, but may not be read."""
+    """Yield the number and the path of each entry whose name is the prefix and a number.
+
+    Raises:
+        CheckpointError: the folder exists, but may not be read.
+    """
     try:
         names = names_in(folder)
     except UnreadableError as error:
-        if error.missing:  # below a file
+        if error.missing:  # the path leads through a file
             return
         raise CheckpointError(
             f"{folder} cannot be searched for checkpoints: {error.reason}. Make it readable, or "
@@ -262,3 +277,26 @@ def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
         number = name.removeprefix(prefix).partition(".")[0]
         if name.startswith(prefix) and number.isascii() and number.isdecimal():
             yield int(number), folder / name
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a name for a draft, which is renamed to `target` when the block ends without an error.
+
+    Args:
+        target: the file or folder to write. A folder has to be new or empty.
+
+    Raises:
+        CheckpointError: `target` could not be written. The draft is removed.
+    """
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(target)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
+        raise CheckpointError(f"{target} could not be written: {error}") from None
+    finally:
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            draft.unlink(missing_ok=True)

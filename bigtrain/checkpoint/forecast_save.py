@@ -4,7 +4,7 @@ The rounds are those of `FileWriting`; bytes are added up instead of moved:
 
     pieces written    min(3, pieces of its files so far) * min(16 MiB, its largest file)
     leaving           bytes that the rank sends to other writers, in the largest round
-    snapshot          asynchronous only: all bytes that the rank contributes; kept between saves
+    snapshot          asynchronous only: all bytes that the rank contributes; reused by each save
     arriving          bytes of the rank's own piece that others send, in the largest round
     made              tensors that must be assembled to be read: from a disk, or of several pieces
 """
@@ -28,28 +28,28 @@ from bigtrain.job.schema import CheckpointConfig
 
 @dataclass(frozen=True)
 class SaveBytes:
-    """The most bytes that one rank needs for a save in addition to the state."""
+    """The peaks of the bytes that one rank needs for a save in addition to the state."""
 
     waiting: int
-    """While training waits, on the host."""
+    """Bytes while training waits for the save. All but `made` are on the host."""
     beside: int = 0
-    """In the thread that writes while training goes on, on the host."""
+    """Bytes on the host while a thread writes and training continues."""
     made: int = 0
-    """The part of `waiting` on the state's device: tensors that are assembled to be read."""
+    """Bytes of `waiting` that are on the state's device: tensors assembled to be read."""
 
 
 @dataclass(frozen=True)
 class Making:
-    """Bytes of one rank to read a tensor that must be assembled first."""
+    """Bytes of a tensor that one rank has to assemble before it can read the tensor."""
 
     kept: int
-    """Bytes while its pieces are sent and written."""
+    """Bytes of the assembled tensor, while its pieces are sent and written."""
     passing: int = 0
-    """Further bytes while it is assembled."""
+    """Further bytes during the assembly."""
 
 
 def files_of(held_by_rank: Sequence[Mapping[str, Held]]) -> list[TensorFile]:
-    """Return the files of a checkpoint of this state, if every rank sees the folder."""
+    """Return the files of a checkpoint of the ranks' tensors, if every rank sees the folder."""
     return checkpoint_files(plan_entries(held_by_rank, range(len(held_by_rank))))
 
 
@@ -61,12 +61,12 @@ def forecast_save(
     asynchronous: bool = False,
     most_bytes: int | None = None,
 ) -> SaveBytes:
-    """Return the most bytes that one rank needs in addition to the state.
+    """Return the peaks of the bytes that one rank needs in addition to the state.
 
     Args:
         files: the files of all ranks.
         rank: the rank to forecast.
-        made: by name, the tensors of this rank that are assembled to be read.
+        made: by name, the bytes of the tensors that this rank has to assemble.
         asynchronous: whether training continues during the save.
         most_bytes: see `FileWriting.take`.
     """
@@ -105,7 +105,7 @@ def forecast_save(
 def estimate_save(
     part_bytes: Sequence[int], largest: int, config: CheckpointConfig, *, ranks: int, shards: int
 ) -> SaveBytes:
-    """Return the bytes of a save in closed form, from sizes only, for the planner's many plans.
+    """Estimate the bytes of a save from sizes alone, fast enough for the planner's many plans.
 
     Args:
         part_bytes: bytes of the model's tensors and of the optimizer's, as these ranks save them.
@@ -129,14 +129,18 @@ def estimate_save(
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's part in one round, in bytes."""
+    """A rank's part in one round."""
 
     sent: int
+    """Bytes that the rank sends to other ranks."""
     own: int
+    """Bytes that the rank puts in its own piece."""
     arriving: int
+    """Bytes that other ranks send for its piece."""
     writes: bool
+    """Whether the rank assembles a piece."""
     names: frozenset[str]
-    """The tensors that it reads."""
+    """Names of the tensors that the rank reads."""
 
     @classmethod
     def of(cls, save_round: Round, rank: int) -> _Share:
@@ -155,7 +159,10 @@ class _Share:
 def _made(
     made: Mapping[str, Making], before: frozenset[str], names: frozenset[str]
 ) -> tuple[int, int]:
-    """Bytes while a round's tensors are assembled, and after; the previous round's stay so long."""
+    """Return the bytes of assembled tensors while a round's are assembled, and after that.
+
+    The tensors of the previous round are released only after the assembly.
+    """
     if not made:
         return 0, 0
     new = sum(made[name].kept for name in names - before if name in made)

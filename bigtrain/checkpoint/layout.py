@@ -26,10 +26,10 @@ REPLICAS = "replicas"
 """The first word of the names of tensors in which replicas differ; see `core.state.replica_state`,
 which names them."""
 STATE_PARTS = ("model", "optimizer", REPLICAS)
-"""Parts of the state, each with its own files: the first word of a tensor's name."""
+"""The parts of the state, which have files of their own. A tensor's name begins with its part."""
 NEARLY = 0.75
-"""A rank may write a tensor if its part is at least this share of the largest part. Without it, one
-rank would write everything whenever parts differ by a row or a head."""
+"""A rank may write a tensor if its part is at least this share of the largest part. If only the
+largest part counted, one rank would write everything whenever parts differ by a row or a head."""
 DTYPE_CODES = {
     torch.complex64: "C64",
     torch.float64: "F64",
@@ -48,7 +48,7 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True)
 class Held:
-    """The description of a tensor that one rank holds, without values; see `StateTensor`."""
+    """The description of a tensor that one rank holds, without its values; see `StateTensor`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class TensorEntry:
 def plan_entries(
     held_by_rank: Sequence[Mapping[str, Held]], owners: Collection[int]
 ) -> list[TensorEntry]:
-    """Assign each tensor to a rank that holds much of it, so that all write similar amounts.
+    """Assign each tensor to a rank that holds much of it, so that ranks write similar amounts.
 
     Args:
         held_by_rank: by rank, the tensors that it holds, by name.
@@ -91,7 +91,8 @@ def plan_entries(
         One entry per tensor, in the order in which the ranks hold them.
 
     Raises:
-        CheckpointError: the ranks' parts of a tensor do not add up to the whole.
+        CheckpointError: the ranks' parts of a tensor do not add up to the whole, or differ in dtype
+            or shape.
     """
     holders: dict[str, dict[int, Held]] = {}
     for rank, held_tensors in enumerate(held_by_rank):
@@ -132,7 +133,7 @@ def _nbytes(tensor: Held) -> int:
 def _classes(
     name: str, tensors: Mapping[int, Held]
 ) -> list[tuple[tuple[Extent, ...], tuple[int, ...]]]:
-    """Return the parts that make up a tensor, and the ranks that hold each."""
+    """Return the parts that make up a tensor, each with the ranks that hold it."""
     first = next(iter(tensors.values()))
     ranks_of: dict[tuple[Extent, ...], list[int]] = {}
     for rank, tensor in tensors.items():
@@ -163,7 +164,7 @@ class Part:
     position: int
     """Offset of the first byte within the rank's bytes of the entry."""
     extent: Extent
-    """Offset of the first byte within the piece."""
+    """The same bytes, by their offsets within the piece."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class TensorFile:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Offsets at which each entry begins, and the end of the file."""
+        """The offset at which each entry begins, then the end of the file, in bytes."""
         offsets = [len(self.header)]
         for entry in self.entries:
             offsets.append(offsets[-1] + entry.nbytes)
@@ -194,7 +195,7 @@ class TensorFile:
         return -(-self.nbytes // PIECE_BYTES)
 
     def parts(self, piece: int) -> dict[int, list[Part]]:
-        """Return the parts of a piece by the rank that holds them. The header is not a part."""
+        """Return the parts of a piece, by the rank that holds them; the header is not a part."""
         begin, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, self.nbytes)
         parts: dict[int, list[Part]] = {}
         number = max(0, bisect_right(self.offsets, begin) - 1)
@@ -221,8 +222,8 @@ def tensor_file(
     Args:
         name: the name of the file.
         owner: the rank that writes it.
-        entries: its tensors.
-        prefix: removed from the beginning of the entries' names in the file.
+        entries: the tensors of the file.
+        prefix: the prefix of the entries' names that the names in the file do not have.
 
     Raises:
         CheckpointError: safetensors has no code for a tensor's type.
@@ -259,7 +260,7 @@ def checkpoint_files(entries: Sequence[TensorEntry]) -> list[TensorFile]:
 
 
 def index_texts(files: Iterable[TensorFile]) -> dict[str, str]:
-    """Return the index files by name, in the form that the Hub's libraries read."""
+    """Return the content of each index file by name, in the format of the Hub's libraries."""
     texts = {}
     for part in STATE_PARTS:
         of_part = [file for file in files if file.name.startswith(f"{part}-")]

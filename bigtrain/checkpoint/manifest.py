@@ -18,7 +18,8 @@ from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_there, open_regular, unreadable
 
 FORMAT = 2
-"""Format 1 had one file per part and no manifest: `state.json` held the hashes."""
+"""The format that is written. Format 1, which can be read, has one file per part and no manifest:
+its `state.json` has the hashes."""
 _HASHES: dict[str, Callable[[bytes | memoryview], Any]] = {
     "xxh3_128": xxhash.xxh3_128,
     "sha256": hashlib.sha256,  # of format 1
@@ -30,7 +31,7 @@ MANIFEST, STATE = "manifest.json", "state.json"
 def hash_piece(data: bytes | memoryview) -> str:
     """Return the hash of a piece, which detects damage; it is not a signature.
 
-    XXH3 with 128 bits, as it takes at most a tenth of the time of SHA-256.
+    It is XXH3 with 128 bits, which takes at most a tenth of the time of SHA-256.
     """
     return str(xxhash.xxh3_128(data).hexdigest())
 
@@ -58,13 +59,15 @@ def _own_hash(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The records of one checkpoint's files, as they were written."""
+    """The records of one checkpoint's files, made when the files were written."""
 
     path: Path
     """The checkpoint's folder."""
     format: int
     piece_bytes: int
+    """Bytes of each piece; the last piece of a file may be shorter."""
     files: Mapping[str, Mapping[str, Any]]
+    """The record of each file by its name; see `record_of`."""
 
     @classmethod
     def open(cls, path: Path) -> Manifest:
@@ -125,7 +128,7 @@ class Manifest:
 
         Args:
             name: the name of the file.
-            share: (i, n): check only every n-th piece, starting with the i-th.
+            share: (i, n): check only every n-th piece, beginning with piece i, counted from 0.
         """
         path = self.path / name
         try:
@@ -180,7 +183,7 @@ class Manifest:
         return str(digest.hexdigest())
 
     def find_damage(self, share: tuple[int, int] = (0, 1)) -> str | None:
-        """Describe the damage of the first damaged file; None if all are whole. See `damage`."""
+        """Describe the damage of the first damaged file; None if there is none. See `damage`."""
         for name in self.files:
             damage = self.damage(name, share)
             if damage is not None:
@@ -220,7 +223,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _is_record(record: object, piece_bytes: int) -> bool:
-    """Whether a value has the form that `record_of` returns."""
+    """Whether a value is a complete record of a file; see `record_of`."""
     if not isinstance(record, dict) or not _is_count(record.get("bytes")):
         return False
     hashes = next((record[kind] for kind in _HASHES if kind in record), None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bigtrain.errors import CheckpointError, ConfigError
 
 _MOST_NUMBERS = 10_000
-"""Most elements of a tensor in such a state; larger tensors belong in the model."""
+"""Largest number of elements of a tensor in such a state; larger tensors belong in the model."""
 
 
 def to_plain(value: Any, path: str) -> Any:
@@ -28,7 +28,7 @@ def to_plain(value: Any, path: str) -> Any:
         path: the value's name, for the message.
 
     Raises:
-        ConfigError: the value has, or contains a value of, another type.
+        ConfigError: the value has or contains another type, or a tensor with too many elements.
     """
     if value is None or isinstance(value, (bool, str)):
         return value

@@ -13,7 +13,7 @@ from bigtrain import devices
 
 
 def random_state() -> dict[str, Any]:
-    """Return the random states of Python, of numpy if it is imported, and of torch."""
+    """Return the random states of Python, numpy and torch, with those of all accelerators."""
     import numpy as np
 
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -39,10 +39,11 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     if (kind := devices.accelerator()) and kind in state:
-        # There are fewer devices than at the save: stages moved to others, and draw anew.
+        # There may be fewer devices than at the save. Pipeline stages of missing devices are on
+        # other devices, and draw other random numbers.
         states = (
             [state[kind]] if isinstance(state[kind], str) else state[kind]
-        )  # a state of one device, from an older version
+        )  # an older version saved the state of one device
         for number, generator_state in enumerate(states[: devices.device_count()]):
             devices.set_generator_state(_bytes_tensor(generator_state), torch.device(kind, number))
 

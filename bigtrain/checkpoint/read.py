@@ -46,7 +46,7 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """Read some bytes; see `SavedTensor.read`.
+        """Read the elements of these extents; see `SavedTensor.read`.
 
         Raises:
             CheckpointError: the file is too short, or cannot be read.
@@ -90,7 +90,11 @@ class FileTensor:
 
 
 def read_beside_bytes(extents: Iterable[Extent]) -> int:
-    """Return the extra bytes needed to read these extents: a block with the gaps between runs."""
+    """Return the size of the block that is needed to read these extents, given in bytes.
+
+    Separate runs are read together with the bytes between them, one block at a time. The size is 0
+    if each extent is a single run.
+    """
     spans = ((e.count - 1) * e.pitch + e.length for e in extents if e.count > 1)
     return min(PIECE_BYTES, max(spans, default=0))
 
@@ -100,11 +104,12 @@ class Checkpoint:
 
     Args:
         path: the folder `step-N`.
-        verify: compare every piece of every file with its hash. If several ranks open the same
-            checkpoint, each checks a share of it instead, with `find_damage`.
+        verify: whether to compare every piece of every file with its hash. If several ranks open
+            the same checkpoint, each can instead check a share of it with `find_damage`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the format is newer than this version.
+        ConfigError: `path` is not a path.
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
@@ -127,12 +132,16 @@ class Checkpoint:
         return self.manifest.damage(STATE) if STATE in self.manifest.files else None
 
     def find_damage(self, share: tuple[int, int]) -> str | None:
-        """Describe the damage of a share of the pieces; see `Manifest.damage`."""
+        """Describe the damage in a share of the pieces; see `Manifest.find_damage`."""
         return self.manifest.find_damage(share)
 
     @property
     def tensors(self) -> Mapping[str, FileTensor]:
-        """The tensors by name: `model.NAME` and `optimizer.NAME.KEY`."""
+        """The tensors by name, `model.NAME` and `optimizer.NAME.KEY`; values are read on demand.
+
+        Raises:
+            CheckpointError: a file of tensors is damaged.
+        """
         if self._tensors is None:
             self._tensors = {}
             for name in self.manifest.tensor_files:
@@ -152,7 +161,7 @@ class Checkpoint:
         return list(self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """Read one whole tensor to the CPU."""
+        """Read one whole tensor to the CPU, by a name of `names`."""
         return read_whole(self.tensors[name])
 
     def model_state(self) -> dict[str, Tensor]:
@@ -165,7 +174,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     """Read the checkpoint's `state.json`.
 
     Raises:
-        DamagedCheckpointError: it does not have the form that a run writes.
+        DamagedCheckpointError: the file cannot be read, or lacks the step or the position.
     """
     try:
         state = read_json_object(path)

@@ -45,25 +45,26 @@ def save_checkpoint(
     keep: int = 1,
     texts: Mapping[str, KeptFile] | None = None,
 ) -> Path:
-    """Write a whole checkpoint. Collective; see `CheckpointWriting`."""
+    """Write a whole checkpoint, and return its folder. Collective; see `CheckpointWriting`."""
     writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
     return writing.finish(context)
 
 
 class CheckpointWriting:
-    """One checkpoint that all ranks write: begun here, and finished now or by another thread.
+    """The writing of one checkpoint by all ranks: the constructor begins it, `finish` ends it.
 
-    The ranks that see the folder made by rank 0 write: all of them on a shared disk, those of the
-    first node if each node has its own disk. Creating the object is collective.
+    The constructor is collective. `finish` may be called in another thread. The ranks that see the
+    folder made by rank 0 write files: all ranks on a shared disk, the ranks of the first node if
+    each node has its own disk.
 
     Args:
         folder: the run's `checkpoints/`.
         step: optimizer steps done.
-        state: `model.NAME` and `optimizer.NAME.KEY`, as this rank holds them.
-        meta: the rest of the state, as JSON values; rank 0's are written.
+        state: this rank's parts of the tensors `model.NAME` and `optimizer.NAME.KEY`.
+        meta: the rest of the state, as JSON values; those of rank 0 are written.
         context: the context of all ranks.
         keep, best: see `publish`.
-        texts: further files by name; rank 0's are written.
+        texts: further files by name; those of rank 0 are written.
 
     Raises:
         CheckpointError: the checkpoint cannot be begun; raised on all ranks.
@@ -99,7 +100,7 @@ class CheckpointWriting:
         return self._writing.take(context, most_bytes, room)
 
     def finish(self, context: RunContext) -> Path:
-        """Write the rest, point `latest` at it, and remove the oldest beyond `keep`. Collective.
+        """Write the rest, then `publish` the checkpoint. Collective.
 
         Args:
             context: the context of all ranks.

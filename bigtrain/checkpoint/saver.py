@@ -19,16 +19,16 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 _END_S = 5.0
-"""Seconds that a write may continue after the run has failed: other ranks may have ended."""
+"""Seconds for which a write may continue after the run failed; other ranks may have ended."""
 
 
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 
     An asynchronous save returns once each rank has copied its share of the files; together the
-    ranks copy the state once. A thread exchanges the copies through a process group of its own,
+    ranks copy the state once. A thread exchanges the copies through its own process group, and
     hashes and writes them. Hashing and writing release Python's GIL. The next save waits for the
-    thread. The memory of the copies is kept and reused, as touching new memory is slow.
+    thread. The memory of the copies is reused for each save, as touching new memory is slow.
 
     Args:
         context: the context of the run.
@@ -80,12 +80,14 @@ class Saver:
         best: bool = False,
         added: AddedBytes | None = None,
     ) -> Path:
-        """Write a checkpoint, or begin to. Collective; see `CheckpointWriting`.
+        """Write a checkpoint or, if saves are asynchronous, begin to write it. Collective.
 
-        `added` counts the bytes that the thread holds.
+        The arguments are those of `CheckpointWriting`. `added` counts the bytes of the tensors that
+        the writing thread makes.
 
         Returns:
-            The checkpoint's folder. It exists when this returns or, if asynchronous, after `wait`.
+            The checkpoint's folder. It exists when this method returns or, if saves are
+            asynchronous, after `wait`.
 
         Raises:
             CheckpointError: the checkpoint could not be begun or written; raised on all ranks.
@@ -106,7 +108,7 @@ class Saver:
         return writing.path
 
     def failure(self) -> CheckpointError | None:
-        """Return the error of a save that failed since the last call; None if none failed."""
+        """Return the error of a save that failed since the last call; None if no save failed."""
         if self._writing is not None and not self._writing.is_alive():
             self._join()
         error, self._error = self._error, None
@@ -158,7 +160,7 @@ class _BackgroundWriting(threading.Thread):
         self.error: CheckpointError | None = None
 
     def run(self) -> None:
-        """Finish the checkpoint, and keep its error for the main thread."""
+        """Finish the checkpoint, and store its error for the main thread."""
         try:
             with self._added.counting():
                 self._checkpoint.finish(self._context)

@@ -1,4 +1,4 @@
-"""Collective operations on a checkpoint that a run continues from."""
+"""Operations of a run on a checkpoint that it saves or resumes from; many are collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
     Every piece is hashed once per node, by one of the node's ranks.
 
     Raises:
-        CheckpointError: it is damaged, or has a newer format; raised on all ranks.
+        CheckpointError: the checkpoint is damaged or has a newer format; raised on all ranks.
     """
     context.recorder.enter("load")
     checkpoint: Checkpoint | None = None
@@ -67,10 +67,14 @@ def newest_of_all(folder: Path, context: RunContext) -> Path | None:
 
 
 def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a checkpoint of another kind of optimizer; one without state fits every kind.
+    """Refuse the state of another kind of optimizer. A checkpoint without state fits every kind.
+
+    Args:
+        names: the names of the checkpoint's tensors.
+        optimizer: the optimizer of the run.
 
     Raises:
-        CheckpointError: the optimizer that wrote it keeps other state.
+        CheckpointError: the checkpoint has state that this kind of optimizer does not have.
     """
     saved_keys = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.")}
     keys_by_optimizer = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
@@ -84,7 +88,7 @@ def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer
 
 
 def config_texts(model: nn.Module) -> dict[str, str]:
-    """Return `config.json` for a transformers model, whose from_pretrained needs that file."""
+    """Return the text of config.json, by name, for a model of transformers; otherwise nothing."""
     config = getattr(model, "config", None)
     write = getattr(config, "to_json_string", None)
     if not callable(write) or not hasattr(config, "architectures"):
@@ -98,7 +102,7 @@ def config_texts(model: nn.Module) -> dict[str, str]:
 
 
 def random_streams(context: RunContext) -> dict[str, Any]:
-    """Return the random states of all ranks for a checkpoint, on rank 0. Collective."""
+    """Return entries of state.json: on rank 0, the random states of all ranks. Collective."""
     states = context.gather_objects(random_state())
     head = {"world_size": context.world_size, "seed": context.seed}
     return {**head, "random": states, "streams": streams_of(context)}

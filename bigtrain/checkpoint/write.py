@@ -1,8 +1,8 @@
 """Writing tensor files by all ranks at once, in buffers of bounded size.
 
-In each round every writer assembles one piece of its file from its own bytes and those that other
-ranks send. While the next piece arrives, threads hash and write the earlier ones without holding
-Python's GIL.
+In each round every writer assembles one piece of its file from its own bytes and the bytes that
+other ranks send. While the next piece arrives, threads hash and write the earlier pieces without
+holding Python's GIL.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from bigtrain.recorder.root_exchange import tolerating_loss_of
 from bigtrain.tensors.shards import Extent, StateTensor
 
 BUFFERS = 3
-"""Most pieces that a rank holds: one that arrives, and two that are hashed and written."""
+"""Largest number of pieces that a rank holds: one arrives, and two are hashed and written."""
 
 FileRecord = dict[str, Any]
-"""See `record_of`."""
+"""The record of a file in the manifest; see `record_of`."""
 
 
 def gather_entries(
@@ -48,7 +48,7 @@ def gather_entries(
     """Return the entries of all ranks' tensors, each with the rank that writes it. Collective."""
     local = {name: Held.of(tensor) for name, tensor in state.items()}
     everyone = context.all_gather_objects(local)
-    present = [rank for rank in owners if everyone[rank] is not None]  # the others are lost
+    present = [rank for rank in owners if everyone[rank] is not None]  # other ranks are lost
     return plan_entries([entries or {} for entries in everyone], present)
 
 
@@ -57,7 +57,7 @@ Round = Mapping[int, tuple[TensorFile, int]]
 
 
 def rounds_of(files: Iterable[TensorFile]) -> list[Round]:
-    """Return the order of writing: in each round one piece of each rank's files."""
+    """Return the rounds of writing, in order; each has one piece of each rank's files."""
     pieces_of: dict[int, list[tuple[TensorFile, int]]] = {}
     for file in files:
         pieces_of.setdefault(file.owner, []).extend((file, n) for n in range(file.num_pieces))
@@ -76,6 +76,8 @@ def buffer_bytes(files: Iterable[TensorFile], rank: int) -> int:
 def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
     """Return the first round whose bytes are copied; earlier rounds are written at once.
 
+    The result is the number of rounds if no round can be copied.
+
     Args:
         rounds: the rounds of all files.
         most_bytes: limit of the copies, in bytes per rank.
@@ -93,7 +95,7 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
 
 
 def given_bytes(round_: Round, rank: int) -> tuple[int, int]:
-    """Return the bytes that a rank contributes to a round: to other ranks, and to itself."""
+    """Return the bytes of a round that a rank sends to others, and those for its own piece."""
     sent = kept_here = 0
     for owner, (file, piece) in round_.items():
         size = sum(part.extent.size for part in file.parts(piece).get(rank, ()))
@@ -109,7 +111,7 @@ class HostBuffer:
         self._filled = 0
 
     def clear(self, nbytes: int) -> None:
-        """Discard the content and make room for `nbytes` bytes."""
+        """Discard the contents, and make room for `nbytes` bytes."""
         self._filled = 0
         if len(self._bytes) < nbytes:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old before the new
@@ -141,9 +143,10 @@ class _Contribution:
 
 
 class FileWriting:
-    """Writes files together with all ranks: in each round every rank assembles a piece of its file.
+    """Writes files together with all ranks, one piece of each rank's file in a round.
 
-    A rank holds at most `BUFFERS` pieces, and the bytes that it sends for other ranks' pieces.
+    A rank holds at most `BUFFERS` pieces, and the bytes that it exchanges with other ranks for one
+    round.
 
     Args:
         folder: an existing folder for the files.
@@ -174,8 +177,8 @@ class FileWriting:
 
         Args:
             context: the context of all ranks.
-            most_bytes: limit of the copies, in bytes per rank; rounds beyond it are written now.
-                None copies everything.
+            most_bytes: limit of the copies, in bytes per rank. The rounds that exceed the limit are
+                written at once. None copies everything.
             room: memory for the copies, in use until `finish` returns.
 
         Returns:
@@ -197,8 +200,8 @@ class FileWriting:
             The manifest's records of the files that this rank wrote, by name.
 
         Raises:
-            OSError: this rank could not write; it still completed the exchange with the others.
-            LostRankError: a rank whose bytes were needed is lost; the exchange was completed too.
+            OSError: this rank could not write. It has completed the exchange with other ranks.
+            LostRankError: a rank whose bytes were needed is lost. The exchange is completed, too.
         """
         try:
             self._exchange(context, len(self._rounds))
@@ -244,7 +247,7 @@ class FileWriting:
             self._lost.add(rank)
 
     def _contribute(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Contribution:
-        """Return the bytes of a round from this rank; `keeps` also copies its own share."""
+        """Return this rank's bytes for a round; `keeps` also copies those for its own piece."""
         contribution = _Contribution({}, [])
         for owner, (file, piece) in self._rounds[number].items():
             mine = file.parts(piece).get(self._rank, [])
@@ -297,7 +300,7 @@ class FileWriting:
 def write_tensors(
     path: Path, state: Mapping[str, StateTensor], context: RunContext
 ) -> dict[str, FileRecord]:
-    """Write one file of tensors on rank 0, and return its record there. Collective."""
+    """Write one file of tensors on rank 0, and return its record by name there. Collective."""
     files = [tensor_file(path.name, 0, gather_entries(state, context, [0]))]
     return FileWriting(path.parent, files, state, context.rank).finish(context)
 
@@ -312,7 +315,7 @@ def _copy_extent(buffer: Tensor, extent: Extent, values: Tensor) -> None:
 
 
 class _Values:
-    """The bytes of this rank's tensors; tensors used in one round stay cached for the next."""
+    """The bytes of this rank's tensors; tensors that one round uses stay cached for the next."""
 
     def __init__(self, state: Mapping[str, StateTensor]) -> None:
         self._state = state

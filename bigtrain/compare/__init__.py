@@ -1,5 +1,5 @@
-"""Strategies side by side on one job: `bigtrain compare` and `bigtrain strategies`.
+"""Compares strategies on one job and lists them: `bigtrain compare` and `bigtrain strategies`.
 
-Decides: which strategies can run, and why others cannot; how measured runs are started and ended;
-the page and its pictures; `--largest`.
+The package decides which strategies can run, and why others cannot. It starts and ends the measured
+runs, draws the page and its pictures, and finds the largest value of a key for `--largest`.
 """

@@ -1,4 +1,4 @@
-"""`bigtrain compare`: the same job under each strategy, each in separate processes."""
+"""`bigtrain compare`: run the same job with several strategies, each in separate processes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,16 @@ from bigtrain.report.folders import results_folder
 
 
 def main(arguments: list[str]) -> int:
-    """Run every strategy, then show them side by side; returns the exit status.
+    """Run `bigtrain compare`: run the job with each strategy, then show the results in a table.
 
-    The status is 0 if at least one strategy ran, 1 if none did, 2 if the user's input is at fault,
-    130 after Ctrl-C.
+    Args:
+        arguments: the command's arguments.
+
+    Returns:
+        The exit status: 0 if at least one strategy ran, 1 if none ran, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: the arguments or the job are wrong, or no strategy can run.
     """
     options = compare_arguments(arguments)
     capped = [f"memory.cap={options.cap}"] if options.cap is not None else []
@@ -65,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: ComparisonOptions, contenders: list[ComparedStrategy]) -> None:
-    """Refuse, before the first run, a comparison in which no run can succeed."""
+    """Raise ConfigError before the first run if no strategy can run or an option is wrong."""
     able = [c for c in contenders if c.plan is not None]
     if not able:
         first = contenders[0]
@@ -77,7 +83,7 @@ def _check(options: ComparisonOptions, contenders: list[ComparedStrategy]) -> No
 
 
 def _row(contender: ComparedStrategy, options: ComparisonOptions, folder: Path) -> ComparisonRow:
-    """The row of one strategy: of its run, or with `--largest` of its largest run."""
+    """Run a strategy and return its row; with `--largest` the row of its largest run."""
     if contender.plan is None or contender.job is None:
         return ComparisonRow(contender.label, contender.num_ranks, "refused", contender.refusal)
     if options.largest is not None:
@@ -93,7 +99,7 @@ def _row(contender: ComparedStrategy, options: ComparisonOptions, folder: Path) 
 
 
 def _read(contender: ComparedStrategy, folder: Path, label: str) -> ComparisonRow:
-    """The row of a run that ended without an error."""
+    """Return the row of a run that ended without an error."""
     try:
         return ComparisonRow.of_run(contender.label, contender.num_ranks, folder / label)
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -104,7 +110,7 @@ def _read(contender: ComparedStrategy, folder: Path, label: str) -> ComparisonRo
 def _largest_row(
     contender: ComparedStrategy, options: ComparisonOptions, folder: Path, name: str
 ) -> ComparisonRow:
-    """Raise a key as far as possible; the figures are those of the run with the highest value."""
+    """Find the largest value of a key that runs, and return the row of the run with this value."""
     key, plan, job = job_key_of(name), contender.plan, contender.job
     if plan is None or job is None:
         raise ValueError("a strategy that cannot run has no key to raise")
@@ -130,7 +136,7 @@ def _run(
     label: str,
     words: list[str],
 ) -> RunOutcome:
-    """Train a few steps in the folder `label`."""
+    """Train a few steps in a new process that writes to the folder `label`."""
     run = QuietRun(
         command="train",
         strategy=contender.strategy,
@@ -159,7 +165,7 @@ def _document(
     *,
     stopped: bool,
 ) -> dict[str, Any]:
-    """The content of compare.json."""
+    """Return the content of compare.json."""
     job = next(c.job for c in contenders if c.job is not None)
     ranks, difference = max(c.num_ranks for c in contenders), largest_loss_difference(rows)
     return {
@@ -181,7 +187,7 @@ def _document(
 def _show(
     options: ComparisonOptions, document: dict[str, Any], rows: list[ComparisonRow], folder: Path
 ) -> None:
-    """The table for a person, or the document for a machine."""
+    """Print the table, or with `--json` the document."""
     if options.as_json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
         return

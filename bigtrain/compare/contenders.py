@@ -1,4 +1,4 @@
-"""The strategies to compare, the number of ranks of each, and the reason why some cannot run."""
+"""Find the strategies to compare, the number of ranks of each, and why some cannot run."""
 
 from __future__ import annotations
 
@@ -19,35 +19,39 @@ from bigtrain.job.strategy_words import read_strategy, strategy_label, whole_str
 
 @dataclass(frozen=True)
 class ComparedStrategy:
-    """One strategy on one job."""
+    """One strategy of a comparison, with its job and plan."""
 
     strategy: str
     """The user's words: presets and files, joined by `+`."""
     label: str
-    """Its name in tables, and the name of its folder."""
+    """The strategy's name in tables, and the name of its folder."""
     num_ranks: int
     job: Job | None
+    """The job with this strategy; None if the strategy contradicts the job."""
     plan: Plan | None
     """The plan; None if the strategy cannot run."""
     refusal: str | None = None
-    """Why it cannot run, in one line."""
+    """The reason why the strategy cannot run, in one line."""
 
 
 _FIRST = ("single", "ddp")
 
 
 def count_strategies(number: int) -> str:
-    """Return the number of strategies as text, such as "3 strategies"."""
+    """Return the number of strategies as text: "3 strategies, one after the other"."""
     return "1 strategy" if number == 1 else f"{number} strategies, one after the other"
 
 
 def named_strategies(text: str) -> list[str]:
-    """Return the strategies that a user lists, separated by commas; `all` for every whole preset.
+    """Return the strategies that the user lists.
+
+    Args:
+        text: names separated by commas, or `all` for every preset that is a whole strategy.
 
     Raises:
-        ConfigError: none is named, or one twice.
+        ConfigError: the text contains no name, or contains a name twice.
     """
-    if text == "all":  # the reference of the comparison comes first
+    if text == "all":  # single comes first, because other losses are compared with its losses
         names = whole_strategies()
         return sorted(names, key=lambda name: (name not in _FIRST, name != "single", name))
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -60,10 +64,14 @@ def named_strategies(text: str) -> list[str]:
 
 
 def ranks_to_start(wanted: int | None, device: str) -> int:
-    """Return the number of ranks: the user's, else one for each GPU, else two on a CPU.
+    """Return the number of ranks to start.
+
+    Args:
+        wanted: the user's number; None chooses a rank for each accelerator, or two on a CPU.
+        device: the type of the device.
 
     Raises:
-        ConfigError: the user's is less than one.
+        ConfigError: the user's number is less than 1.
     """
     if wanted is None:
         return 2 if device == "cpu" else device_count()
@@ -75,16 +83,17 @@ def ranks_to_start(wanted: int | None, device: str) -> int:
 def find_strategies(
     options: ComparisonOptions, extra: Sequence[str] = ()
 ) -> list[ComparedStrategy]:
-    """Return every strategy with its plan, or with the reason why it has none.
+    """Return every strategy with its plan, or with the reason why it has no plan.
 
-    A strategy of one process runs in one, whatever the number of ranks of the others.
+    A strategy for a single process gets one rank, whatever number of ranks the others have.
 
     Args:
         options: the options of the command line.
-        extra: more words of the job.
+        extra: more KEY=VALUE words of the job.
 
     Raises:
-        ConfigError: the job itself cannot be read, or a name is unknown.
+        ConfigError: the job itself cannot be read, its model or data is wrong, or a strategy's name
+            is unknown.
     """
     words = [*options.overrides, *extra]
     base = load_job(options.job, None, words)
@@ -98,7 +107,7 @@ def find_strategies(
         label = f"{label}~{same_label + 1}" if same_label else label
         try:
             job = load_job(options.job, strategy, words)
-        except ConfigError as error:  # this strategy contradicts the job; others may not
+        except ConfigError as error:  # other strategies may fit the job
             contenders.append(ComparedStrategy(strategy, label, num_ranks, None, None, str(error)))
         else:
             contenders.append(_planned(strategy, label, job, num_ranks))
@@ -106,12 +115,12 @@ def find_strategies(
 
 
 def without_strategy(words: Sequence[str]) -> list[str]:
-    """Return the words without those that would change every row's strategy."""
+    """Return the KEY=VALUE words without those of the section `strategy`."""
     return [word for word in words if not word.startswith("strategy.")]
 
 
 def _check_alone(job: Job) -> None:
-    """Refuse a model or data that no strategy can run, with the error of one process."""
+    """Raise the ConfigError of a single process if no strategy can run the model or the data."""
     check_job(job)
     if not job.data.args.get("download"):
         open_setup(job, make_plan(job, 1, device_type_of(job)))

@@ -1,4 +1,4 @@
-"""The comparison as one HTML file with pictures and figures; it loads nothing and has no script."""
+"""Write a comparison as one HTML file with pictures, without scripts or links to other files."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def write_page(path: Path, document: dict[str, Any], rows: Sequence[ComparisonRo
     """Write the page.
 
     Args:
-        path: the file.
+        path: the file to write.
         document: the content of compare.json.
-        rows: its rows.
+        rows: the rows of the comparison.
     """
     path.write_text("\n".join(_lines(document, rows)) + "\n", "utf-8")
 
@@ -119,7 +119,7 @@ def _of_rows(
 
 
 def _both(name: str, draw: Callable[[float, str], Figure | None]) -> Iterator[str]:
-    """A picture at two widths; the page shows the one that fits the screen."""
+    """Yield a picture at two widths, of which the page shows the one that fits the screen."""
     for kind, width in (("wide", WIDE), ("narrow", NARROW)):
         with plot_style():
             figure = draw(width, kind)

@@ -1,4 +1,4 @@
-"""The largest value of a key with which a strategy runs, by doubling and bisection."""
+"""Find the largest value of a key with which a strategy runs, by doubling and bisection."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ MODEL_KEY_ALIASES = {
 }
 """Short names of keys; any other bare name is an argument of the model."""
 MAX_VALUE = 2**20
-"""The value at which doubling ends."""
+"""The highest value that is tried."""
 RELATIVE_RESOLUTION = 32
-"""The answer is exact up to this number; above it, it is at most a 32nd too low."""
+"""A result below twice this number is exact. A higher result is too low by at most a 32nd."""
 
 
 def job_key_of(name: str) -> str:
-    """Return the key of a job that the user's word for `--largest` means."""
+    """Return the dotted key of a job for the user's value of `--largest`."""
     return name if "." in name else MODEL_KEY_ALIASES.get(name, f"model.args.{name}")
 
 
 def words_for(key: str, value: int, plan: Plan) -> list[str]:
-    """Return the words that set the key; a larger micro-batch makes the global batch larger."""
+    """Return the KEY=VALUE words that set a key to a value.
+
+    For the micro-batch they also fix the number of accumulation steps, so that the global batch
+    grows with it.
+    """
     if key != "train.micro_batch_size":
         return [f"{key}={value}"]
     steps = f"train.accumulation_steps={plan.batch.accumulation_steps}"
@@ -36,10 +40,10 @@ def words_for(key: str, value: int, plan: Plan) -> list[str]:
 
 
 def first_value(key: str, job: Job, plan: Plan) -> int:
-    """Return the value to begin with: the job's, or 1.
+    """Return the value from which the search starts: that in the job, or 1 if the job has none.
 
     Raises:
-        ConfigError: the key's value in the job is no positive whole number.
+        ConfigError: the key's value in the job is not a positive whole number.
     """
     if key == "train.micro_batch_size":
         return plan.batch.micro_size
@@ -59,16 +63,19 @@ def first_value(key: str, job: Job, plan: Plan) -> int:
 def find_largest(
     fault: Callable[[int], str | None], first: int, maximum: int = MAX_VALUE
 ) -> tuple[int | None, str | None]:
-    """Find the largest value that runs, and the fault of a higher one.
+    """Find the largest value with which a run succeeds, and why a higher value fails.
+
+    If a value fails, higher values are assumed to fail as well.
 
     Args:
-        fault: runs with a value; returns None, or in one line why it does not run. If a value does
-            not run, no higher one is taken to run.
-        first: the value to begin with; at least 1.
-        maximum: the value to end with.
+        fault: runs with a value. It returns None if the run succeeds, otherwise the reason why it
+            fails, in one line.
+        first: the first value to try; at least 1.
+        maximum: the highest value to try.
 
     Returns:
-        The value, None if not even 1 runs; the fault, None if `maximum` was reached.
+        The largest value (None if the run fails even with 1), and the reason why a higher value
+        fails (None if the run succeeds with `maximum`).
     """
     value, reason = first, fault(first)
     if reason is None:

@@ -2,8 +2,8 @@
 
 Several names joined by `+` are explained as one strategy.
 
-There is no list of valid combinations: `make_plan` tries each addition, and its reason for refusing
-one is shown.
+There is no list of valid combinations. `make_plan` is called with each addition, and if it refuses
+the combination, its reason is shown.
 """
 
 from __future__ import annotations
@@ -42,18 +42,22 @@ HEADINGS = ("Memory", "Communication", "Constraints", "Example", "Source")
 
 @dataclass(frozen=True)
 class Addition:
-    """A technique or a precision that a user may add to a preset."""
+    """A technique or another setting that a user may add to a preset."""
 
     name: str
+    """The key of the addition in the JSON document."""
     shown: str
+    """The words for the addition in the text for a terminal."""
     keys: Mapping[str, Any]
+    """The keys of a job that make the addition, by dotted name."""
     has: Callable[[Plan], bool]
-    """Whether a plan has the addition already."""
+    """Returns whether a plan already has the addition."""
     least_ranks: int = 1
+    """The smallest number of ranks with which the addition is tried."""
 
     @property
     def words(self) -> str:
-        """The addition as words of the command line."""
+        """The addition as KEY=VALUE words of the command line."""
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
 
@@ -108,20 +112,28 @@ def _option(plan: Plan, role: Role, key: str) -> Any:
 
 @dataclass(frozen=True)
 class PlanAttempt:
-    """The result of `make_plan` for a job on several numbers of ranks."""
+    """The result of trying to plan a job on several numbers of ranks."""
 
     plan: Plan | None
+    """The plan for the first number of ranks that `make_plan` accepted; None if it accepted
+    none."""
     ranks: int | None
-    """The smallest number of ranks that it accepted; None if it accepted none."""
+    """This number of ranks; None if `make_plan` accepted none."""
     reason: str | None
-    """Why it refused the first number, if it accepted none."""
+    """Why `make_plan` refused the first number of ranks, if it accepted none."""
 
 
 def main(arguments: list[str]) -> int:
-    """List the strategies or explain one; returns the exit status.
+    """Run `bigtrain strategies`: list the strategies, or explain one.
+
+    Args:
+        arguments: the command's arguments.
+
+    Returns:
+        The exit status 0.
 
     Raises:
-        ConfigError: there is no strategy of that name.
+        ConfigError: the name is unknown.
     """
     parser = CommandParser(
         prog="bigtrain strategies",
@@ -149,8 +161,8 @@ def strategy_list(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Return an entry for each strategy, as JSON values: its roles, ranks and combinations.
 
     Args:
-        names: presets, files, or several joined by `+`; None for all presets that are whole
-            strategies.
+        names: the strategies, each a preset, a file, or several of them joined by `+`; None lists
+            all presets that are whole strategies.
 
     Raises:
         ConfigError: a name is unknown.
@@ -160,7 +172,10 @@ def strategy_list(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def refusals() -> Iterator[tuple[str, int | None, str | None]]:
-    """Yield the name of each preset, its smallest number of ranks, and why it cannot run here."""
+    """Yield each whole strategy's name, its smallest number of ranks, and why it cannot run here.
+
+    The number is None if the strategy cannot run on this machine; otherwise the reason is None.
+    """
     for name in whole_strategies():
         with _quiet():
             tried = _try_alone(job_from_keys(name, {}))
@@ -169,7 +184,10 @@ def refusals() -> Iterator[tuple[str, int | None, str | None]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Send the messages that libraries print on import to standard error."""
+    """A context in which standard output becomes standard error, and warnings are not shown.
+
+    Libraries print messages when they are imported.
+    """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -195,27 +213,27 @@ def _row(name: str) -> dict[str, Any]:
 
 
 def _summary(name: str, roles: Mapping[Role, RoleConfig]) -> str:
-    """The summary of a preset; of a file or of several words, the summaries of the techniques."""
+    """Return a preset's summary; for a file or several words, the summaries of the techniques."""
     if name in preset_names(KIND):
         return preset_line(KIND, name)
     return "; ".join(_line(role, config) for role, config in roles.items())
 
 
 def _need(roles: Mapping[Role, RoleConfig]) -> Need:
-    """The need that a strategy serves: the greatest of its techniques' needs."""
+    """Return the need of a strategy: the last of its techniques' needs in the order of `NEEDS`."""
     needs = [make_technique(role, config).need for role, config in roles.items()]
     return max(needs, key=list(NEEDS).index)
 
 
 def _line(role: Role, config: RoleConfig) -> str:
-    """A technique's summary, with the options that the preset sets."""
+    """Return a technique's summary with the options that the preset sets."""
     options = ", ".join(f"{key}={value}" for key, value in config.options.items())
     summary = technique_class(role, config.name).summary
     return f"{summary} ({options})" if options else summary
 
 
 def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
-    """The sections of the docstring of a technique's module, by heading."""
+    """Return the sections of the docstring of a technique's module, by heading."""
     document = sys.modules[technique_class(role, config.name).__module__].__doc__ or ""
     sections: dict[str, str] = {}
     heading = None
@@ -232,7 +250,8 @@ def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
 
 
 def _try_alone(job: Job) -> PlanAttempt:
-    # A pipeline on ranks needs two: its refusal of one rank would hide the reason that matters.
+    # A distributed pipeline needs two ranks. Its refusal of one rank would hide a reason for which
+    # it also refuses more ranks.
     cut = job.strategy.roles().get("cut")
     is_distributed = cut is not None and "devices" not in cut.options
     return _try(job, [count for count in RANKS if count > 1 or not is_distributed])
@@ -251,7 +270,11 @@ def _try(job: Job, counts: Iterable[int]) -> PlanAttempt:
 
 
 def _combined(name: str, addition: Addition, alone: PlanAttempt) -> dict[str, Any]:
-    """Whether an addition works; null if the preset cannot run here without it."""
+    """Return whether an addition works with a strategy, as JSON values.
+
+    `works` is None if the strategy cannot run here without the addition. `own` is whether the
+    strategy already has the addition.
+    """
     if alone.plan is None or alone.ranks is None:
         return {"works": None, "own": False, "ranks": None, "reason": alone.reason}
     if addition.has(alone.plan):
@@ -282,11 +305,11 @@ NEEDS: Mapping[Need, str] = {
     "slow links": "Links are too slow for an exchange in every step (numbers differ by design)",
     "learning": "For study: other strategies do the same better",
 }
-"""The headings of the list, from the least need to the greatest."""
+"""The headings of the list by the need that strategies serve, from the least to the greatest."""
 
 
 def _show_list(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the strategies by need, one line each, with the words that can be added to them."""
+    """Print a line for each strategy and for each word that can be added to a strategy, by need."""
     console = _console()
     lines: dict[Need, list[tuple[str, str, str]]] = {need: [] for need in NEEDS}
     for row in rows:
@@ -321,7 +344,7 @@ def _show_list(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _added_words() -> Iterator[str]:
-    """The presets that are added to another one; of several with the same meaning, the first."""
+    """Yield the presets that can only be added to another; of presets with equal keys the first."""
     meanings: list[Any] = []
     for name in sorted(set(preset_names(KIND)) - set(whole_strategies())):
         values = read_strategy(name, "").values
@@ -359,7 +382,7 @@ def _show_one(row: Mapping[str, Any]) -> None:
 
 
 def _all_options(role: Role, name: str, preset_options: Mapping[str, Any]) -> str:
-    """The options of a technique with the preset's values, or their defaults."""
+    """Return the options of a technique as KEY=VALUE words: the preset's values or the defaults."""
     fields = technique_class(role, name).model_fields
     words = [
         f"{key}={_word(preset_options.get(key, field.get_default(call_default_factory=True)))}"

@@ -1,6 +1,6 @@
-"""The pictures of a comparison: memory by part, over one step, against throughput, and the losses.
+"""Draw the pictures of a comparison: bars and curves of memory, throughput, and losses.
 
-Each is drawn for a given width, so that a page can show the one that fits the screen.
+Each picture is drawn for a given width, so that a page can show the picture that fits the screen.
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ from bigtrain.report.plot_style import COLOURS, STYLE
 from bigtrain.units import MIB
 
 WIDE, NARROW = 12.0, 3.9
-"""The two widths of pictures on the page, in inches of 96 pixels."""
+"""The two widths of pictures on the page, in inches."""
 _SHADES = {"forward": "#F4F4F4", "backward": "#E9E9E9", "step": "#DDDDDD"}
 _FEW = 12
 """The largest number of lines or points that are labelled with names."""
 
 
 def write_bars(path: Path, title: str, rows: Sequence[ComparisonRow]) -> None:
-    """Write the bars as a separate picture (.svg or .png)."""
+    """Write the bars of `memory_bars` as a picture (.svg or .png).
+
+    Args:
+        path: the file; its suffix is the format.
+        title: the title of the picture.
+        rows: the rows of the comparison.
+    """
     with rc_context({**STYLE, "svg.hashsalt": "bars"}):
         figure = memory_bars(rows, 10.0, title)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """Return a figure as an SVG element, without ids that another figure of the page may have."""
+    """Return a figure as an SVG element.
+
+    Ids that two figures on one page may share are removed or derived from `name`.
+    """
     text = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -50,7 +59,14 @@ def as_svg(figure: Figure, name: str) -> str:
 def memory_bars(
     rows: Sequence[ComparisonRow], width: float, title: str, prefix: str = ""
 ) -> Figure:
-    """Draw peak memory by part: a bar with its number for each strategy, or the kind of failure."""
+    """Draw peak memory by part: for each strategy a bar and its number, or the kind of failure.
+
+    Args:
+        rows: the rows of the comparison.
+        width: the width in inches.
+        title: the title; empty for none.
+        prefix: the beginning of the ids of the bars and numbers in an SVG file.
+    """
     figure = Figure(figsize=(width, 1.5 + 0.3 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.peak_bytes or 0 for row in rows), default=0) / MIB or 1.0
@@ -83,7 +99,15 @@ def memory_bars(
 
 
 def memory_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
-    """Draw memory over one step, a small picture for each strategy; phases are shaded."""
+    """Draw memory over one step, in a small picture for each strategy, with shaded phases.
+
+    Args:
+        rows: the rows of the comparison.
+        width: the width in inches.
+
+    Returns:
+        The figure; None if no row has a timeline.
+    """
     seen = [row for row in rows if row.timeline]
     if not seen:
         return None
@@ -124,7 +148,15 @@ def _course(axes: Axes, row: ComparisonRow) -> None:
 
 
 def throughput_figure(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
-    """Draw throughput over memory, with a line through the `pareto_front`."""
+    """Draw throughput over peak memory, with a line through the `pareto_front`.
+
+    Args:
+        rows: the rows of the comparison.
+        width: the width in inches.
+
+    Returns:
+        The figure; None if no row has a throughput and a peak.
+    """
     seen = [row for row in rows if row.peak_bytes and row.samples_per_second]
     if not seen:
         return None
@@ -152,7 +184,7 @@ def throughput_figure(rows: Sequence[ComparisonRow], width: float) -> Figure | N
 
 
 def pareto_front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows that no other beats in both memory and throughput, by rising memory."""
+    """Return the Pareto-optimal rows in memory and throughput, in the order of rising memory."""
     best: list[ComparisonRow] = []
     ordered = sorted(rows, key=lambda r: (r.peak_bytes or 0, -(r.samples_per_second or 0.0)))
     for row in ordered:
@@ -162,7 +194,15 @@ def pareto_front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 def loss_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
-    """Draw the losses of all strategies on top of each other: equal ones make one line."""
+    """Draw the losses of all strategies in one diagram, where equal losses make one line.
+
+    Args:
+        rows: the rows of the comparison.
+        width: the width in inches.
+
+    Returns:
+        The figure; None if no row has losses.
+    """
     seen = [row for row in rows if row.losses]
     if not seen:
         return None

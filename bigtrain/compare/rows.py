@@ -1,4 +1,4 @@
-"""One strategy's row in a comparison: the figures of its run, or why it has none."""
+"""One strategy's row in a comparison: the figures of its run, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -17,52 +17,66 @@ Status = Literal["ok", "refused", "out of memory", "time limit", "failed"]
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One strategy: bytes of the rank with the highest peak, seconds, samples of all ranks."""
+    """The figures of one strategy's run; None where a figure is unknown."""
 
     strategy: str
     num_ranks: int
     status: Status
     reason: str | None = None
-    """Why there are no figures, in one line."""
+    """The reason why there are no figures, in one line."""
     peak_bytes: int | None = None
+    """The measured peak of the tensors of the rank with the highest peak."""
     predicted_peak_bytes: int | None = None
+    """The predicted peak of this rank."""
     process_peak_bytes: int | None = None
+    """The highest peak of resident memory of any rank, less that before the model was built."""
     phase: str | None = None
+    """The phase in which `peak_bytes` was reached."""
     breakdown: dict[str, int] | None = None
-    """The parts of `peak_bytes`, which sum to it."""
+    """The bytes of each part of `peak_bytes`; they sum to it."""
     step_seconds: float | None = None
-    """Median of the steps in which memory was not tracked."""
+    """The median of the steps in which memory was not tracked."""
     predicted_step_seconds: float | None = None
-    """The predicted seconds of a step; None if the machine's rates are not known."""
+    """The predicted seconds of a step; None if the machine's rates are unknown."""
     sent_bytes: int | None = None
     """Bytes that the rank with the most traffic sends in a step; None if they were not counted."""
     predicted_sent_bytes: int | None = None
+    """The highest predicted bytes that a rank sends in a step."""
     samples_per_second: float | None = None
+    """The samples of all ranks per second."""
     losses: tuple[float, ...] = ()
+    """The loss of each step."""
     timeline: dict[str, Any] | None = None
-    """One step: `seconds`, `parts`, `phases`; see `memory.timeline.MemoryCurve`."""
+    """Memory over one step, as JSON values: `seconds`, `parts` and `phases` (see
+    `memory.timeline.MemoryCurve`), and `rank`."""
     largest: int | None = None
     """The highest value of the key of `--largest` that ran."""
     largest_reason: str | None = None
-    """Why a higher one did not run."""
+    """The reason why a higher value did not run."""
 
     @property
     def error(self) -> float | None:
-        """Predicted against measured peak: 0.01 is 1 % too high."""
+        """The relative error of the predicted peak: 0.01 if it is 1 % above the measured peak."""
         if not self.peak_bytes or self.predicted_peak_bytes is None:
             return None
         return self.predicted_peak_bytes / self.peak_bytes - 1
 
     def as_json(self) -> dict[str, Any]:
-        """The row of compare.json."""
+        """Return the row as JSON values for compare.json."""
         return {**asdict(self), "prediction_error": self.error}
 
     @classmethod
     def of_run(cls, strategy: str, num_ranks: int, folder: Path) -> ComparisonRow:
         """Read the figures of a run from its folder.
 
+        Args:
+            strategy: the strategy's name in the comparison.
+            num_ranks: the number of ranks of the run.
+            folder: the run's folder.
+
         Raises:
-            UnreadableError: a file is missing, or is no JSON.
+            UnreadableError: a file is missing or is not JSON.
+            KeyError: a file lacks a figure.
         """
         memory = read_json_object(folder / "memory.json")
         lines = read_text(folder / "metrics.jsonl", most=MOST_LINES).splitlines()
@@ -90,7 +104,7 @@ class ComparisonRow:
         )
 
     def with_largest(self, value: int | None, reason: str | None) -> ComparisonRow:
-        """Return the row with the result of `--largest`."""
+        """Return a copy of the row with the result of `--largest`; see `largest.find_largest`."""
         return replace(self, largest=value, largest_reason=reason)
 
 
@@ -100,13 +114,14 @@ class LossDifference:
 
     strategy: str
     against: str
+    """The strategy of the first row."""
     step: int
-    """Counted from 1."""
+    """The step with the largest difference, from 1."""
     relative: float
     """The difference as a share of the first row's loss in that step."""
 
     def __str__(self) -> str:
-        """One sentence."""
+        """Return the difference as a sentence."""
         if not self.relative:
             return f"Every loss is that of {self.against}, to the last bit."
         return (
@@ -116,7 +131,10 @@ class LossDifference:
 
 
 def loss_difference(row: ComparisonRow, first: ComparisonRow) -> LossDifference | None:
-    """Return the largest difference of a row's losses from another's; None if one has no losses."""
+    """Return the largest difference of a row's losses from those of the first row.
+
+    The result is None if one of the rows has no losses, or if both are the same row.
+    """
     pairs = list(zip(row.losses, first.losses, strict=False))
     if not pairs or row is first:
         return None
@@ -127,7 +145,10 @@ def loss_difference(row: ComparisonRow, first: ComparisonRow) -> LossDifference 
 
 
 def largest_loss_difference(rows: Sequence[ComparisonRow]) -> LossDifference | None:
-    """Return the largest difference of any row from the first with losses; None without a pair."""
+    """Return the largest difference of any row from the first row with losses.
+
+    The result is None if fewer than two rows have losses.
+    """
     with_losses = [row for row in rows if row.losses]
     differences = [loss_difference(row, with_losses[0]) for row in with_losses[1:]]
     known = [each for each in differences if each is not None]
@@ -135,7 +156,7 @@ def largest_loss_difference(rows: Sequence[ComparisonRow]) -> LossDifference | N
 
 
 def _most_sent(ranks: list[dict[str, Any]], key: str) -> int | None:
-    """The highest sum over the kinds of exchange, of the ranks of a memory.json."""
+    """Return the most bytes that a rank of a memory.json sends; None if no rank has the figure."""
     sums = []
     for rank in ranks:
         sizes = [kind[key] for kind in rank.get("traffic", {}).values()]
@@ -145,7 +166,8 @@ def _most_sent(ranks: list[dict[str, Any]], key: str) -> int | None:
 
 
 TRACKED_STEPS = 2
-"""Steps of each run in which every tensor is tracked; they are slower, and are not timed."""
+"""The first steps of each run, in which every tensor is tracked. They are slower, and are not
+timed."""
 
 
 def _untracked(steps: list[dict[str, Any]]) -> float | None:

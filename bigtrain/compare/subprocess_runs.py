@@ -1,7 +1,7 @@
-"""Runs of the `bigtrain` command in separate processes, each with a time limit.
+"""Run the `bigtrain` command in separate processes, with a time limit.
 
-A run that crashes, hangs or is killed gives its caller one line of explanation. All processes that
-a run started are ended with it.
+If a run crashes, hangs or is killed, the caller gets one line of explanation. When a run ends, all
+processes that it started are ended.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import MOST_LINES, read_text
 
 END_TIMEOUT_S = 20.0
-"""Seconds that a run has to end its ranks before all of them are killed."""
+"""Seconds after SIGTERM in which a run may end its ranks; then all its processes are killed."""
 QUIET = (
     *("train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"),
     *("checkpoint.resume=null", "memory.on_oom=stop"),
 )
-"""Words for a run that is only measured: it begins at step 0, keeps its plan, and neither evaluates
-nor saves."""
+"""KEY=VALUE words for a run that is only measured. It begins at step 0, neither validates nor
+saves, and stops if memory runs out."""
 UNTRACKED = ("memory.track_steps=0", "memory.predict=false")
-"""Words for a run whose memory is of no interest."""
+"""KEY=VALUE words for a run whose memory is neither tracked nor predicted."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: int
-    """Its exit status."""
+    """The exit status; 1 if the time limit was exceeded."""
     reason: str | None
-    """Why it failed, in one line; None if it did not."""
+    """The reason why the run failed, in one line; None if it succeeded."""
     seconds: float
+    """The duration of the run."""
     timed_out: bool = False
+    """Whether the time limit was exceeded."""
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it failed for want of memory."""
+        """Whether the run failed because memory ran out."""
         words = ("out of memory", "host memory ran out", "an't allocate memory", "bad_alloc")
         return self.reason is not None and any(word in self.reason for word in words)
 
@@ -63,7 +65,7 @@ class QuietRun:
     folder: Path
     """The folder of the run's files; its printed output is in `FOLDER.log`."""
     words: Sequence[str]
-    """KEY=VALUE words of the job. They cannot override the `QUIET` ones."""
+    """KEY=VALUE words of the job. The words in `QUIET` override them."""
     job: str | None = None
     """The job's name or file; None for the default job."""
     options: Sequence[str] = ()
@@ -71,7 +73,7 @@ class QuietRun:
 
     @property
     def line(self) -> list[str]:
-        """The words of the command line, except those for `folder`, which `run` adds."""
+        """The arguments of `bigtrain`, except those for `folder`, which `run` adds."""
         line = [self.command, "-n", str(self.num_ranks), "--strategy", self.strategy]
         if self.job is not None:
             line += ["--config", self.job]
@@ -79,12 +81,17 @@ class QuietRun:
 
     @property
     def log(self) -> Path:
-        """The file of all that the run prints."""
+        """The file into which the run's output is written."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def run(self, limit_s: float, environ: Mapping[str, str] | None = None) -> RunOutcome:
-        """Run it and wait; see `run_bigtrain`."""
-        if self.command == "train":  # makes its folder
+        """Run the command and wait for its end; see `run_bigtrain`.
+
+        Args:
+            limit_s: the seconds after which the run is ended.
+            environ: variables that are added to this process's environment.
+        """
+        if self.command == "train":  # the command makes the folder itself
             parent, name = json.dumps(str(self.folder.parent)), json.dumps(self.folder.name)
             folder_words = [f"log.dir={parent}", f"log.name={name}"]
         else:
@@ -93,10 +100,10 @@ class QuietRun:
         return run_bigtrain([*self.line, *folder_words], self.log, limit_s, environ)
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object that the run wrote to a file of its folder.
+        """Return the JSON object in a file of the run's folder.
 
         Raises:
-            UnreadableError: there is no such file, or it holds no object.
+            UnreadableError: the file is missing or does not contain a JSON object.
         """
         return read_json_object(self.folder / name)
 
@@ -108,14 +115,14 @@ def run_bigtrain(
     environ: Mapping[str, str] | None = None,
     module: str = "bigtrain",
 ) -> RunOutcome:
-    """Run `bigtrain WORDS` and wait; what it prints goes to a file.
+    """Run `bigtrain` in a new process, write its output to a file, and wait for its end.
 
     Args:
-        words: its command line.
-        log: the file for all that it prints.
-        limit_s: seconds after which it is ended.
+        words: the arguments of the command.
+        log: the file for standard output and standard error.
+        limit_s: the seconds after which the run is ended.
         environ: variables that are added to this process's environment.
-        module: the module to run; another one than `bigtrain` takes other words.
+        module: the module that is run with `python -m`, normally `bigtrain`.
     """
     command = [sys.executable, "-m", module, *words]
     run_mark = secrets.token_hex(8)
@@ -127,7 +134,7 @@ def run_bigtrain(
             stdout=log_file,
             stderr=log_file,
             env={**os.environ, **(environ or {}), _MARK: run_mark},
-            start_new_session=True,  # Ctrl-C reaches the caller alone, which then ends the run
+            start_new_session=True,  # so that Ctrl-C interrupts only the caller, which ends the run
         )
         try:
             status = child.wait(limit_s)
@@ -141,11 +148,12 @@ def run_bigtrain(
 
 
 _MARK = "BIGTRAIN_STARTED_AS"
-"""A variable that all processes of a run inherit; it finds those that left the session."""
+"""An environment variable that all processes of a run inherit. It identifies processes that have
+left the run's session."""
 
 
 def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
-    """End a run and all processes that it started: by SIGTERM first, then by SIGKILL."""
+    """Send SIGTERM to a run, wait for it, then kill all remaining processes that it started."""
     try:
         if child.poll() is None:
             child.terminate()
@@ -160,7 +168,7 @@ def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process; return whether there was one."""
+    """Kill a process; return whether it existed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -169,7 +177,10 @@ def _kill(pid: int) -> bool:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """The processes of a run that have not ended; those that have ended show no variables."""
+    """Yield the processes of a run that have not ended.
+
+    A process that has ended, but is still listed, has no environment variables.
+    """
     wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -181,11 +192,16 @@ _CIRCUMSTANCES = re.compile(
     r" lost rank |^bigtrain: (rank \d+ failed (in|while|at|between|as) |the last events of each "
     r"rank: |stopped before the first step|nothing (more )?was saved: )"
 )
-"""Lines that say where ranks were when a run failed, and not why it failed."""
+"""Matches lines that report the activity of ranks when a run failed, but not why it failed."""
 
 
 def reason_in(log: Path, status: int) -> str:
-    """Return the one line of a run's output that best explains why it failed."""
+    """Return the line of a failed run's output that best explains the failure.
+
+    Args:
+        log: the file with the run's output.
+        status: the run's exit status, which precedes the line if no line explains the failure.
+    """
     lines = list(_lines(log))
     bigtrain_lines = [line for line in lines if line.startswith("bigtrain: ")]
     causes = [line for line in bigtrain_lines if not _CIRCUMSTANCES.search(line)]

@@ -1,4 +1,4 @@
-"""The comparison as a table for a terminal."""
+"""Make the table of a comparison for a terminal, and the lines around it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _HEADINGS = (
     *("process", "predicted", "error", "sent", "s/step", "predicted s", "time"),
 )
 WIDE = 165
-"""Width of the whole table in characters, if the strategies' names are not unusually long."""
+"""The width of the whole table in characters, unless a strategy's name is unusually long."""
 _LEFT_OUT: tuple[tuple[int, tuple[str, ...]], ...] = (
     (WIDE, ()),
     (130, ("buffers", "process", "sent", "predicted s")),
     (0, (*MEMORY_KINDS, "process", "sent", "predicted s")),
 )
-"""The headings that are left out, by the smallest width of the terminal; the page has them all."""
+"""The columns that are left out, by the smallest width of the terminal for which they are.
+compare.json has the figures of all columns."""
 
 
 def comparison_table(
@@ -31,10 +32,10 @@ def comparison_table(
     """Return a table of all strategies: peak by part, predicted peak, time; sizes in MiB.
 
     Args:
-        rows: the rows in the order of their runs; times are relative to the first with figures.
-        title: names the job that was compared.
-        largest: the key of `--largest`, if there is one.
-        width: the terminal's width in characters; on a narrow one some columns are left out.
+        rows: the rows in the order of their runs. Times are relative to the first row with a time.
+        title: the title, which names the job.
+        largest: the user's value of `--largest`; None without this option.
+        width: the terminal's width in characters. A narrow table has fewer columns.
     """
     left_out = next(columns for least, columns in _LEFT_OUT if width >= least)
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")
@@ -75,7 +76,7 @@ _SHORT = {
 
 
 def notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return lines below the table: why rows have no figures, and what the columns mean."""
+    """Return the lines below the table: why rows have no figures, and the meaning of columns."""
     lines = [f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason]
     lines += [
         f"{row.strategy}: above {row.largest}: {row.largest_reason}"
@@ -94,7 +95,7 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def progress_line(row: ComparisonRow) -> str:
-    """Return the line that is printed when a row is done."""
+    """Return the line that is printed when the run of a row has ended."""
     if row.status != "ok":
         return f"{row.strategy}: {row.status}: {row.reason}"
     line = f"{row.strategy}: peak {format_bytes(row.peak_bytes or 0)}"
@@ -104,7 +105,7 @@ def progress_line(row: ComparisonRow) -> str:
 
 
 def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
-    """The strategy; with its number of ranks if that differs between rows."""
+    """Return the strategy's name, with its number of ranks if the rows differ in this number."""
     if len({any_row.num_ranks for any_row in rows}) == 1:
         return row.strategy
     return f"{row.strategy} ({row.num_ranks})"

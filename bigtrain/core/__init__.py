@@ -1,6 +1,6 @@
-"""The interface of strategies, and the plain loop for steps that no strategy owns.
+"""The interface of strategies, and the training loop of plans whose techniques have no own loop.
 
-The contract (`Strategy`, `Plan`, `Assembly`, `Runner`) and what a technique offers the planner; the
-order in which techniques are applied; forward, backward, clipping, update; averaging over
-replicas; the table of techniques.
+The package has the interface (`Strategy`, `Plan`, `Assembly`, `Runner`), the variants of a
+technique for the planner, the order in which techniques are applied, the plain loop (forward,
+backward, clipping, update), the averaging of gradients over replicas, and the table of techniques.
 """

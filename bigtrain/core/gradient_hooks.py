@@ -1,9 +1,10 @@
 """Hooks that a user registered on parameters, run once a step on the averaged gradient.
 
-One process with the whole batch calls a hook with the gradient of the whole batch. On several
-ranks, autograd would call it with the gradient of one micro-batch of one rank, in bf16 or before
-averaging; and never if an engine replaced the parameter. So the hooks are removed before a model is
-built, and run on the complete gradient.
+In one process with the whole batch, autograd calls a hook with the gradient of the whole batch. On
+several ranks, autograd would call the hook with the gradient of one micro-batch of one rank, in
+bf16 or before averaging. If an engine replaced the parameter, autograd would never call the hook.
+So the hooks are removed from the parameters before a strategy is applied to the model, and run on
+the complete gradient.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class GradientHooks:
 
     def __init__(self) -> None:
         self._before: dict[str, _Hooks] = {}
-        """`Tensor.register_hook`: the dicts of torch, from which a user's handle still removes."""
+        """Hooks of `Tensor.register_hook`, in the dicts of torch, so that a user's handle of a hook
+        can still remove it."""
         self._after: dict[str, _Hooks] = {}
-        """`Tensor.register_post_accumulate_grad_hook`."""
+        """Hooks of `Tensor.register_post_accumulate_grad_hook`, in the dicts of torch."""
 
     @classmethod
     def take(cls, model: nn.Module) -> GradientHooks:
@@ -43,7 +45,10 @@ class GradientHooks:
         return taken
 
     def put_back(self, model: nn.Module) -> None:
-        """Give the hooks back to autograd, for the parameters that the model still has."""
+        """Register the hooks with autograd again, for the parameters that the model still has.
+
+        This object has no hooks afterwards.
+        """
         for name in self.names:
             with suppress(AttributeError):
                 parameter = model.get_parameter(name)
@@ -60,7 +65,7 @@ class GradientHooks:
 
     @torch.no_grad()
     def run(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Run the hooks of these parameters, on gradients averaged over the replicas.
+        """Run the hooks of these parameters, whose gradients are averaged over the replicas.
 
         Collective if a gradient is sharded: each rank runs the hook on the whole gradient.
         """
@@ -85,10 +90,11 @@ class GradientHooks:
                 hook(parameter)
 
     def _run_on_whole(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Run post-accumulate hooks of a sharded parameter on a gathered copy.
+        """Run post-accumulate hooks of a sharded parameter on a gathered copy of it.
 
-        Changes that the hooks make to its gradient or values are copied into the shards. Unchanged
-        tensors are not copied, because a hook may have changed the model's parameter directly.
+        If the hooks change the values or the gradient of the copy, the changes are copied into the
+        shards. Unchanged tensors are not copied, because a hook may have changed the parameter of
+        the model directly.
         """
         shards: Any = parameter.data
         full_parameter: Any = nn.Parameter(
@@ -114,7 +120,12 @@ class GradientHooks:
                 target.copy_(expected)
 
     def changed(self, name: str, gradient: Tensor) -> Tensor:
-        """The whole gradient after the hooks of its parameter."""
+        """Return a whole gradient after the `Tensor.register_hook` hooks of its parameter.
+
+        Args:
+            name: the name of the parameter.
+            gradient: the whole gradient, which hooks may change in place.
+        """
         for hook in _in_order(self._before.get(name)):
             result = hook(gradient)
             gradient = gradient if result is None else result

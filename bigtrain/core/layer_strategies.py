@@ -1,4 +1,4 @@
-"""Techniques that decide by layer: which activations it saves, how it is sliced over ranks."""
+"""Techniques with a choice for each layer: which activations it saves, or how it is sliced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RecomputeStrategy(Strategy):
     """A technique by which blocks save less for the backward pass."""
 
     def limit(self, plan: Plan) -> int | None:  # noqa: ARG002
-        """The budget of a rank in bytes, by which each block's policy is chosen; None without."""
+        """The budget of a rank in bytes, by which block policies are chosen; None without one."""
         return None
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
@@ -34,13 +34,13 @@ class SliceStrategy(Strategy):
         raise NotImplementedError
 
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
-        """Choose the slices of parameters. Needs no process group, and is the same on all ranks.
+        """Choose the slices of parameters. Needs no process group; the same result on all ranks.
 
         Args:
             workload: a workload with an example.
-            plan: mesh, batch, precision.
+            plan: the plan of the run; its mesh, batch and precision are read.
 
         Raises:
-            ConfigError: nothing of the model can be sliced over so many ranks.
+            ConfigError: no layer of the model can be sliced over so many ranks.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""The plain loop over the micro-batches of a step, used when no technique replaces it.
+"""The plain loop over the micro-batches of a step, used when no technique replaces the loop.
 
-`StepRunner` is the part that it shares with a pipeline: moving a batch to the device, clipping, the
-optimizer's step.
+`LoopRunner` is the loop. `StepRunner` is the part that loops and pipelines share: moving a batch to
+the device, averaging and clipping the gradients, and the optimizer's step.
 
 The loss of a micro-batch is the sum over its valid targets. Divided by the number of valid targets
 of the *global* batch, it gives the gradient of one process with the whole batch, however unevenly
@@ -36,7 +36,7 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor, is_distributed
 
 
 class StepRunner:
-    """The end of a step: clip the gradients of this rank's parameters, and update them.
+    """Average and clip the gradients of this rank's parameters, and update the parameters.
 
     Args:
         assembly: the finished assembly of the run.
@@ -74,7 +74,7 @@ class StepRunner:
         shards = [p for p in self._trained if is_distributed(p)]
         whole_parameters = [p for p in self._trained if not is_distributed(p)]
         self._clipped_together = [members for members in (shards, whole_parameters) if members]
-        """Gradients in shards and whole ones apart: torch takes no mixture in one call."""
+        """Sharded parameters and whole parameters apart: torch clips no mixture in one call."""
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
@@ -94,30 +94,50 @@ class StepRunner:
         self.optimizer = self._update.optimizer
 
     def begin_step(self) -> None:
-        """Mark the begin of a step, needed after a step that did not end in `update`."""
+        """Prepare for the passes of a step, also after a step that ended without `update`."""
         self.participation.begin()
         if self._released is not None:
             self._released.begin_step()
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of the passes since the last `update`."""
+        """Set all gradients to None."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def count_targets(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """The valid targets of the global batch. Collective over the dp axis."""
+        """Return the number of valid targets of the global batch. Collective over the dp axis.
+
+        Args:
+            micro_batches: the micro-batches of this rank.
+        """
         own_count = sum(m.count for m in micro_batches)
         return int(sum(self.context.all_gather_numbers(own_count, "dp")))
 
     def sum_scale(self, num_targets: int) -> float:
-        """The factor of a micro-batch's summed loss: gradients are then those of the global mean.
+        """The factor by which a micro-batch's summed loss gives gradients of the global mean.
 
-        Replicas average their gradients where a sum is needed, so it undoes that division as well.
+        The replicas average their gradients, where a sum is needed. So the factor also contains the
+        number of replicas.
+
+        Args:
+            num_targets: valid targets of the global batch.
         """
         return self.context.dp_size / max(num_targets, 1)
 
     def step_loss(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> StepLoss:
-        """The loss of a step; read at once if it is checked, so that a refusal stops the step."""
+        """Return the loss of a step, after the ranks have compared their steps where needed.
+
+        If the plan checks that losses are finite, the loss is read here, so that an error stops the
+        step before the update.
+
+        Args:
+            own_sum: 0-dim, the summed loss of this rank; None if it computes no loss.
+            mean: returns the mean over all ranks, from this rank's sum; see `mean_loss`.
+
+        Raises:
+            NonFiniteError: the plan checks the losses, and one is not finite.
+            BigtrainError: the ranks used different parameters; see `Participation.check`.
+        """
         loss = StepLoss(own_sum, mean)
         if self._checks_finite:
             loss.read()
@@ -127,7 +147,7 @@ class StepRunner:
         return loss
 
     def _drop_unused(self) -> None:
-        """Remove gradients that are zeros only because no replica used the parameter."""
+        """Set the gradients of parameters that no replica used from zeros to None."""
         if self._use is None or not self.participation.stand_ins:
             return
         used = [self._use.has(p) for p in self._trained]
@@ -137,10 +157,13 @@ class StepRunner:
                 parameter.grad = None
 
     def sum_losses(self, sums: Mapping[int, float]) -> float:
-        """Sum the losses of ranks.
+        """Return the sum of the losses of ranks.
+
+        Args:
+            sums: the summed loss of each rank, by rank.
 
         Raises:
-            NonFiniteError: the plan checks them, and one is not finite.
+            NonFiniteError: the plan checks the losses, and one is not finite.
         """
         if self._checks_finite:
             check_finite(sums)
@@ -148,7 +171,18 @@ class StepRunner:
         return math.fsum(sums.values()) if known else sum(sums.values())  # fsum refuses inf - inf
 
     def mean_loss(self, own_sum: float, total: float) -> float:
-        """The sum of all ranks' losses divided by `total` targets. Collective; see `sum_losses`."""
+        """Return the sum of the replicas' losses, divided by the number of targets.
+
+        Collective over the dp axis. The replicas also compare their steps.
+
+        Args:
+            own_sum: the summed loss of this rank.
+            total: valid targets of the global batch.
+
+        Raises:
+            NonFiniteError: the plan checks the losses, and one is not finite.
+            BigtrainError: the ranks used different parameters; see `Participation.check`.
+        """
         rows = self.context.all_gather_rows([own_sum, *self.participation.row()], "dp")
         self.participation.check([row[1:] for row in rows])
         ranks, sums = self.context.ranks_of("dp"), [row[0] for row in rows]
@@ -166,13 +200,13 @@ class StepRunner:
                 raise NonFiniteError(f"the gradient norm is {number}", stepped=stepped)
             self.apply_step()
             return number
-        # All work is queued before the host waits, once for both numbers.
+        # All work is queued on the device before the host waits, once, for the norm and the loss.
         norm = self.clip()
         self.apply_step()
         return float(norm) if loss is None else loss.read_with(norm)
 
     def clip(self) -> Tensor:
-        """Scale the gradients down to the clipping norm; return their norm before that."""
+        """Clip the gradients if the plan has a clipping norm; return their norm before that."""
         norm = self.norm()
         if self._clip_norm is not None:
             dtype = torch.float64 if self._precision == "fp64" else torch.float32
@@ -181,9 +215,10 @@ class StepRunner:
         return norm
 
     def norm(self) -> Tensor:
-        """Return the gradient norm of the whole model, 0-dim.
+        """Return the norm of the gradients of this rank's parameters, 0-dim.
 
-        Collective if gradients are sharded, or if parameters are sliced over the tp axis.
+        Collective if gradients are sharded, or if parameters are sliced over the tp axis: the norm
+        is of whole gradients.
         """
         if self._released is not None:
             whole_norm, sliced = self._released.norms()
@@ -191,7 +226,7 @@ class StepRunner:
         return self.norm_of(self._trained)
 
     def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The gradient norm of these parameters; collective if they are sharded or sliced."""
+        """Return the norm of these parameters' gradients, 0-dim; see `norm`."""
         sliced: list[Tensor] = []
         whole_tensors: list[Tensor] = []
         for parameter in parameters:
@@ -204,7 +239,7 @@ class StepRunner:
         return self._slices.norm(global_norm(sliced, self._device_type), norm)
 
     def take_exchanges(self) -> tuple[TensorExchange, ...]:
-        """The exchanges of the tp axis since the last call; empty if they are not recorded."""
+        """Return the exchanges over the tp axis since the last call; empty if none are recorded."""
         noted = self._slices.group.exchanges if self._slices is not None else None
         taken = tuple(noted or ())
         if noted:
@@ -212,21 +247,24 @@ class StepRunner:
         return taken
 
     def draw_whole(self) -> None:
-        """Draw random numbers of sliced tensors as one process does: whole, then sliced; slow."""
+        """Let ranks draw the random numbers of whole tensors and slice them, as one process draws.
+
+        This is slow. It makes a run with slices comparable with a run of one process.
+        """
         if self._slices is not None:
             self._slices.group.draws.whole = True
 
     def whole_state(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-        """The state of this rank; its slices as parts of whole tensors."""
+        """Return a state of this rank with its slices described as parts of whole tensors."""
         return dict(state) if self._slices is None else self._slices.whole(state)
 
     def whole_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StateTensor]:
-        """The gradients of this rank, by name."""
+        """Return the gradients of these parameters, by name, slices as parts of whole tensors."""
         gradients = {f"model.{n}": StateTensor.of(p.grad) for n, p in named if p.grad is not None}
         return {name.removeprefix("model."): g for name, g in self.whole_state(gradients).items()}
 
     def own_saved(self, saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
-        """A saved state as this rank reads it; slices of the tensors that are sliced."""
+        """Return a saved state as this rank reads it, with slices of the sliced tensors."""
         return saved if self._slices is None else self._slices.own(saved)
 
     def label_state(self) -> None:
@@ -251,15 +289,15 @@ class StepRunner:
             function()
 
     def average_gradients(self) -> None:
-        """Average gradients over the replicas, including those that only some replicas have.
+        """Average the gradients over the replicas, and run the user's hooks on them.
 
-        Then run the user's hooks on gradients.
+        A gradient that only some replicas have counts as zeros on the others.
         """
         self._average_over_replicas()
         self.run_gradient_hooks()
 
     def run_gradient_hooks(self) -> None:
-        """Run the hooks that users registered on parameters, on averaged gradients."""
+        """Run the hooks that users registered on parameters; the gradients are averaged already."""
         self._gradient_hooks.run(self._by_name)
 
     def _average_over_replicas(self) -> None:
@@ -275,7 +313,10 @@ class StepRunner:
         self._average(gradients)
 
     def has_gradient_anywhere(self) -> list[bool]:
-        """For each trained parameter, whether any replica has a gradient."""
+        """For each trained parameter of this rank, whether any replica has a gradient.
+
+        Collective over the dp axis.
+        """
         has_gradient = [p.grad is not None for p in self._trained]
         rows = self.context.all_gather_rows(has_gradient, "dp")
         return [any(column) for column in zip(*rows, strict=True)]
@@ -286,13 +327,13 @@ class StepRunner:
             self.meter.label((p.grad for p in self._trained), "gradients")
 
     def place_batch(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch on the device, in the precision of the run."""
+        """Return the micro-batch on the device, in the dtype and memory format of the run."""
         placed = micro_batch.to(self.context.device, non_blocking=True)  # from pinned memory
         placed = placed.double() if self._precision == "fp64" else placed
         return placed.map(channels_last) if self._channels_last else placed
 
     def label_batch(self, micro_batch: MicroBatch) -> None:
-        """Label the tensors of a batch that are on the device for the memory meter."""
+        """Label the tensors of a batch for the memory meter, if they are on the device."""
         if self.meter.tracking:
             here = self.context.device.type
             self.meter.label(
@@ -300,7 +341,7 @@ class StepRunner:
             )
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The autocast context of a forward pass, by the precision of the run."""
+        """The context of a forward pass: autocast to bf16 in bf16 runs, otherwise nothing."""
         if self._precision != "bf16":
             return nullcontext()
         return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
@@ -314,7 +355,7 @@ class StepRunner:
 
 
 class LoopRunner(StepRunner):
-    """Forward and backward for each micro-batch, then one clipped optimizer step.
+    """Runs forward and backward for each micro-batch, then one optimizer step.
 
     Args:
         assembly: the finished assembly of the run.
@@ -342,16 +383,23 @@ class LoopRunner(StepRunner):
                 losses.append(self.run_micro_batch(micro_batch, scale, check=check))
         self.participation.end()
         self.average_gradients()
-        # Read from the device once a step, not once for each micro-batch.
+        # One sum, so that the host waits for the device once a step, not for each micro-batch.
         own_sum = torch.stack(losses).double().sum()
         return self.step_loss(own_sum, lambda own: self.mean_loss(own, total))
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
     ) -> Tensor:
-        """Forward and backward of one micro-batch; return its summed loss, detached.
+        """Run forward and backward of one micro-batch; return its summed loss, 0-dim and detached.
 
-        With `check` a loss that is not finite raises on all ranks, before the backward pass.
+        Args:
+            micro_batch: the micro-batch, on any device.
+            scale: the factor of the loss in the backward pass.
+            check: whether to check before the backward pass that the loss of every rank is finite;
+                collective over the dp axis.
+
+        Raises:
+            NonFiniteError: `check` is set, and the loss of a rank is not finite.
         """
         self.meter.phase("forward")
         placed = self.place_batch(micro_batch)
@@ -365,12 +413,12 @@ class LoopRunner(StepRunner):
         return loss.detach()
 
     def forward_loss(self, placed: MicroBatch) -> Tensor:
-        """The summed loss of one micro-batch that is on the device."""
+        """Return the summed loss of one micro-batch that is on the device, 0-dim."""
         with loss_scope(self.loss, placed):
             with self.autocast():
                 output = self._wrapped(placed.inputs)
             loss = self.loss(output, placed.targets, placed.count)
-        # Padding, or no valid target: the pass only keeps the collectives of ranks in step.
+        # Padding, or no valid target: the pass runs only so that this rank joins all collectives.
         return loss * 0.0 if placed.count == 0 else loss
 
     def backward(self, loss: Tensor) -> None:
@@ -420,7 +468,8 @@ class LoopRunner(StepRunner):
 def _follows_freezing(assembly: Assembly) -> bool:
     """Whether a parameter may be frozen during training, because nothing waits for its gradient.
 
-    A wrapper or another library's engine waits for it; a sharded copy would train on.
+    A wrapper or the engine of another library waits for the gradient. Shards of gradients or of
+    parameters would still be updated.
     """
     traits = assembly.plan.replicate
     plain = traits.on_torch and traits.sharded_states < 2 and not traits.owns_step
@@ -428,10 +477,13 @@ def _follows_freezing(assembly: Assembly) -> bool:
 
 
 def check_finite(losses: Mapping[int, float]) -> None:
-    """Check the losses of all ranks.
+    """Check that the losses of all ranks are finite.
+
+    Args:
+        losses: the summed loss of each rank, by rank.
 
     Raises:
-        NonFiniteError: one is not finite.
+        NonFiniteError: a loss is not finite; the message has the rank.
     """
     for rank, value in losses.items():
         if not math.isfinite(value):

@@ -1,8 +1,9 @@
-"""Checks that all ranks use the same parameters in a step, and those that were planned.
+"""Checks that all ranks use the same parameters in a step, and only planned parameters.
 
-A collective matches the next collective of the other ranks, whatever that one is for. So the order
-of gathered units is hashed, and parameters that were left out of training are watched. The result
-is exchanged together with the losses, before the update.
+A collective on one rank matches the next collective on the other ranks, also if they exchange the
+values of another module. So each rank hashes the order in which it exchanges modules, and watches
+the parameters that were left out of training. The ranks exchange the results together with the
+losses, before the update.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from bigtrain.errors import BigtrainError
 from bigtrain.ranks.context import RunContext
 
 _EXACT_BITS = 52
-"""Hashes are below this: a float64 holds such integers exactly."""
+"""Bits of a hash. A float64, in which hashes are exchanged, represents such integers exactly."""
 
 
 class GatheredUnits:
-    """Records the order in which units (modules, gradients) are exchanged in a step."""
+    """Records the order in which units (modules or single gradients) are exchanged in a step."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self._order: list[int] = []
 
     def add(self, name: str) -> int:
-        """Register a unit; returns its number."""
+        """Register a unit, and return its number."""
         self.names.append(name)
         return len(self.names) - 1
 
@@ -38,39 +39,41 @@ class GatheredUnits:
         self._order.append(number)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Record the gradients of these parameters, each of which is exchanged alone."""
+        """Record when the gradients of these parameters, exchanged one by one, are computed."""
         for name, parameter in parameters.items():
             _when_accumulated(parameter, partial(_note, self, self.add(name)))
 
     def clear(self) -> None:
-        """A step begins."""
+        """Forget the records of the last step."""
         self._order.clear()
 
     def word(self) -> int:
         """A hash of the order of units in this step so far."""
-        return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # equal on all ranks
+        # The hash of a tuple of ints is the same in all processes.
+        return hash(tuple(self._order)) % (1 << _EXACT_BITS)
 
     def counts(self) -> dict[str, int]:
-        """The number of exchanges of each unit."""
+        """The number of exchanges of each unit in this step so far, by name."""
         return {name: self._order.count(number) for number, name in enumerate(self.names)}
 
 
 class GradientUse:
     """Records which parameters get a gradient in a step, if the tensors themselves do not show it.
 
-    A gradient that stays allocated is zero if none came, and so is one that only other ranks have.
+    A parameter without a gradient in this step may have zeros: because its gradient stays allocated
+    between steps, or because another rank has a gradient for it.
     """
 
     def __init__(self) -> None:
         self._used: set[int] = set()
         self._watches = False
         self.stand_ins = False
-        """Whether a gradient on this rank may be zeros because none came."""
+        """Whether this rank may have a gradient of zeros for a parameter that it did not use."""
         self.surprise: Tensor | None = None
-        """A parameter that was left out of training, and got a gradient in this step."""
+        """A parameter that was left out of training but got a gradient in this step, or None."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record the gradients of these parameters."""
+        """Record in each step which of these parameters get a gradient."""
         for parameter in parameters:
             _when_accumulated(parameter, self.note)
         self._watches = True
@@ -84,7 +87,7 @@ class GradientUse:
         return id(parameter) in self._used
 
     def clear(self) -> None:
-        """A step begins."""
+        """Forget the records of the last step."""
         self._used.clear()
         self.stand_ins = self._watches
         self.surprise = None
@@ -104,10 +107,11 @@ class Participation:
     Args:
         context: the ranks.
         roots: the modules with the parameters, under the model's names.
-        unreached: names of parameters that are not trained, because no pass used them.
-        strategy: its name, for messages.
+        unreached: names of the parameters that are not trained, because the loss does not depend on
+            them.
+        strategy: the name of the strategy, for messages.
         units: records gathered modules; None if none are gathered.
-        use: records gradients; None if the tensors show which came.
+        use: records which parameters get a gradient; None if `Tensor.grad` shows it.
         follows_freezing: whether a parameter may be frozen during training.
     """
 
@@ -131,19 +135,18 @@ class Participation:
         self._left_out = [(n, p) for n, p in named.items() if n in left_out]
         self._problem: str | None = None
         self.stand_ins = False
-        """Whether a gradient of this step was zeros on some rank because none came."""
+        """Whether some rank may have gradients of zeros in this step, for unused parameters."""
 
     @property
     def has_a_say(self) -> bool:
-        """Whether the ranks have to compare their steps; the same on all ranks."""
+        """Whether the ranks have to compare their steps. The value is the same on all ranks."""
         return bool(self._units or self._use or self._left_out)
 
     def begin(self) -> None:
-        """A step begins.
+        """Begin a step: forget the records of the last step, and check which parameters are frozen.
 
         Raises:
-            BigtrainError: a parameter was frozen or unfrozen since the model was put under the
-                strategy.
+            BigtrainError: a parameter was frozen or unfrozen after the model was prepared.
         """
         self._step += 1
         self._problem = None
@@ -173,7 +176,10 @@ class Participation:
         )
 
     def end(self) -> None:
-        """Check, after all passes of a step, that no parameter that was left out got a gradient."""
+        """Check after all passes of a step that no left-out parameter got a gradient.
+
+        A problem is raised at the next `check`, on all ranks.
+        """
         surprise = None if self._use is None else self._use.surprise
         for name, parameter in self._left_out:
             has_come = parameter.grad is not None or parameter is surprise
@@ -183,29 +189,34 @@ class Participation:
             parameter.requires_grad_(False)
 
     def refuse(self, problem: str) -> None:
-        """Report a problem of this rank in this step; all ranks raise it at their next exchange."""
+        """Report a problem of this rank in this step; all ranks raise it at the next `check`."""
         self._problem = self._problem or problem
 
     def row(self) -> list[float]:
-        """The row of this rank for `check`: hash of the units, any problem, zero gradients."""
+        """The numbers of this rank for `check`.
+
+        They are the hash of the exchanged units, whether this rank has a problem, and whether it
+        may have gradients of zeros for unused parameters.
+        """
         word = 0 if self._units is None else self._units.word()
         stand_ins = self._use is not None and self._use.stand_ins
         return [float(word), float(self._problem is not None), float(stand_ins)]
 
     def check(self, rows: Sequence[Sequence[float]], *, of_all: bool = False) -> None:
-        """Compare the rows of ranks. Collective over these ranks if they differ.
+        """Compare the rows of ranks. Collective over these ranks if there is a problem.
 
         Args:
-            rows: the row counts of the ranks that share the batch with this one, in their order.
-            of_all: whether they are of all ranks instead.
+            rows: the result of `row` on each rank of this rank's dp group, in their order.
+            of_all: whether the rows are of all ranks instead.
 
         Raises:
-            BigtrainError: they differ, or a rank reported a problem; the same on these ranks.
+            BigtrainError: the orders of exchanges differ, or a rank reported a problem. All
+                compared ranks raise it.
         """
         if any(row[1] for row in rows):
             problems = self._gathered(self._problem, of_all=of_all)
             raise BigtrainError(next(problem for problem in problems if problem))
-        # Compare equal places of all replicas: the dp axis varies slowest.
+        # Ranks of the same stage and slice are compared; the dp axis varies slowest.
         replicas = max(1, self._context.dp_size)
         lanes = len(rows) // replicas if of_all else 1
         if any(row[0] != rows[index % lanes][0] for index, row in enumerate(rows)):
@@ -213,7 +224,7 @@ class Participation:
         self.stand_ins = any(row[2] for row in rows)
 
     def agree(self) -> None:
-        """Gather and compare the rows of the ranks that share the batch."""
+        """Gather and compare the rows of the dp group; see `check`."""
         self.check(self._context.all_gather_rows(self.row(), "dp"))
 
     def _refuse_routes(self, *, of_all: bool) -> NoReturn:
@@ -238,7 +249,7 @@ class Participation:
         )
 
     def _gathered(self, value: Any, *, of_all: bool) -> list[Any]:
-        """The objects of all ranks that are compared."""
+        """Return the objects of all ranks that are compared. Collective."""
         if of_all or self._context.dp_size == self._context.world_size:
             return self._context.all_gather_objects(value)
         if self._context.dp_size == 1:
@@ -249,7 +260,7 @@ class Participation:
 
 
 def used_after_all(name: str) -> str:
-    """The message if a parameter that was left out of training is used in a step."""
+    """Return the message for a parameter that was left out of training and is used in a step."""
     return (
         f"{name} is used in this step, and was left out of training: no pass over the first "
         "micro-batch used it. Use --strategy ddp with "

@@ -1,4 +1,4 @@
-"""The table of techniques. A technique's module is imported when its class is first needed."""
+"""The table of techniques. The module of a technique is imported when its class is first used."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from bigtrain.job.strategy_words import REMOVED
 
 @dataclass(frozen=True)
 class Engines:
-    """A technique with several classes, one of which is chosen by its options."""
+    """A technique with several classes; its options choose the class."""
 
     options: str
-    """The class that defines the keys; the others inherit from it."""
+    """The class that defines the options, as `package.module:Class`. The other classes inherit from
+    it."""
     keys: tuple[str, ...]
-    """The options, or properties of them, that choose the class."""
+    """The attributes of `options` that choose the class."""
     classes: Mapping[tuple[object, ...], str]
-    """The classes by the values of `keys`; for other values the class of the keys raises."""
+    """The classes by the values of `keys`. For other values, the class in `options` is used; its
+    checks raise."""
 
 
 TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
@@ -86,14 +88,19 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
 TECHNIQUE_ALIASES: dict[Role, dict[str, tuple[str, dict[str, Any]]]] = {
     "cut": {"layer_split": ("pipeline", {"schedule": "naive"})},
 }
-"""Former names, as a technique and its options."""
+"""Former names of techniques, each with the technique and the options that it means."""
 
 
 def technique_class(role: Role, name: str) -> type[Strategy]:
-    """The class of a technique's keys, by its name or as `package.module:Class`.
+    """Return the class that defines the options of a technique.
+
+    Args:
+        role: the role of the technique.
+        name: the name in the table, or `package.module:Class`.
 
     Raises:
-        ConfigError: the name is not in the table, or the import fails.
+        ConfigError: the name is not in the table, the import fails, or the class is not a strategy
+            of this role.
     """
     table = TECHNIQUES[role]
     name, _ = TECHNIQUE_ALIASES.get(role, {}).get(name, (name, {}))
@@ -122,20 +129,20 @@ def _loaded(role: Role, name: str, target: str) -> type[Strategy]:
 
 
 def techniques_of(role: Role) -> list[Strategy]:
-    """The techniques of a role with their default options, in the order of the table."""
+    """Return the techniques of a role with their default options, in the order of the table."""
     return [technique_class(role, name)() for name in TECHNIQUES[role]]
 
 
 _made_once: dict[tuple[Role, str, str], Strategy] = {}
-"""Techniques of the table by their options. They have no state, and a search asks for the same ones
-thousands of times."""
+"""Techniques of the table by role, name and options. A technique has no state, and a search for
+plans makes the same techniques thousands of times."""
 
 
 def make_technique(role: Role, config: RoleConfig) -> Strategy:
-    """Build a technique from its section of a job, its options checked.
+    """Return a technique with the options of its section of a job, which are checked.
 
     Raises:
-        ConfigError: an unknown name or option, or a value of the wrong type.
+        ConfigError: the name or an option is unknown, or a value has the wrong type.
     """
     if ":" in config.name:
         return _make_technique(role, config)

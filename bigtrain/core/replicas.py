@@ -1,4 +1,4 @@
-"""Averaging of gradients over replicas: by DistributedDataParallel, or once after all passes."""
+"""Average gradients over replicas: with DistributedDataParallel, or once after all passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUCKET_SIZE = 25 * MIB
 
 AnyFuture = torch.futures.Future[Any]
 Exchange = Callable[[Any], AnyFuture]
-"""Starts to average a `torch.distributed.GradBucket`; the future gives its flat tensor."""
+"""Starts to average a `torch.distributed.GradBucket`; the future returns its flat tensor."""
 
 
 def average_gradients(
@@ -41,15 +41,18 @@ def average_gradients(
     exchange: Exchange | None = None,
     **options: Any,
 ) -> DistributedDataParallel | None:
-    """Average the gradients over the dp axis, whose ranks have equal weights already.
+    """Make an assembly average its gradients over the dp axis.
+
+    The module is wrapped in DistributedDataParallel. In a pipeline, a `GradientAverager` runs after
+    all passes of a step instead. The ranks of the dp axis need equal weights; none are broadcast.
 
     Args:
-        assembly: its module is wrapped; in a pipeline, its stages average after all passes.
-        bucket_size: bytes of gradients that are averaged at once; by default 25 MiB.
+        assembly: the assembly that is changed.
+        bucket_size: bytes of gradients that are averaged at once; None for 25 MiB.
         broadcast_buffers: whether buffers are copied from the first replica.
         gradient_as_bucket_view: whether gradients are views of the buckets.
-        exchange: averages a bucket, instead of an all-reduce in its precision; a pipeline does
-            not call it.
+        exchange: averages a bucket; None for an all-reduce in the dtype of the gradients. A
+            pipeline does not call it.
         options: further arguments of DistributedDataParallel.
 
     Returns:
@@ -93,7 +96,7 @@ def average_gradients(
         assembly.sync = LastMicroBatchSync(wrapped, exchange or plain)
         assembly.keep_gradients = gradient_as_bucket_view
         return wrapped
-    # One micro-batch: a fresh gradient is copied into its bucket, so no zeroing is needed.
+    # With one micro-batch, a new gradient is copied into its bucket, so none has to be zeroed.
     if exchange is not None:
         wrapped.register_comm_hook(exchange, _ask)
     return wrapped
@@ -103,7 +106,7 @@ _ask = lambda exchange, bucket: exchange(bucket)  # noqa: E731 - torch compares 
 
 
 def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.Parameter]) -> None:
-    """Check that every gradient of a step was averaged, before the update.
+    """Check before the update that every gradient of the step was averaged.
 
     Raises:
         BigtrainError: the loss of this rank does not depend on some parameters.
@@ -125,21 +128,26 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
 
 
 def _average_bucket(group: dist.ProcessGroup | None, bucket: Any) -> AnyFuture:
-    """The default of DistributedDataParallel: divide first, so that no sum overflows."""
+    """Average a bucket as DistributedDataParallel does: divide first, so that no sum overflows."""
     flat = bucket.buffer().div_(dist.get_world_size(group))
     work = dist.all_reduce(flat, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
-    """Keep gradients in the buckets of DistributedDataParallel from the first step on.
+    """Return a forecast whose gradients are views of DistributedDataParallel's buckets.
 
-    It rebuilds the buckets, in the order in which gradients are made, when the second forward pass
-    begins. If that pass is still in the first step, gradients are moved from the old buckets.
+    DistributedDataParallel rebuilds its buckets when the second forward pass begins, in the order
+    in which gradients were computed. If that pass is in the first step, the gradients are moved
+    from the old buckets.
+
+    Args:
+        forecast: the forecast without averaging.
+        profile: the profile of the model, or of one rank's stage.
     """
     states = replace(forecast.states, gradients=profile.gradient_bytes)
     passes = {way: forecast.passes[way.replace("first", "later")] for way in forecast.passes}
-    if profile.copies_gradients():  # both exist while the gradient is copied into its bucket
+    if profile.copies_gradients():  # a gradient exists twice while it is copied into its bucket
         passes["first"] = profile.with_passing_gradients()
     return replace(forecast, states=states, passes=passes, moved_gradients=profile.gradient_bytes)
 
@@ -147,11 +155,12 @@ def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
 class LastMicroBatchSync:
     """Average gradients on the last micro-batch of a step only.
 
-    In the first two steps all micro-batches fill the buckets, and only those of the last are
-    exchanged. So gradients become views of the buckets at once, which are rebuilt when the second
-    forward pass begins; without that, accumulation before the first average would hold every
-    gradient twice. Sums are bitwise those of later steps, and buffers are broadcast as often, so a
-    resumed run continues as if it had not been stopped.
+    In the first two steps all micro-batches fill the buckets, but only the buckets of the last
+    micro-batch are exchanged. So gradients are views of the buckets from the first micro-batch on,
+    also after the buckets are rebuilt at the second forward pass. With `no_sync` in these steps,
+    gradients that were accumulated before the first average would exist twice. The sums are bitwise
+    equal to the sums in later steps, and buffers are broadcast as often, so a resumed run continues
+    as if it had not been stopped.
 
     Args:
         wrapped: the wrapper that fills the buckets.
@@ -165,7 +174,7 @@ class LastMicroBatchSync:
 
     def __call__(self, last: bool) -> AbstractContextManager[object]:
         """See `Assembly.sync`."""
-        if not self._buckets.last:  # the first micro-batch has broadcast the buffers
+        if not self._buckets.last:  # the first micro-batch of the step has broadcast the buffers
             self._wrapped.require_forward_param_sync = False
         self._buckets.last, warm = last, self._steps >= 2
         self._steps += last
@@ -177,8 +186,8 @@ class LastMicroBatchSync:
 class _LastBuckets:
     """Exchanges the buckets of the last micro-batch, and leaves the others unchanged.
 
-    The wrapper's C++ side references this object. A reference back would be a cycle that Python
-    cannot see, and neither would be freed.
+    The C++ part of the wrapper references this object. A reference to the wrapper from here would
+    make a cycle that Python's garbage collector does not see, and neither object would be freed.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -196,12 +205,17 @@ class _LastBuckets:
 def broadcast_buffers(context: RunContext, buffers: Sequence[Tensor]) -> None:
     """Copy buffers from the first replica. Collective over the dp axis.
 
-    On an accelerator many are sent in one message; on a CPU each alone, without a copy.
+    On an accelerator, several buffers are sent in one message. On a CPU each buffer is sent in a
+    message of its own, without a copy.
+
+    Args:
+        context: the ranks.
+        buffers: the buffers of this rank, which are overwritten.
     """
     group = context.dp_group
     if group is None or context.dp_size == 1 or not buffers:
         return
-    if is_accelerator(context.device):  # as DistributedDataParallel does it
+    if is_accelerator(context.device):  # as DistributedDataParallel does
         together: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]
         together(group, list(buffers), BUCKET_SIZE, 0)
         return
@@ -212,14 +226,15 @@ def broadcast_buffers(context: RunContext, buffers: Sequence[Tensor]) -> None:
 class GradientAverager:
     """Average gradients over the dp axis in place, after all micro-batches of a step.
 
-    For steps of a pipeline: DistributedDataParallel expects one backward pass after each forward
-    pass. Small gradients are copied into one message, large ones are sent alone.
+    Pipelines need it, because DistributedDataParallel expects one backward pass after each forward
+    pass. Small gradients are copied into one message; a large gradient is sent alone.
 
     Args:
         context: a context with the dp group.
         bucket_size: the most bytes that are copied into one message.
-        buffers: copied from the first replica after each step (BatchNorm statistics);
-            DistributedDataParallel does so before each forward pass.
+        buffers: buffers (such as BatchNorm statistics) that are copied from the first replica in
+            each step, after the gradients are averaged. DistributedDataParallel copies them before
+            each forward pass.
     """
 
     def __init__(
@@ -231,7 +246,7 @@ class GradientAverager:
         self._buffers = list(buffers)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients; every replica passes the same number, of the same shapes."""
+        """Average gradients in place. Every replica passes as many, of the same shapes."""
         if self._size == 1:
             return
         for bucket in self._buckets(gradients):
@@ -252,7 +267,7 @@ class GradientAverager:
         tensor /= self._size
 
     def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Groups of neighbouring tensors of one dtype, each as large as a bucket allows."""
+        """Yield groups of consecutive tensors of one dtype, as large as a bucket allows."""
         bucket: list[Tensor] = []
         filled = 0
         for gradient in gradients:

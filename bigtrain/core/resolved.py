@@ -16,21 +16,22 @@ from bigtrain.tracing.routes import Routes
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan with the choices for one workload; see `bigtrain.assembly.resolve.resolve_plan`."""
+    """A plan with its choices for one workload; `assembly.resolve.resolve_plan` makes it."""
 
     plan: Plan
     layout: Layout | None = None
     """How the model is cut; None without a cut."""
     slices: ModelSlices | None = None
-    """How its layers are sliced; None without slices."""
+    """How the layers of the model are sliced; None without slices."""
     policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """The policies of modules for their saved activations, by name in the whole model."""
     unreached: tuple[str, ...] = ()
-    """Parameters that the loss does not reach; they are not trained."""
+    """Names of the parameters that are not trained: the loss does not depend on them, or they have
+    no elements."""
     routes: Routes = field(default_factory=Routes)
-    """The modules that only some passes call, if that matters to the plan."""
+    """The modules that only some passes call, if they matter to the plan."""
     notes: tuple[str, ...] = ()
-    """Lines on the choices."""
+    """Lines for the user about the choices."""
 
     @staticmethod
     def of(
@@ -39,7 +40,13 @@ class ResolvedPlan:
         layout: Layout | None = None,
         slices: ModelSlices | None = None,
     ) -> ResolvedPlan:
-        """A plan without a budget, with the policies of its techniques.
+        """Return a resolved plan with the policies that its techniques choose without a budget.
+
+        Args:
+            plan: the plan of the run.
+            model: the whole model, on any device.
+            layout: how the model is cut; None without a cut.
+            slices: how the layers of the model are sliced; None without slices.
 
         Raises:
             ConfigError: the model has no module of a name in a technique's options.

@@ -1,4 +1,4 @@
-"""The runner, into which every strategy builds: a live model and optimizer that take steps."""
+"""The interface of a runner: a model and an optimizer, built by a strategy, that take steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class StepLoss:
     """The mean loss of a global batch, on the device until it is read.
 
     Args:
-        own_sum: 0-dim, the sum on this rank; None if it computes no loss.
-        mean: returns the mean over all ranks, from this rank's sum. Collective; may raise.
+        own_sum: 0-dim, the summed loss of this rank; None if it computes no loss.
+        mean: returns the mean over all ranks, from this rank's sum. It is collective, and may
+            raise.
     """
 
     def __init__(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> None:
@@ -26,14 +27,17 @@ class StepLoss:
         self._value: float | None = None
 
     def read(self) -> float:
-        """The mean over the valid targets, the same on every rank. The first call is collective."""
+        """Return the mean over the valid targets, the same on every rank.
+
+        The first call is collective, and waits for the device.
+        """
         if self._value is None:
             own_sum, self._own_sum = self._own_sum, None  # so that the tensor is freed
             self._value = self._mean(0.0 if own_sum is None else float(own_sum))
         return self._value
 
     def read_with(self, norm: Tensor) -> float:
-        """Read the loss and a 0-dim norm, and return the norm: the host waits once for both."""
+        """Read this loss and a 0-dim norm with one wait for the device; return the norm."""
         mine = self._own_sum
         if self._value is not None or mine is None or mine.device != norm.device:
             self.read()
@@ -44,10 +48,10 @@ class StepLoss:
 
 
 class Runner(Protocol):
-    """A live model and optimizer. All ranks call each method."""
+    """A model and its optimizer, ready to take steps. All ranks call each method."""
 
     module: nn.Module
-    """The model as the user wrote it, with its parameter names."""
+    """The model as the user wrote it, with the user's parameter names."""
     optimizer: torch.optim.Optimizer
     roots: Sequence[nn.Module]
     """The modules that compute on this rank: the model, or the rank's stages."""
@@ -57,25 +61,26 @@ class Runner(Protocol):
         """Run this rank's micro-batches of one global batch, forward and backward.
 
         Returns:
-            The loss; it is read already if the plan checks that it is finite.
+            The loss. It has been read if the plan checks that losses are finite.
 
         Raises:
-            NonFiniteError: the plan checks it, and a rank's loss is not finite; names the rank.
+            NonFiniteError: the plan checks that losses are finite, and the loss of a rank is not;
+                the message has the rank.
         """
 
     def update(self, loss: StepLoss | None = None) -> float:
         """Clip, step the optimizer and clear the gradients; return the global gradient norm.
 
         Args:
-            loss: the loss of the step; if it was not read yet, it is read here, together with the
-                norm.
+            loss: the loss of the step. If it has not been read, it is read here together with the
+                norm, with one wait for the device.
 
         Raises:
             NonFiniteError: the plan checks the norm, and it is not finite.
         """
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of `forward_backward` if no `update` follows."""
+        """Drop the gradients of `forward_backward`; called if no `update` follows."""
 
     def gradients(self) -> dict[str, StateTensor]:
         """The gradients of this rank for the global batch, by name, before clipping.
@@ -84,17 +89,19 @@ class Runner(Protocol):
         """
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """Return (output, targets) on the device, without gradients, in evaluation mode.
+        """Return (output, targets) on the device, computed without gradients.
 
-        The ranks of one pipeline pass the same micro-batch; the rank of the last stage returns
-        the pair, the others None.
+        The caller sets `module` to evaluation mode.
+
+        All ranks of one pipeline pass the same micro-batch. The rank of the last stage returns the
+        pair, and the other ranks return None.
         """
 
     def state(self) -> dict[str, StateTensor]:
-        """The part of the training state on this rank: `model.NAME`, `optimizer.NAME.KEY`.
+        """The part of the training state on this rank, as `model.NAME` and `optimizer.NAME.KEY`.
 
-        Weights are in the precision in which they are updated (fp32 if only the computation is in
-        bf16).
+        Weights have the precision in which they are updated: fp32 if only the computation is in
+        bf16.
         """
 
     def label_state(self) -> None:
@@ -103,6 +110,9 @@ class Runner(Protocol):
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """Load this rank's part of a training state. Collective.
+
+        Args:
+            saved: the tensors of a checkpoint, under the names of `state`.
 
         Raises:
             CheckpointError: the state is of another model.

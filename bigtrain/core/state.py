@@ -1,4 +1,4 @@
-"""The state of a module and its optimizer under a checkpoint's names, saved and loaded."""
+"""Save and load the state of a module and its optimizer under the names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor, local_tensor, read
 
 
 def module_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a module's state; for the rest see `extra_states`."""
+    """The tensors of a module's state dict; `extra_states` returns its other values."""
     return {n: t for n, t in state.items() if isinstance(t, Tensor)}
 
 
 def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with an extra state (`get_extra_state`), by its name in the state dict."""
+    """Yield the modules with an extra state (`get_extra_state`), with its name in a state dict.
+
+    Args:
+        roots: the model, or the stages of this rank.
+    """
     for root in roots:
         model = getattr(root, "users_module", root) if hasattr(root, "cut_through") else root
         for path, module in model.named_modules():
@@ -33,10 +37,13 @@ def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 
 
 def extra_states(roots: Iterable[nn.Module]) -> dict[str, Any]:
-    """Copies of the extra states of modules, by name.
+    """Return copies of the extra states of modules, by name in the state dict.
+
+    Args:
+        roots: the model, or the stages of this rank.
 
     Raises:
-        CheckpointError: one cannot be written as JSON.
+        CheckpointError: a state does not survive a round trip through JSON.
     """
     states: dict[str, Any] = {}
     for name, module in extra_modules(roots):
@@ -53,12 +60,13 @@ def extra_states(roots: Iterable[nn.Module]) -> dict[str, Any]:
 
 
 NOT_JSON = object()
+"""Returned by `as_json` for a state that JSON cannot store unchanged."""
 
 
 def as_json(state: Any) -> Any:
-    """A state after a round trip through JSON; NOT_JSON if that fails or changes it."""
+    """Return a state after a round trip through JSON; NOT_JSON if that fails or changes it."""
     try:
-        # Read as from a checkpoint: one level deeper, with the same bounds.
+        # Two levels deeper, as in a checkpoint, so that the same bounds on depth hold.
         copied = parse_json(json.dumps({"": {"": state}}, allow_nan=False), "")[""][""]
         return copied if bool(copied == state) else NOT_JSON
     except (TypeError, ValueError, RecursionError, RuntimeError):
@@ -66,12 +74,13 @@ def as_json(state: Any) -> Any:
 
 
 def replica_state(state: Mapping[str, StateTensor], replica: int) -> dict[str, StateTensor]:
-    """Return a replica's state under names that include the replica, as its values are separate.
+    """Return a replica's state under names that include the replica, for replicas that differ.
 
-    The first replica's tensors keep their names: every strategy that reads the checkpoint finds a
-    model and an optimizer's state there. A tensor NAME of another replica is `replicas.N.NAME`;
-    only a technique whose replicas differ reads it back, by `state_of_replica`. A technique may
-    save more under `replicas.`, by names that do not begin with a number: `replicas.outer.steps`.
+    The first replica's tensors keep their names, so that every strategy finds a model and an
+    optimizer's state in the checkpoint. A tensor NAME of another replica is named
+    `replicas.N.NAME`. Only a technique whose replicas differ reads that tensor back, with
+    `state_of_replica`. A technique may save other values under `replicas.`, by names that do not
+    begin with a number: `replicas.outer.steps`.
 
     Args:
         state: the tensors of this rank, by the names of `Runner.state`.
@@ -85,9 +94,9 @@ def replica_state(state: Mapping[str, StateTensor], replica: int) -> dict[str, S
 def state_of_replica(saved: Mapping[str, SavedTensor], replica: int) -> dict[str, SavedTensor]:
     """Return a checkpoint as one replica reads it: the inverse of `replica_state`.
 
-    Tensors that the checkpoint has for this replica replace those of the first. A replica without
-    any (the checkpoint is of fewer replicas, or of another technique) starts as a copy of the
-    first.
+    Tensors that the checkpoint has for this replica replace the tensors of the first replica. If
+    the checkpoint has none (it was saved with fewer replicas, or by another technique), the replica
+    starts as a copy of the first.
 
     Args:
         saved: all tensors of the checkpoint, by name.
@@ -108,9 +117,9 @@ def load_tensors(
 
     Args:
         current: this rank's tensors, by their names in the model.
-        expected: the names of the whole model.
-        saved: tensors named `model.NAME`.
-        update: may hold fp32 copies.
+        expected: the names of all tensors of the whole model.
+        saved: the tensors of a checkpoint, named `model.NAME`.
+        update: the optimizer's update, which may have fp32 copies of parameters.
 
     Raises:
         CheckpointError: names or shapes differ from the model's.
@@ -130,8 +139,8 @@ def check_shapes(
 
     Args:
         shapes: whole shapes of the tensors of which this rank holds a part, by name.
-        expected: the names of the whole model.
-        saved: tensors named `model.NAME`.
+        expected: the names of all tensors of the whole model.
+        saved: the tensors of a checkpoint, named `model.NAME`.
 
     Raises:
         CheckpointError: names or shapes differ from the model's.
@@ -140,7 +149,7 @@ def check_shapes(
     missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
     if missing or extra:
         tie = ""
-        if not extra:  # as those of the Hugging Face Hub
+        if not extra:  # checkpoints of the Hugging Face Hub have tied tensors once
             tie = (
                 " Where that is tied to another tensor, convert with: bigtrain checkpoint convert "
                 f"SOURCE TARGET --tie {missing[0]}=OTHER"
@@ -160,7 +169,7 @@ def check_shapes(
 
 
 def _other_quantization(missing: Sequence[str], extra: Sequence[str]) -> str:
-    """Return a sentence to add if only one of a checkpoint and a model has weights in 4 bits."""
+    """Return a sentence for an error if either the checkpoint or the model has 4-bit weights."""
     for names, words in ((missing, "without"), (extra, "with")):
         if any(name.rpartition(".")[2] == CARRIER for name in names):
             return f" It was saved {words} model.lora.quantize=nf4."
@@ -172,15 +181,15 @@ def model_state(
     named: Iterable[tuple[str, nn.Parameter]],
     masters: Mapping[str, StateTensor],
 ) -> dict[str, StateTensor]:
-    """The part of a module's state on this rank, with the fp32 values of parameters that have them.
+    """Return a module's state on this rank, with the fp32 values of parameters that have them.
 
     Args:
-        state: the result of `state_dict`. That call reshards gathered parameters, which makes new
+        state: the tensors of `state_dict`. That call reshards gathered parameters, which makes new
             parameter objects, so it has to come before `named`.
         named: the parameters, under all their names.
-        masters: see `Update.masters`.
+        masters: the fp32 values of parameters by name; see `Update.masters`.
     """
-    # Buffers depend on the batches that a rank has seen.
+    # Buffers may differ between replicas: they depend on the batches that a rank has seen.
     values = {n: replace(StateTensor.of(t), replicas_differ=True) for n, t in state.items()}
     first: dict[int, str] = {}
     for name, parameter in named:
@@ -202,11 +211,11 @@ def load_optimizer(
     Args:
         update: the optimizer's `Update`.
         trained: names of the trained parameters of the whole model.
-        local_names: those of them on this rank.
-        saved: tensors named `optimizer.NAME.KEY`.
+        local_names: names of the trained parameters on this rank.
+        saved: the tensors of a checkpoint, named `optimizer.NAME.KEY`.
 
     Raises:
-        CheckpointError: it has the state of a parameter that the model does not train.
+        CheckpointError: the checkpoint has the state of a parameter that the model does not train.
     """
     for full in sorted(saved):
         if not full.startswith("optimizer."):
@@ -219,7 +228,7 @@ def load_optimizer(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first few names, and the number of the others."""
+    """Return the first three names and the number of the others; "nothing" without names."""
     if not names:
         return "nothing"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

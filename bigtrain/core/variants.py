@@ -13,16 +13,16 @@ from bigtrain.job.strategy_words import read_strategy
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a plan that is fixed when a technique is asked for its variants."""
+    """The part of a plan that is fixed when `Strategy.variants` is called."""
 
     pp: int
     dp: int
     devices_per_node: int
     device_type: str
     num_blocks: int
-    """The number of blocks of the model; a stage begins at a block."""
+    """The number of blocks of the model. Each stage after the first begins at a block."""
     micro_batches: int
-    """Micro-batches of a step, for each replica."""
+    """Micro-batches of a step in each replica."""
     tp: int = 1
     """The number of ranks over which layers are sliced."""
     most_ranks: int = 1
@@ -31,20 +31,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """One form of a technique, as a job would name it."""
+    """One form of a technique, as a job would set it."""
 
     label: str
-    """The name in tables; if there is a preset, the words for `--strategy`."""
+    """The name in tables. If there is a preset, it is the words for `--strategy`."""
     options: Mapping[str, Any] = field(hash=False)
-    """The section of its role, with `name` if the role has several techniques."""
+    """The section of the technique's role in a job, with `name` if the role has several
+    techniques."""
     engine: str = "torch"
     """The value of `Traits.engine`, known before the technique's module is imported."""
     splits: bool = False
-    """Whether it pays only with split backward passes: not with `Traits.whole_backward`."""
+    """Whether this form pays only with split backward passes. The planner then does not combine it
+    with a replicate technique that has `Traits.whole_backward`."""
 
 
 @cache
 def preset_options(role: Role, preset: str) -> Mapping[str, Any]:
-    """The section of a role in a preset."""
+    """Return the section of a role in a preset of `--strategy`, such as 'fsdp'."""
     options: dict[str, Any] = read_strategy(preset, "plan").values["strategy"][role]
     return options

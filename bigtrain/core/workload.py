@@ -19,25 +19,30 @@ class Workload:
     """A model with its loss, its optimizer and one micro-batch of its data."""
 
     model: nn.Module
-    """Whole, as the user wrote it, on any device, also meta; it is not changed."""
+    """The whole model as the user wrote it, on any device (also meta). Its modules are not
+    changed."""
     example: MicroBatch | None
-    """One micro-batch of the plan's size, of which only shapes matter; None before the first step
-    of a run without an example."""
+    """One micro-batch of the plan's size, of which only shapes matter. None before the first step
+    of a run that was given no example."""
     loss: Loss
     make_optimizer: MakeOptimizer
     whole_bytes: int = 0
-    """Bytes of the model if each rank builds it whole; 0 if tensors are materialised one by one."""
+    """Bytes of the whole model if each rank builds it whole. 0 if tensors are materialised one by
+    one."""
     repeats: Mapping[str, int] = field(default_factory=dict)
-    """For a shortened model, the number of equal blocks that a block represents, by name; blocks
-    that are not named represent themselves."""
+    """For a shortened model, the number of equal blocks that a block represents, by name. Blocks
+    that are not named represent only themselves."""
     notes: tuple[str, ...] = ()
-    """Lines on the model."""
+    """Lines for the user about the model."""
     known_uses: ParameterUses | None = None
-    """How a forward pass uses parameters, if that is known without a run of the whole model."""
+    """How a forward pass uses parameters, if that is known without a pass of the whole model."""
 
     @cached_property
     def parameter_uses(self) -> ParameterUses | None:
-        """How a forward pass uses parameters; None without an example."""
+        """How a forward pass uses parameters.
+
+        None without an example, or if the model does not run without values.
+        """
         if self.example is None or self.known_uses is not None:
             return self.known_uses
         return parameter_uses(self.model, self.example, self.loss)
@@ -47,7 +52,7 @@ class Workload:
         """The example.
 
         Raises:
-            ValueError: there is none yet.
+            ValueError: the workload has no example.
         """
         if self.example is None:
             raise ValueError("this workload has no example")

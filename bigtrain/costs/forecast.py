@@ -1,7 +1,8 @@
-"""The predicted memory of a run: states that are always there, and timelines of everything else.
+"""The predicted memory of a run: states that exist all the time, and timelines of the rest.
 
-A `Profile` is the memory of a model, recorded by one process on fake tensors. A `Forecast` begins
-as that profile, and each technique changes it to the memory of one rank. All bytes are per rank.
+A `Profile` is the memory of a model, recorded by one process on fake tensors. A `Forecast` is
+first made from the profile alone. Each technique then changes it to the memory of one rank with
+this technique. All bytes are per rank.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from bigtrain.optim.step_memory import StepMemory
 from bigtrain.slicing.exchange import TensorExchange
 
 Passes = Mapping[str, Timeline]
-"""The timelines of one micro-batch of a model or a stage, forward and backward, by kind:
+"""The timelines of one micro-batch of a model or a stage, forward and backward, by kind.
 
-`first`: its backward pass makes the gradients, which are in the timeline. `later`: any other one,
-whose backward pass adds to them. A stage may have variants of both, first_VARIANT and
-later_VARIANT:
+The kind `first` is the first micro-batch of a step. Its backward pass allocates the gradients,
+which are in the timeline. The kind `later` is every other micro-batch. Its backward pass adds to
+the gradients. A stage may have variants of both kinds, named first_VARIANT and later_VARIANT:
 
 `split`: the backward pass is split in two, for the inputs and for the weights.
-`last`: the last micro-batch of a step, if it alone is not recomputed.
-`resumed`: for a stage that gathers its parameters, when passes of other micro-batches come in
-between. A forward pass after another one finds them gathered; a backward pass after another one
-does not.
-`strayed`: the same when several forward passes came before the backward pass.
+`last`: the last micro-batch of a step, if it is the only one that is not recomputed.
+`resumed`: a stage gathers its parameters, and passes of other micro-batches come in between. A
+forward pass that follows another forward pass finds the parameters gathered. A backward pass that
+follows another backward pass has to gather them again.
+`strayed`: a stage gathers its parameters, and the backward pass follows several forward passes.
 """
 
 GRADIENT_TICKS = 3
-"""Ticks from the end of a layer's backward pass until its gradient is in its place."""
+"""The most clock ticks that a gradient lives if it is freed as soon as it has been used."""
 
 
 def _no_passes() -> Passes:
@@ -40,19 +41,20 @@ def _no_passes() -> Passes:
 
 @dataclass(frozen=True)
 class BoundaryBytes:
-    """The bytes of boundary tensors of a stage, for one micro-batch."""
+    """The bytes of a stage's boundary tensors, its inputs and outputs, for one micro-batch."""
 
     incoming: int = 0
     incoming_gradients: int = 0
-    """Gradients of the inputs; several may share one storage."""
+    """Gradients of the inputs. A storage that several of them share counts once."""
     outgoing: int = 0
-    """Outputs that are not saved for the backward pass anyway."""
+    """Outputs, except those that the stage saves for its backward pass."""
     outgoing_gradients: int = 0
     incoming_copied: int = 0
-    """The part of `incoming_gradients` that autograd does not make contiguous: a copy of it is
-    sent, and the original lives as long as other gradients."""
+    """The part of `incoming_gradients` that autograd does not make contiguous. A contiguous copy
+    is sent, and the original lives as long as the other gradients of the inputs."""
     gathered: int = 0
-    """Inputs of which each tp rank is sent a part: the bytes of all parts together."""
+    """Inputs of which each tp rank receives a part, and which are then gathered: the bytes of all
+    parts together."""
 
 
 class TiedBytes(NamedTuple):
@@ -65,11 +67,11 @@ class TiedBytes(NamedTuple):
     """The number of other pp ranks that have the parameter."""
 
     def received(self, shards: int = 1, shard: int = 0) -> int:
-        """Return the bytes that a rank receives in the exchange, which it holds at once.
+        """Return the bytes that a rank receives in the exchange; all of them exist at once.
 
         Args:
             shards: the number of replicas over which the rows are sharded.
-            shard: this replica's shard; the first ones have the most rows.
+            shard: the index of this replica's shard; the first shards have the most rows.
         """
         share = -(-self.rows // shards)
         own_rows = max(0, min(share, self.rows - shard * share))
@@ -80,33 +82,37 @@ class TiedBytes(NamedTuple):
 class CrossingBytes:
     """The bytes that a rank sends and receives for one of its stages.
 
-    Between two stages of one rank nothing is sent.
+    Nothing is sent between two stages of the same rank.
     """
 
     sent: int = 0
-    """For one micro-batch: outputs, and gradients of inputs."""
+    """Outputs, and gradients of inputs, of one micro-batch."""
     received: int = 0
+    """Inputs, and gradients of outputs, of one micro-batch."""
     tied: tuple[TiedBytes, ...] = ()
-    """Gradients of parameters that stages of other ranks share, sent and received once a step."""
+    """Gradients of parameters that are shared with stages of other ranks. They are sent and
+    received once a step."""
 
 
 class GatheredUse(NamedTuple):
-    """Parameters that one module gathers for its passes, and the ticks of these in `first`.
+    """Parameters that one module gathers for its passes, and the ticks of its passes in `first`.
 
-    They are frozen, or its code reads them from another module; see `ReplacedProducts`.
+    The parameters are frozen, or belong to another module from which the module's code reads them;
+    see `ReplacedProducts`.
     """
 
     nbytes: tuple[int, ...]
-    """The bytes of each."""
+    """The bytes of each parameter."""
     viewed: tuple[int, ...]
-    """For each the tick at which the last view that autograd saved is freed; 0 without a view."""
+    """For each parameter the tick at which the last view of it that autograd saved is freed; 0 if
+    autograd saved no view."""
     forward: tuple[tuple[int, int], ...]
-    """The ticks at which its forward passes began and ended."""
+    """The ticks at which the module's forward passes began and ended."""
     backward: tuple[int | None, int | None] = (None, None)
-    """The ticks at which a gradient of its output was first ready, and one of its input last; None
-    if there was none."""
+    """The first tick at which a gradient of the module's output was ready, and the last at which
+    one of its input was; None if there was none."""
     births: tuple[int, ...] = ()
-    """The births of the gradients of the trained ones."""
+    """The ticks at which the gradients of the trained parameters among them are made."""
 
 
 @dataclass(frozen=True)
@@ -118,73 +124,82 @@ class Profile:
     gradient_bytes: int
     """Bytes of the trained parameters' gradients, in the parameters' precision."""
     buffer_bytes: int
+    """Bytes of all buffers."""
     optimizer_bytes: int
+    """Bytes of the optimizer's state after its first step."""
     batch_bytes: int
-    """One micro-batch with its targets."""
+    """Bytes of the inputs and targets of one micro-batch."""
     trained_elements: int = 0
-    """The number of trained elements."""
+    """The number of elements of all trained parameters."""
     state_slots: float = 0.0
-    """Optimizer state that is sharded like the parameters: elements of the updated precision for
-    each trained element. 2 for AdamW (1 with bf16 moments), 1 for SGD with momentum."""
+    """The size of the optimizer state that has the shapes of the parameters, and so is sharded like
+    them: elements, in the precision of the update, for each trained element. 2 for AdamW (1 with
+    bf16 moments), 1 for SGD with momentum."""
     state_scalars: int = 0
-    """Bytes of other optimizer state, such as step counts, over all trained parameters."""
+    """Bytes of the other optimizer state, such as step counts, over all trained parameters."""
     passes: Passes = field(default_factory=_no_passes)
     step: Timeline = Timeline((), ((0, "forward"),))
-    """The memory of clipping and the optimizer's step, in addition to the states."""
+    """The memory of gradient clipping and of the optimizer's step, in addition to the states."""
     updated: tuple[tuple[tuple[int, ...], int], ...] = ()
-    """By trained parameter, in the model's order: its shape and the number of its group in the
-    optimizer. Empty if not known."""
+    """For each trained parameter, in the model's order: its shape, and the index of its group in
+    the optimizer. Empty if not known."""
     step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
-    """The memory of an optimizer's step over other tensors than these parameters."""
+    """Forecasts the memory of the optimizer's step on tensors of other shapes than these
+    parameters."""
     early_share: float = 0.0
-    """The share of the optimizer's state that exists before the first step."""
+    """The share of the optimizer's state, from 0 to 1, that exists before the first step."""
     blocks: tuple[tuple[BlockTicks, BlockTicks], ...] = ()
-    """The blocks of the model in `first` and in `later`, in the order in which they run."""
+    """For each block of the model its ticks in `first` and in `later`, in the order in which the
+    blocks run."""
     outside_blocks: BlockTicks | None = None
-    """The modules outside the blocks, in `first`."""
+    """The parameters outside of all blocks, with their ticks in `first`."""
     boundary: BoundaryBytes = BoundaryBytes()
     """Bytes of a stage's boundary tensors; zero for a whole model."""
     crossing: CrossingBytes = CrossingBytes()
     """Bytes of the tensors that cross a stage's boundaries; zero for a whole model."""
     windows: tuple[tuple[str, BlockTicks, BlockTicks], ...] = ()
-    """Modules that save less than everything, or may, with their ticks in `first` and `later`."""
+    """The modules to which a `BlockPolicy` applies: name, ticks in `first`, ticks in `later`. In a
+    composed profile, only the recomputed blocks."""
     recomputed: frozenset[str] = frozenset()
-    """The names of those that are recomputed in the backward pass."""
+    """The names of the modules that are recomputed in the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
-    """The trained parameters of a stage in order, each with the bytes and the dtype of its
-    gradient."""
+    """The trained parameters of a stage in order: name, and the bytes and dtype of the gradient."""
     frozen_bytes: int = 0
     """The part of `parameter_bytes` that is never updated."""
     frozen_tensors: tuple[tuple[str, int], ...] = ()
-    """The frozen parameters of a stage with their bytes."""
+    """The frozen parameters of a stage: name and bytes."""
     gradient_births: tuple[int, ...] = ()
     """The tick in `first` at which each trained parameter's gradient is made, in the model's order.
     Empty if not known."""
     viewed_births: tuple[tuple[int, int], ...] = ()
-    """The births of those gradients whose parameter autograd saves a view of, each with the tick at
-    which the last view is freed: a view keeps the whole parameter alive. Recorded if a technique
-    replaces the matrix products, see `Traits`."""
+    """The parameters of which autograd saves a view: the tick at which the gradient is made, and
+    the tick at which the last view is freed. A view keeps the whole parameter alive. Recorded only
+    if a technique replaces the matrix products (`Traits.replaces_products`)."""
     module_births: tuple[tuple[int, ...], ...] = ()
-    """For each module that has parameters itself, the ticks at which their gradients are made."""
+    """For each module that has parameters of its own, the ticks at which their gradients are made.
+    Recorded like `viewed_births`."""
     module_begins: tuple[int | None, ...] = ()
-    """For each of these modules, the last earlier tick with a gradient of its output."""
+    """For each module of `module_births`, the last tick before the first of these gradients at
+    which a gradient of the module's output was ready; None if there was none."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """For each of these modules the ticks at which its forward passes began and ended."""
+    """For each module of `module_births`, the ticks at which its forward passes began and ended."""
     gathered_uses: tuple[GatheredUse, ...] = ()
-    """The modules that have frozen parameters or read those of others; recorded like
+    """The modules that have frozen parameters, or read parameters of other modules. Recorded like
     `viewed_births`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """The exchanges over the tp axis for one micro-batch, in order."""
     not_compiled: str | None = None
-    """Why the blocks were not compiled here, if the run compiles them."""
+    """The reason why blocks that the run compiles were not compiled in this recording; None if
+    there are none."""
     branch_condition: str | None = None
-    """The condition that selects one of several paths through the model. The path with the most
-    memory was run. None if there is one path."""
+    """A description of the condition that selects one of several branches of the model. The branch
+    with the most memory was recorded. None if the model has one branch."""
     untraceable: str | None = None
-    """Why the timelines are empty, if the model could not run on fake tensors."""
+    """The reason why the model could not run on fake tensors, so that the timelines are empty; None
+    if it could."""
 
     def copies_gradients(self) -> bool:
-        """Whether some gradient has another layout than its parameter, and is copied."""
+        """Whether autograd copies a gradient because its layout differs from its parameter's."""
         first, later = (
             sorted((span.birth, span.nbytes) for span in self.passes[kind].spans)
             for kind in ("first", "later")
@@ -192,7 +207,7 @@ class Profile:
         return [nbytes for _, nbytes in first] != [nbytes for _, nbytes in later]
 
     def with_passing_gradients(self) -> Timeline:
-        """The timeline of a micro-batch whose gradients are freed as soon as they are made."""
+        """Return the timeline of a micro-batch whose gradients are freed once they are made."""
         if not self.copies_gradients():
             return self.passes["later"]
         first = self.passes["first"]
@@ -200,7 +215,7 @@ class Profile:
 
 
 def _passing(span: Span) -> Span:
-    """A gradient's span ended as soon as it is made; other spans unchanged."""
+    """Return a gradient's span, ended soon after its birth; other spans unchanged."""
     if span.kind != "gradients":
         return span
     return span._replace(death=min(span.death, span.birth + GRADIENT_TICKS))
@@ -208,38 +223,40 @@ def _passing(span: Span) -> Span:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One rank's memory over a step, as changed by the techniques so far."""
+    """The memory of one rank over a step, with the techniques that were applied so far."""
 
     states: Breakdown
-    """Alive at every moment of the step."""
+    """Bytes that exist at every moment of the step."""
     passes: Passes
     step: Timeline
+    """See `Profile`."""
     gradients: int
-    """Bytes of gradients after the backward pass."""
+    """Bytes of gradients that exist after the backward pass."""
     micro_batches: int = 1
-    """The number of micro-batches of a step, one after the other."""
+    """The number of micro-batches of a step that run one after the other."""
     boundary: BoundaryBytes = BoundaryBytes()
-    """Bytes of the boundary tensors, if this is a stage of a cut model."""
+    """Bytes of the boundary tensors, if the forecast is of one stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
     step_gradients: int | None = None
-    """Bytes of gradients in the optimizer's step, if they differ from those after a backward
-    pass."""
+    """Bytes of gradients in the optimizer's step; None if they are `gradients`."""
     building: Breakdown = Breakdown()
-    """Bytes by kind at the peak while an engine is built, for a model whose tensors get their
-    values one by one. Zero if it is below the peak of a step."""
+    """Bytes at the peak of building, by kind, if the engine of the technique builds the model and
+    its tensors get their values one by one. Zero if building needs less than a step."""
     added_to_whole: int = 0
-    """The most bytes added to a model that each rank builds whole, before that is freed."""
+    """The most bytes that exist in addition to the whole model, if each rank builds the model whole
+    and the technique then shards it."""
     early_share: float = 0.0
     """See `Profile`."""
     moved_gradients: int = 0
-    """Bytes of gradients that exist twice when the second micro-batch of the first step begins."""
+    """Bytes of gradients that exist twice when the second micro-batch of the first step begins,
+    because they are moved from one set of buckets to another."""
     frozen_tensors: tuple[tuple[str, int], ...] = ()
     """See `Profile`."""
 
     @classmethod
     def of(cls, profile: Profile) -> Forecast:
-        """The forecast of one process with one micro-batch, which techniques then change."""
+        """Return the forecast of one process with one micro-batch, before any technique."""
         states = Breakdown(
             parameters=profile.parameter_bytes - profile.frozen_bytes,
             frozen=profile.frozen_bytes,
@@ -259,7 +276,7 @@ class Forecast:
         )
 
     def with_passes(self, **passes: Timeline) -> Forecast:
-        """The forecast with other timelines for some kinds of passes; see `Passes`."""
+        """Return a copy with other timelines for some kinds of passes; see `Passes`."""
         return replace(self, passes={**self.passes, **passes})
 
     def peak(self) -> Peak:
@@ -278,7 +295,7 @@ class Forecast:
         return highest_peak(peaks)
 
     def _moving(self, states: Breakdown) -> Breakdown:
-        """The states while gradients are moved: no step has made the optimizer's state yet."""
+        """Return the states while gradients are moved, before the first optimizer step."""
         return replace(
             states,
             gradients=states.gradients + self.moved_gradients,

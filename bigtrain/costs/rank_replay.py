@@ -1,4 +1,8 @@
-"""Join the forecasts of a rank's stages to that of the rank, in the order of its schedule."""
+"""Join the forecasts of a rank's stages into the forecast of the rank.
+
+The actions of a rank's schedule have the kinds of torch's schedules: F is a forward pass, B a whole
+backward pass, I the backward pass for the inputs, and W the backward pass for the weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class RankActions:
     in_transit: Sequence[InTransit] = ()
     """For each action, the boundary tensors in transit; see `transfers.transfers`."""
     before_backward: Sequence[InTransit] = ()
-    """For each action the bytes in transit just before it; see `transfers.backward_starts`."""
+    """For each action, the tensors in transit just before it; see `transfers.backward_starts`."""
 
 
 def join_stages(
@@ -31,18 +35,22 @@ def join_stages(
     tied: int = 0,
     bucket: int | None = None,
 ) -> Forecast:
-    """Join the stages of a rank in the order of its schedule.
+    """Join the forecasts of a rank's stages, in the order of the rank's schedule.
 
     Args:
         rank_actions: the actions of this rank.
         forecasts: by stage, the forecast of one micro-batch.
         tied: the most bytes that the rank receives to sum the gradients of one tied parameter.
-        bucket: see `Traits.averaging_bucket`.
+        bucket: see `Traits.averaging_bucket`; None if no gradients are averaged in buckets.
+
+    Returns:
+        The forecast of one whole step, with one kind of pass: `first` is the action with the
+        highest peak.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
     before_backward = rank_actions.before_backward
     if any("first_resumed" in stage_forecast.passes for stage_forecast in forecasts.values()):
-        # Stages that gather parameters do so around whole backward passes only.
+        # A stage that gathers its parameters does so for whole backward passes only.
         pairs = zip(actions, in_transit, strict=bool(in_transit))
         in_transit = [transit for action, transit in pairs if action.kind != "W"]
         actions = merge_split_backward(actions)
@@ -56,7 +64,7 @@ def join_stages(
     step_spans = tuple(
         span for stage_forecast in stage_forecasts for span in stage_forecast.step.spans
     )
-    # Before the step all gradients exist; then tied ones are summed, or a bucket is copied.
+    # Before the step, while all gradients exist, tied ones are summed or a bucket is copied.
     copied = 0 if bucket is None else _fullest(stage_forecasts, bucket)
     if tied or bucket is not None:
         tick = phases[0][0] - 1
@@ -74,10 +82,11 @@ def join_stages(
 
 
 def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
-    """The most bytes of copies that `replicas.GradientAverager` has at one moment.
+    """Return the most bytes of copies that `replicas.GradientAverager` has at one moment.
 
-    It copies neighbours of one dtype that fit the bucket into one tensor; a single gradient is not
-    copied. A copy is freed when the next one has been made.
+    The averager copies consecutive gradients of one dtype into one tensor of at most a bucket's
+    size. A gradient that is alone in its bucket is not copied. A copy is freed after the next copy
+    has been made.
     """
     named = {
         name: (size, kind) for forecast in stage_forecasts for name, size, kind in forecast.tensors
@@ -95,11 +104,11 @@ def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
 def _merge_states(
     forecasts: Mapping[int, Forecast], pieces: Mapping[int, StageRecord]
 ) -> tuple[Breakdown, dict[int, StageRecord], int]:
-    """The states of a rank, the records of its stages, and its bytes of gradients.
+    """Return the states of a rank, the records of its stages, and its bytes of gradients.
 
-    A parameter that several stages share is counted with the last of them, whose gradient is made
-    first; a frozen one is counted once, too. The batch, which is in every stage's states, is
-    counted once.
+    A trained or frozen parameter that several stages share is counted once, with the last of these
+    stages, which makes its gradient first. The batch is in the states of every stage, and is
+    counted once as well.
     """
     states, gradients = Breakdown(), 0
     records: dict[int, StageRecord] = {}
@@ -127,21 +136,28 @@ def _merge_states(
 
 
 def _frozen_again(forecast: Forecast, counted: Collection[str]) -> int:
-    """The bytes of a stage's frozen parameters that are counted with another stage."""
+    """Return the bytes of a stage's frozen parameters that another stage has counted."""
     sizes = dict(forecast.frozen_tensors)
     tied_bytes = sum(size for name, size in sizes.items() if name in counted)
     return forecast.states.frozen * tied_bytes // max(1, sum(sizes.values()))
 
 
 def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
-    """The records of a stage some of whose gradients are added to those of another stage."""
+    """Return the records of a stage that adds gradients to those of another stage.
+
+    These gradients are freed once they are added.
+
+    Args:
+        piece: the records of the stage.
+        sizes: the bytes of each of these gradients.
+    """
 
     def without_gradients(passes: RecordedPass) -> RecordedPass:
         spans = list(passes.timeline.spans)
         for size in sizes:
             matching = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
             if matching:
-                # Of several the last one made: a lower stage begins with the shared parameter.
+                # Take the last of several: the stage begins with the shared parameter.
                 number = max(matching, key=lambda n: spans[n].birth)
                 span = spans[number]
                 spans[number] = span._replace(kind="temporary", death=span.birth + 1)
@@ -154,22 +170,22 @@ def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
 
 
 class _SharedBoundaries:
-    """Boundary tensors between two stages of one rank: both stages' recordings contain them.
+    """The boundary tensors between two stages of one rank, which both recordings may contain.
 
-    A recording contains a stage's inputs from its forward pass to its last action, the gradients of
-    its outputs from the beginning of its backward pass to its last action, and the gradients of its
-    inputs until W.
+    A recording contains the stage's inputs from the forward pass to the last action, the gradients
+    of its outputs from the beginning of the backward pass to the last action, and the gradients of
+    its inputs until W.
     """
 
     def __init__(self, forecasts: Mapping[int, Forecast]) -> None:
         self._forecasts = forecasts
         self.progress: dict[tuple[int, int], int] = {}
-        """By (stage, micro-batch): 1 after the begin of its forward pass, 2 after the begin of its
-        backward pass, 3 between the input gradients and the weight gradients."""
+        """By (stage, micro-batch): 1 once the forward pass has begun, 2 once the backward pass has
+        begun, 3 between I and W. A finished micro-batch has no entry."""
         self._finished: set[tuple[int, int]] = set()
         self._parts: dict[tuple[int, int], int] = {}
         self.nbytes = 0
-        """Bytes to add to those of the recordings: tensors in none of them, less those in two."""
+        """Bytes to add to the recordings: tensors in no recording, less tensors in two of them."""
 
     def go_on(self, stage: int, number: int, progress: int) -> None:
         """Set the progress of a micro-batch in a stage."""
@@ -190,7 +206,7 @@ class _SharedBoundaries:
                 self._parts[first, number] = nbytes
 
     def _between(self, stage: int, number: int) -> int:
-        """The bytes to add for one micro-batch between a stage and the next."""
+        """Return the bytes to add for one micro-batch between a stage and the next stage."""
         stage_progress = self.progress.get((stage, number), 0)
         if not stage_progress:
             return 0
@@ -215,9 +231,9 @@ class _SharedBoundaries:
 def _extra_bytes(
     actions: Sequence[Action], forecasts: Mapping[int, Forecast], in_transit: Sequence[InTransit]
 ) -> list[int]:
-    """Return for each action the bytes to add to the recordings.
+    """Return for each action the bytes to add to the recordings; they may be negative.
 
-    These are bytes that no recording has, less bytes that two recordings have.
+    These are the bytes of tensors in no recording, less the bytes of tensors in two recordings.
     """
     shared, sizes = _SharedBoundaries(forecasts), _boundary_bytes(forecasts)
     awaiting_weights = dict.fromkeys(forecasts, 0)
@@ -239,7 +255,7 @@ def _extra_bytes(
 
 
 def _boundary_bytes(forecasts: Mapping[int, Forecast]) -> dict[tuple[int, str], int]:
-    """The bytes of one micro-batch, by stage and message."""
+    """Return the bytes of each message of one micro-batch, by (stage, kind of message)."""
     return {
         (stage, message): nbytes
         for stage, forecast in forecasts.items()
@@ -258,20 +274,20 @@ def _sent(
     sizes: Mapping[tuple[int, str], int],
     awaiting_weights: Mapping[int, int],
 ) -> int:
-    """Bytes that are being sent or received.
+    """Return the bytes that are being sent or received, without those in a recording.
 
     Args:
-        in_transit: messages by stage and kind.
+        in_transit: the number of messages, by (stage, kind of message).
         forecasts: by stage, its forecast.
         sizes: the result of `_boundary_bytes`.
-        awaiting_weights: by stage, the micro-batches that wait for their W.
+        awaiting_weights: by stage, the number of micro-batches between I and W.
     """
     total = 0
     for message, count in in_transit.items():
         total += count * sizes[message]
         stage, kind = message
         if kind == "SEND_B" and awaiting_weights.get(stage):
-            # An input gradient lives until W, sent or not, and is in the recording.
+            # The recording contains an input gradient until W, whether or not it is being sent.
             boundary = forecasts[stage].boundary
             recorded = min(count, awaiting_weights[stage])
             total -= recorded * (boundary.incoming_gradients - boundary.incoming_copied)

@@ -1,8 +1,12 @@
 """Replay one rank's step of a pipeline from one recorded micro-batch of each of its stages.
 
-A stage's micro-batch is recorded once, its forward and backward pass one after the other. In the
-schedule's order other actions come in between: storages alive at the end of the forward pass wait.
-The memory of an action is then that of its own ticks, plus all storages that wait.
+The recording of a stage has one forward pass, directly followed by its backward pass. In a schedule
+other actions come between the two. Meanwhile the storages that are alive at the end of the forward
+pass wait for the backward pass. The memory of an action is that of its own ticks, plus all storages
+that wait.
+
+An action is a forward pass (F), a backward pass (B), or the backward pass for the inputs (I) and
+for the weights (W).
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from bigtrain.schedules.orders import Action
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One micro-batch of a stage, its forward and backward pass recorded together.
+    """The forward and the backward pass of one micro-batch through a stage.
 
     Raises:
         ValueError: the ticks are not in order.
@@ -26,10 +30,11 @@ class RecordedPass:
 
     timeline: Timeline
     starts: tuple[int, ...]
-    """The tick at which the backward pass begins: a storage made before and freed after it is in
-    flight. Two ticks if the backward pass is split: for the inputs, and for the weights."""
+    """The tick at which the backward pass begins. If the backward pass is split, the tick at which
+    I begins and the tick at which W begins."""
     end: int
-    """The last tick; gradients that are freed later stay until the optimizer has used them."""
+    """The last tick of the backward pass. Gradients that are freed later stay until the optimizer
+    has used them."""
 
     def __post_init__(self) -> None:
         ticks = (self.begin, *self.starts, self.end + 1)
@@ -38,7 +43,7 @@ class RecordedPass:
 
     @classmethod
     def of(cls, timeline: Timeline) -> RecordedPass:
-        """Make it from a timeline whose backward phases are the parts of the backward pass."""
+        """Make a pass from a timeline with one phase "backward" per part of the backward pass."""
         weights_begin = timeline.phases[0][0]
         end = max((span.death for span in timeline.spans), default=weights_begin + 1) - 1
         starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
@@ -46,22 +51,24 @@ class RecordedPass:
 
     @property
     def begin(self) -> int:
-        """The first tick at which anything is alive, or the backward pass begins."""
+        """The first tick at which a storage is alive or the backward pass begins."""
         return min((*self.starts[:1], *(span.birth for span in self.timeline.spans)))
 
 
 StageRecord = Mapping[str, RecordedPass]
 """The recordings of a stage, by the kinds of `forecast.Passes`.
 
-Without `split` the two parts are derived, and hold no less than the real ones. For stage 0 they are
-exact: torch leaves its I out, and its W is the whole backward pass. For other stages I and W have
-the ticks of the whole backward pass each. Parameter gradients are made in W; everything else that
-is alive or made in I stays until the end of W, because torch keeps the graph, and any gradient may
-be in it. `last` is whole even if the schedule splits the backward pass. """
+Without the variant `split`, I and W are derived from the whole backward pass, and take no less
+memory than the real ones. For stage 0 they are exact: torch leaves I out there, and W is the whole
+backward pass. For other stages, I and W each have the ticks of the whole backward pass. Parameter
+gradients are made in W. All other storages that are alive in I stay until the end of W, because
+torch keeps the autograd graph, which may refer to any of them. A pass of the variant `last` counts
+as whole even if the schedule splits the backward pass.
+"""
 
 
 class _PassCase(NamedTuple):
-    """The kind of pass of a micro-batch through a stage; equal ones share a recording."""
+    """The kind of a micro-batch's passes through a stage; equal kinds share a recording."""
 
     stage: int
     order: Literal["first", "later"]
@@ -74,25 +81,30 @@ class _Recording:
     """A `RecordedPass` divided into its actions."""
 
     ticks: tuple[int, ...]
-    """The first tick of each action, and the one after the last."""
+    """The first tick of each action, and the tick after the last action."""
     actions: tuple[tuple[Span, ...], ...]
     """For each action, the storages alive in it, clipped to its ticks."""
     waiting: tuple[tuple[tuple[MemoryKind, int], ...], ...]
-    """For each action, the bytes of each kind alive from its end to the next action or the step."""
+    """For each action, the (kind, bytes) of storages that wait from its end for the next action, or
+    for the optimizer's step."""
     gathered: int
-    """Bytes of kind `parameters` after the forward pass: once for the stage."""
+    """Bytes of kind `parameters` that are alive after the forward pass. All micro-batches of the
+    stage share them."""
 
 
 _Course = Literal["usual", "resumed", "strayed"]
-"""Which variant of the recording: see `forecast.Passes`."""
+"""The variant of the recording: see `forecast.Passes`."""
 
 
 _BEFORE_ACTION = -1
-"""Instead of an action: a moment between two actions in which nothing is computed."""
+"""The index of an action for the moment before an action, in which nothing is computed."""
 
 
 class _Act(NamedTuple):
-    """An action of a kind of pass; equal ones share a recording."""
+    """An action of a kind of pass; equal ones share a recording.
+
+    The field `point` is the index of the action among those of its `_Recording`.
+    """
 
     case: _PassCase
     point: int
@@ -100,12 +112,12 @@ class _Act(NamedTuple):
 
 
 _Slot = tuple[_PassCase, int] | int
-"""Waiting storages: of a micro-batch of this kind between this action and the next; or, by its
-number, of a stage that has its parameters gathered."""
+"""The key of storages that wait. The pair is a kind of pass and the index of an action: storages
+that wait between this action and the next. A number is a stage whose parameters are gathered."""
 
 
 class _Held:
-    """The waiting storages: how many of each slot, and the bytes of all."""
+    """The storages that wait: a count for each slot, and the bytes of all."""
 
     def __init__(self, sizes: Mapping[_Slot, Sequence[tuple[MemoryKind, int]]]) -> None:
         self._sizes = sizes
@@ -120,7 +132,7 @@ class _Held:
             self.nbytes += by * self._sums[slot]
 
     def spans(self, counts: Mapping[_Slot, int], end: int) -> list[Span]:
-        """The spans of these counts, for the length of one action."""
+        """Return the storages of these counts as spans from tick 0 to `end`, merged by kind."""
         return [
             Span(size * count, kind, 0, end)
             for slot, count in counts.items()
@@ -146,16 +158,18 @@ def replay_actions(
 ) -> Timeline:
     """Return the timeline of the action with the highest peak, which is that of the whole step.
 
-    The storages of an action itself are the same each time; those that wait are one span for each
-    kind, stage and action. Spans of kind `parameters` that outlive a forward pass are gathered
-    parameters of a sharded stage: they exist once, from a forward pass to the next backward pass of
-    the stage, which frees them.
+    The timeline contains the storages that the action itself makes or uses, tick by tick. It also
+    contains the storages that wait meanwhile, as one span for each kind of memory, kind of pass and
+    action. Spans of kind `parameters` that outlive a forward pass are gathered parameters of a
+    sharded stage. They exist once, from a forward pass to the next backward pass of the stage,
+    which frees them.
 
     Args:
         actions: the actions of the rank, as in `orders.schedule_orders`.
         pieces: by stage, its recordings.
-        in_transit: by action, the bytes in transit during it.
-        before: by action, the bytes in transit just before it, if those are more.
+        in_transit: by action, the bytes in transit during it; empty if nothing is in transit.
+        before: by action, the bytes in transit just before it, 0 where that moment does not
+            matter; empty if it never does.
 
     Returns:
         The timeline, from tick 0.
@@ -163,7 +177,7 @@ def replay_actions(
     case_of = _pass_cases(actions, pieces)
     recordings = _Recordings(pieces, set(case_of.values()))
     waiting = _Held(recordings.waiting())
-    forwards: dict[int, int] = {}  # of each stage since its last backward pass
+    forwards: dict[int, int] = {}  # by stage, the forward passes after its last backward pass
     highest = _Highest()
     for moment, (stage, kind, micro_batch) in enumerate(actions):
         case = case_of[stage, micro_batch]
@@ -172,7 +186,7 @@ def replay_actions(
             act = _Act(case, _BEFORE_ACTION, "usual")
             highest = recordings.higher(highest, act, waiting, before[moment])
         waiting.change((case, action_index - 1), -1)
-        if kind != "F" and waiting.counts.get(stage):  # its own ticks contain what it frees
+        if kind != "F" and waiting.counts.get(stage):  # its recording contains these storages
             waiting.change(stage, -1)
         act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
         highest = recordings.higher(highest, act, waiting, in_transit[moment] if in_transit else 0)
@@ -192,7 +206,7 @@ class _Recordings:
         self._replayed: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
 
     def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
-        """Return by slot the storages alive between actions, without empty slots."""
+        """Return by slot the (kind, bytes) of the storages that wait; without empty slots."""
         waiting_parts: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
         for case in sorted(self._usual):
             for action_index, parts in enumerate(self._usual[case].waiting):
@@ -211,7 +225,7 @@ class _Recordings:
         return _Highest(nbytes, act, extra, dict(waiting.counts))
 
     def timeline(self, highest: _Highest, waiting: _Held) -> Timeline:
-        """The timeline of the highest action, with the storages that wait."""
+        """Return the timeline of the action with the highest peak, with the storages that wait."""
         if highest.act is None:
             return Timeline((), ((0, "forward"),))
         action_spans, end, _ = self._of(highest.act)
@@ -222,7 +236,7 @@ class _Recordings:
         return Timeline(tuple(spans), ((0, phase),))
 
     def _of(self, act: _Act) -> tuple[tuple[Span, ...], int, int]:
-        """The storages of an action, from tick 0 on; its number of ticks; its most bytes."""
+        """Return the storages of an action from tick 0 on, its number of ticks, and its peak."""
         if act.point == _BEFORE_ACTION:
             return (), 1, 0
         if act not in self._replayed:
@@ -251,9 +265,9 @@ def _course(kind: str, forwards: int) -> _Course:
 def _pass_cases(
     actions: Sequence[Action], pieces: Mapping[int, StageRecord]
 ) -> dict[tuple[int, int], _PassCase]:
-    """Return the case of each (stage, micro-batch).
+    """Return the kind of passes of each (stage, micro-batch).
 
-    The first micro-batch to reach B or W on a stage allocates the gradients.
+    The micro-batch that is the first to reach B or W on a stage allocates the gradients.
     """
     split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
     firsts: dict[int, int] = {}
@@ -288,10 +302,7 @@ def _torch_first_stage(backward: RecordedPass) -> RecordedPass:
 
 
 def _split_conservatively(backward: RecordedPass) -> RecordedPass:
-    """Give I and W the ticks of the whole backward pass each, and free nothing before W ends.
-
-    Parameter gradients are made in W. See `StageRecord`.
-    """
+    """Derive I and W, each with the ticks of the whole backward pass; see `StageRecord`."""
     boundary, again = backward.starts[0], backward.end + 1 - backward.starts[0]
     end = backward.end + again + 1  # one more tick, at which only the gradients are alive
     spans = []
@@ -309,7 +320,7 @@ def _split_conservatively(backward: RecordedPass) -> RecordedPass:
 
 
 def _cut_by_action(passes: RecordedPass) -> _Recording:
-    """Assign the spans to the actions that they are alive in."""
+    """Assign each span to the actions in which it is alive."""
     ticks = (passes.begin, *passes.starts, passes.end + 1)
     spans_by_action, waiting = [], []
     gathered = 0

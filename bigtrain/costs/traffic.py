@@ -1,7 +1,7 @@
 """The messages that a rank sends in one step, and its transfers between device and host.
 
-Each technique states its traffic (`Strategy.traffic`): how often, in which precision, in how many
-messages. `bigtrain.machine.collective_cost` predicts the seconds on a cluster.
+Each technique returns its traffic from `Strategy.traffic`: the bytes, the number of messages, and
+how often they are sent. `bigtrain.machine.collective_cost` predicts the seconds on a cluster.
 """
 
 from __future__ import annotations
@@ -40,46 +40,48 @@ EXCHANGES: tuple[TrafficKind, ...] = (
     "send",
     "receive",
 )
-"""The kinds that are between ranks."""
+"""The kinds of traffic between ranks."""
 HOST_TRANSFERS: tuple[TrafficKind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
-"""The kinds between a device, its host and the host's disk."""
+"""The kinds of traffic between a device, its host and the host's disk."""
 OverlapPhase = Literal["forward", "backward", "step", "nothing", "schedule", "passes"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages or transfers of one kind, of one rank."""
+    """The messages or transfers of one kind that one rank makes in a micro-batch or a step."""
 
     kind: TrafficKind
     nbytes: int
-    """All calls together. Of an exchange, the whole tensors: those before a reduce-scatter, those
-    after an all-gather. Of a transfer, this rank's bytes. Of copies within the device (into
-    messages and out of them), the copied bytes."""
+    """Bytes of all calls together. For an exchange they are those of the whole tensors: before a
+    reduce-scatter, after an all-gather. For a transfer they are this rank's bytes. For copies
+    within the device (into messages and out of them) they are the copied bytes."""
     calls: int
     """The number of messages; each adds the latency of the link."""
     every: Literal["micro_batch", "step"]
+    """Whether `nbytes` and `calls` are those of each micro-batch or of each step."""
     overlaps: OverlapPhase
-    """The computation that it may overlap with: the forward or the backward pass of one micro-batch
-    (of the last one, if `every` is a step), the optimizer's step, or nothing. Messages of a
-    pipeline `schedule` and exchanges in the middle of `passes` overlap with nothing, and are
-    counted in the seconds of the schedule and of the passes."""
+    """The computation that the traffic may overlap with: the forward or the backward pass of one
+    micro-batch (of the last micro-batch if `every` is "step"), the optimizer's step, or nothing.
+    Messages of a pipeline "schedule" and exchanges in the middle of "passes" overlap with nothing.
+    Their seconds are counted as part of the schedule and of the passes."""
     ranks: int = 1
-    """The size of the group that exchanges."""
+    """The number of ranks in the group that exchanges."""
     stride: int = 1
-    """The distance between neighbours of the group; axes are (dp, pp, tp), the last the fastest."""
+    """The difference between the ranks of two neighbours in the group. The axes of the mesh are
+    (dp, pp, tp), of which tp varies fastest."""
     in_process: bool = False
-    """Whether it is between devices of one process, and so in no process group."""
+    """Whether the traffic is between devices of one process, and so uses no process group."""
     nothing_sent: bool = False
-    """Whether this is a receive during which its rank sends nothing, so that its seconds count."""
+    """Whether this is a receive during which the rank sends nothing, so that its seconds count."""
     in_hooks: bool = False
-    """Whether hooks of `fully_shard` issue it, whose seconds count on a CPU."""
+    """Whether hooks of `fully_shard` start the exchange. On a CPU the hooks' seconds count."""
 
     def step_bytes(self, micro_batches: int) -> int:
-        """Bytes over a step of so many micro-batches."""
+        """Return the bytes of a step of `micro_batches` micro-batches."""
         return self.nbytes * (micro_batches if self.every == "micro_batch" else 1)
 
     def step_calls(self, micro_batches: int) -> int:
-        """Messages over a step of so many micro-batches."""
+        """Return the number of messages of a step of `micro_batches` micro-batches."""
         return self.calls * (micro_batches if self.every == "micro_batch" else 1)
 
 
@@ -87,9 +89,10 @@ class Traffic:
 class StepVolume:
     """The bytes that one rank sends and receives in a step, by the kind of exchange.
 
-    Of a collective it counts the share of the textbook algorithm, whatever the backend does: of S
-    bytes among n ranks (n-1)/n S for an all-gather, a reduce-scatter, an all-to-all (a ring), twice
-    that for an all-reduce, all S for a broadcast and a reduce (a rank inside a chain).
+    The bytes of a collective are those of the textbook algorithm, whatever the backend does. For a
+    tensor of S bytes and n ranks a rank sends (n-1)/n S in an all-gather, a reduce-scatter or an
+    all-to-all (a ring), twice as much in an all-reduce, and S in a broadcast or a reduce (a rank
+    inside a chain).
     """
 
     sent: Mapping[str, int]
@@ -112,7 +115,11 @@ class StepVolume:
 
     @classmethod
     def of(cls, volumes: Mapping[tuple[str, int], int]) -> StepVolume:
-        """Make it from the bytes of whole tensors, by kind and size of the group."""
+        """Return the volume of exchanges.
+
+        Args:
+            volumes: the bytes of whole tensors, by (kind of exchange, number of ranks).
+        """
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
         for (kind, ranks), nbytes in volumes.items():
@@ -125,7 +132,10 @@ class StepVolume:
 
     @classmethod
     def stated(cls, traffic: Iterable[Traffic], micro_batches: int) -> StepVolume:
-        """Make it from the techniques' traffic, for a step of so many micro-batches."""
+        """Return the volume of the techniques' traffic in a step of `micro_batches` micro-batches.
+
+        Traffic within a process and transfers to and from the host are left out.
+        """
         volumes: Counter[tuple[str, int]] = Counter()
         for exchange in traffic:
             if exchange.kind in EXCHANGES and not exchange.in_process:
@@ -142,7 +152,10 @@ def _share(kind: str, nbytes: int, ranks: int) -> int:
 
 
 def comm_units(profile: Profile) -> list[BlockTicks]:
-    """The units that are gathered or reduced as one: blocks, then the rest; with parameters."""
+    """Return the units that are gathered or reduced as a whole: each block, and all the rest.
+
+    Units without parameters are left out.
+    """
     units = [first for first, _ in profile.blocks]
     if profile.outside_blocks is not None:
         units.append(profile.outside_blocks)
@@ -150,7 +163,14 @@ def comm_units(profile: Profile) -> list[BlockTicks]:
 
 
 def parameter_shapes(profile: Profile, *, trained: bool = True) -> list[tuple[int, ...]]:
-    """The shapes of the parameters, tied ones once; one long shape if they are not known."""
+    """Return the shapes of the parameters; a tied parameter counts once.
+
+    If the shapes are not known, one shape with all trained elements is returned.
+
+    Args:
+        profile: the profile of the model, or of a rank's part of it.
+        trained: whether to return the shapes of trained parameters only.
+    """
     units = comm_units(profile)
     if not units:
         return [(profile.trained_elements,)]
@@ -163,13 +183,13 @@ def parameter_shapes(profile: Profile, *, trained: bool = True) -> list[tuple[in
 
 
 def message_count(sizes: Iterable[int], capacity: int, *, may_exceed: bool = False) -> int:
-    """The number of messages for tensors of which neighbours are sent together.
+    """Return the number of messages in which tensors are sent, several to a message.
 
     Args:
-        sizes: the bytes of the tensors, in order.
-        capacity: bytes of one message; a larger tensor has its own message.
-        may_exceed: whether the tensor that reaches `capacity` still joins the message, as in
-            torch's buckets.
+        sizes: the bytes of the tensors, in the order of sending.
+        capacity: the most bytes of one message; a larger tensor has its own message.
+        may_exceed: whether the tensor with which a message exceeds `capacity` still belongs to
+            it, as in the buckets of DistributedDataParallel.
     """
     messages, filled = 0, 0
     for size in sizes:
@@ -189,18 +209,18 @@ def gradient_average_traffic(
     overlaps: bool,
     buffers: bool = True,
 ) -> tuple[Traffic, ...]:
-    """The traffic of averaging gradients once a step, in buckets, in the gradients' precision.
+    """Return the traffic of averaging gradients once a step, in the gradients' precision.
 
-    torch's DistributedDataParallel does it in the backward pass of the last micro-batch,
+    torch's DistributedDataParallel averages during the backward pass of the last micro-batch,
     `replicas.GradientAverager` after all backward passes. Both also copy the first replica's
-    buffers to the others once a step.
+    buffers to the other replicas once a step.
 
     Args:
         profile: the profile of the rank's part of the model.
-        ranks: replicas.
-        stride: the distance in ranks from one replica to the next.
-        bucket: bytes that are averaged together.
-        overlaps: whether it is done in the backward pass.
+        ranks: the number of replicas.
+        stride: the difference in rank from one replica to the next.
+        bucket: bytes of the gradients that are averaged in one message.
+        overlaps: whether gradients are averaged during the backward pass.
         buffers: whether buffers are copied.
     """
     total = max(1, sum(math.prod(shape) for shape in parameter_shapes(profile)))
@@ -217,31 +237,33 @@ def gradient_average_traffic(
 def buffer_broadcast_traffic(
     profile: Profile, ranks: int, stride: int, every: Literal["micro_batch", "step"]
 ) -> Traffic:
-    """Copying the first replica's buffers: one message, as their number is not known."""
+    """Return the traffic of copying the first replica's buffers to the others.
+
+    It is one message, because a profile does not contain the number of buffers.
+    """
     return Traffic("broadcast", profile.buffer_bytes, 1, every, "nothing", ranks, stride)
 
 
 def offloaded_activations(profile: Profile) -> tuple[int, int]:
-    """The saved activations of one micro-batch that are offloaded: (bytes, tensors)."""
+    """Return the bytes and the number of one micro-batch's saved tensors that are offloaded."""
     moved_sizes = _moved_sizes(profile)
     return sum(moved_sizes), len(moved_sizes)
 
 
 def pinned_activations(profile: Profile) -> int:
-    """The bytes of pinned host memory that `offloaded_activations` take."""
+    """Return the bytes of pinned host memory for the offloaded tensors of one micro-batch."""
     return sum(map(pinned_bytes, _moved_sizes(profile)))
 
 
 def _moved_sizes(profile: Profile) -> list[int]:
-    """The bytes of each saved tensor of one micro-batch that is offloaded.
+    """Return the bytes of each saved tensor of one micro-batch that is offloaded.
 
-    They are read off a profile whose run on fake tensors has offloaded them: a tensor that was
-    alive when a block began and is freed before the backward pass has left the device, because a
-    block's saved tensors are freed while the next block runs. Those of the last block stay. A
-    tensor that is alive when a block begins and that no block saves is counted as well: blocks save
-    their inputs.
+    The run of the profile on fake tensors has offloaded them, so that a block's saved tensors are
+    freed while the next block runs. Therefore a temporary storage counts if it is alive when
+    another block than the first begins, and is large enough to be offloaded. This includes the
+    inputs of blocks, which blocks save. The saved tensors of the last block stay on the device.
     """
-    # In a composed profile the windows are those of recomputed blocks.
+    # In a composed profile `windows` has only the recomputed blocks.
     windows, named = [w[1] for w in profile.windows], [first for first, _ in profile.blocks]
     blocks = named if len(named) > len(windows) else windows
     begins = sorted(block.forward[0] for block in blocks)[1:]

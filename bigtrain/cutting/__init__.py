@@ -1,6 +1,6 @@
-"""Any module as pipeline stages, without a captured graph and without a list of layers.
+"""Cut any module into pipeline stages, without a captured graph and without a list of layers.
 
-Where a cut is legal, and the reasons against it; the tensors that cross it; the best partition; the
-part of the forward pass that a stage computes; the rank of each stage; the check against the whole
-model.
+The package finds the legal cuts and the reasons against the others, the tensors that cross a cut,
+and the best partition. It runs a stage's part of the forward pass, assigns stages to ranks, and
+compares the stages with the whole model.
 """

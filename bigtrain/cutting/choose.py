@@ -1,4 +1,4 @@
-"""Choose a cut for a number of stages: the one that the user named, or the best balanced one."""
+"""Choose the cut of a model: at the modules that the user named, or balanced."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from bigtrain.tracing.records import ForwardTrace
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of a device, in one second."""
+    """Rates of a device, per second."""
 
     flops: float
     nbytes: float
-    """Bytes that operations read and write."""
+    """Bytes that operations read and write per second."""
     sent: float
-    """Bytes sent to the next stage."""
+    """Bytes that a stage sends to the next stage per second."""
 
 
 _GPU = DeviceRates(flops=3e14, nbytes=2.5e12, sent=5e10)
@@ -34,24 +34,25 @@ NOMINAL_RATES = {
     "cuda": _GPU,
     "xpu": _GPU,
 }
-"""Orders of magnitude of one core and of a data-centre GPU: only their ratios matter here."""
+"""Orders of magnitude for one CPU core and for a data-centre GPU, by device type. Only their ratios
+matter for a cut."""
 
 
 @dataclass(frozen=True)
 class CutRequest:
-    """The cut that is asked for."""
+    """A number of stages, and the limits and rates by which to choose them."""
 
     stages: int
     at: tuple[str, ...] = ()
     """Names of the modules at which the second and later stages begin; empty to choose them."""
     in_flight: tuple[int, ...] = ()
-    """The most micro-batches in flight on each stage."""
+    """The most micro-batches in flight on each stage; empty for 1 on each stage."""
     devices: tuple[int, ...] = ()
-    """The rank of each stage."""
+    """The rank of each stage; empty for one stage on each rank."""
     memory: int | None = None
     """The bytes that a rank has for states and activations; None for no limit."""
     state_factor: float = 4.0
-    """Resident bytes for each byte of a parameter: itself, its gradient, the optimizer's state."""
+    """Resident bytes of parameter, gradient and optimizer's state for each byte of a parameter."""
     rates: DeviceRates = NOMINAL_RATES["cpu"]
 
 
@@ -64,24 +65,26 @@ class ChosenCut:
     flops: tuple[int, ...]
     """FLOPs of each stage's forward pass of one micro-batch."""
     parameter_bytes: tuple[int, ...]
+    """Bytes of the parameters of each stage."""
     crossing_bytes: tuple[int, ...]
     """Bytes over each cut, for one micro-batch, in one direction."""
     uneven: str = ""
-    """A line on a rank with far more work than the others; empty if there is none."""
+    """A line about a rank with far more work than the others; empty if there is none."""
 
 
 def choose_cut(
     traced_model: TracedModel, micro_batch: MicroBatch, request: CutRequest
 ) -> ChosenCut:
-    """Cut a model.
+    """Cut a model into stages.
 
     Args:
         traced_model: the model.
-        micro_batch: one of the run's size.
+        micro_batch: a micro-batch of the run's size, of which only shapes matter.
         request: the number of stages, and their limits.
 
     Raises:
-        ConfigError: the model cannot be cut so; with the names, the reasons and the fix.
+        ConfigError: the model cannot be cut in this way; the message has names, reasons and the
+            fix.
     """
     trace, _ = traced_model.trace(micro_batch, training=True)
     points = _common_points(trace, traced_model, micro_batch)
@@ -134,7 +137,7 @@ def _parameter_bytes(traced_model: TracedModel, cut: Cut, stage: int) -> int:
 def _common_points(
     trace: ForwardTrace, traced_model: TracedModel, micro_batch: MicroBatch
 ) -> list[CutPoint]:
-    """The cut points that are legal both in training and in evaluation."""
+    """Return the cut points that are legal both in training and in evaluation."""
     points, _ = legal_points(trace)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
     in_evaluation = {(point.name, point.number) for point in legal_points(evaluated)[0]}
@@ -142,7 +145,7 @@ def _common_points(
 
 
 def _too_few(trace: ForwardTrace, points: Sequence[CutPoint], stages: int) -> ConfigError:
-    """The error for a model with fewer cut points than the number of stages needs."""
+    """Return the error for a model with fewer cut points than the number of stages needs."""
     _, refused = legal_points(trace)
     reasons = Counter(refused.values()).most_common(2)
     first = {reason: next(n for n in refused if refused[n] == reason) for reason, _ in reasons}
@@ -166,7 +169,8 @@ def _layer_costs(trace: ForwardTrace, points: Sequence[CutPoint], rates: DeviceR
     ticks = [point.tick for point in points]
     seconds = [0.0] * (len(points) + 1)
     for cost in trace.costs:
-        # The backward pass takes twice the time of the forward pass: a product has two gradients.
+        # The backward pass takes twice the time of the forward pass, because each matrix product
+        # has the gradients of two operands.
         work = max(cost.flops / rates.flops, cost.nbytes / rates.nbytes)
         seconds[bisect_right(ticks, cost.tick)] += 3 * work
     params = [
@@ -184,7 +188,7 @@ def _layers_of(ticks: Sequence[int], uses: Sequence[int]) -> list[int]:
 
 
 def _named(trace: ForwardTrace, points: Sequence[CutPoint], request: CutRequest) -> list[int]:
-    """The layers at which the stages begin that the user named."""
+    """Return the first layers of the second and later stages, which the user named."""
     if len(request.at) != request.stages - 1:
         raise ConfigError(
             f"strategy.cut.at names {len(request.at)} places, and {request.stages} stages have "
@@ -235,7 +239,7 @@ def _partition_at(
     state_factor: float,
     rates: DeviceRates,
 ) -> Partition:
-    """The costs of the partition that the user named."""
+    """Return the partition at these cuts, with its costs."""
     edges = [0, *cuts, len(layers.seconds)]
     seconds, stage_bytes = [], []
     for stage, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):

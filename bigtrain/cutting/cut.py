@@ -1,4 +1,4 @@
-"""The cut of a model: the calls at which it is cut, the owners of tensors, and the stages."""
+"""The cut of a model: the calls before which it is cut, the owners of tensors, and the stages."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from bigtrain.tracing.records import ForwardTrace
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of a model; the same on all ranks."""
+    """A cut of a model into stages; it is the same on all ranks."""
 
     call_sites: tuple[CallSite, ...]
     """The calls before which the model is cut."""
     owners: dict[str, tuple[int, ...]]
-    """The stages that use each parameter and buffer, in order, by its first name."""
+    """The indices of the stages that use each parameter and buffer, in order, by first name."""
     aliases: dict[str, str]
     """The first name of a tied tensor, by each of its other names."""
     cut_through: frozenset[str]
-    """Modules whose own code every stage runs."""
+    """Names of the modules whose own code every stage runs, because a cut goes through them."""
     traced_model: TracedModel
 
     @property
@@ -44,19 +44,25 @@ class Cut:
         return len(self.call_sites) + 1
 
     def tensor_names_of(self, stages: Collection[int]) -> set[str]:
-        """First names of the tensors that these stages use."""
+        """Return the first names of the parameters and buffers that these stages use."""
         return {name for name, owners in self.owners.items() if set(owners) & set(stages)}
 
     @property
     def ties(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Parameters that several stages use: the first name and the stages of each."""
+        """The parameters that several stages use: the first name and the stages of each."""
         twin = dict(self.traced_model.fake_model.named_parameters())
         return [(n, owners) for n, owners in self.owners.items() if len(owners) > 1 and n in twin]
 
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
         """Replace the parameters and buffers of other stages by placeholders, in place.
 
-        They have the dtypes of the trace: code that compares dtypes takes the same path.
+        The placeholders have the dtypes of the trace, so that code that compares dtypes takes the
+        same path.
+
+        Args:
+            model: the whole model, which is changed.
+            stages: the indices of the stages whose tensors stay.
+            device: the device that the placeholders report.
         """
         own_names = self.tensor_names_of(stages)
         traced = named_tensors(self.traced_model.fake_model)
@@ -75,7 +81,7 @@ class Cut:
                     )
                     placeholder._is_param = isinstance(tensor, nn.Parameter)
                     module.__dict__[key] = placeholder
-        for module in model.modules():  # lists of parameters, as recurrent layers have them
+        for module in model.modules():  # recurrent layers have lists of parameters
             for key, value in module.__dict__.items():
                 if isinstance(value, list) and any(id(item) in placeholders for item in value):
                     module.__dict__[key] = [
@@ -84,7 +90,14 @@ class Cut:
                     ]
 
     def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
-        """Make one stage of a model that was stripped to it."""
+        """Make one stage of a model.
+
+        Args:
+            model: the modules of the whole model, after `strip`; their calls are intercepted.
+            index: the index of the stage.
+            loss: the loss, which the last stage computes.
+            device: the device on which the stage computes.
+        """
         attach_head(loss, model)
         intercept_calls(model.named_modules())
 
@@ -108,7 +121,7 @@ class Cut:
 
 
 def copy_modules(model: nn.Module) -> nn.Module:
-    """Copy the modules and share their tensors."""
+    """Return a copy of the modules that shares the parameters and buffers."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -118,11 +131,12 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
 
     Args:
         trace: the trace of the model.
-        calls: the calls in the order of execution.
+        calls: the indices of the calls in the trace, in the order of execution.
         traced_model: the model.
 
     Raises:
-        ConfigError: stages would share a tensor that cannot be copied to each.
+        ConfigError: several stages would use a parameter with a gradient hook, or tensors that are
+            different objects on the same memory.
     """
     model = traced_model.fake_model
     ticks = [trace.calls[call].begin for call in calls]
@@ -136,7 +150,7 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
     for name, used in traced_model.uses(places).items():
         owners[name] = tuple(sorted({*owners.get(name, ()), *used}))
     starts = _first_stages(trace, ticks)
-    for name in named:  # unused in training: placed with its module, or the module around it
+    for name in named:  # a tensor that is unused in training belongs to the stage of its module
         if name not in owners:
             path = name.rpartition(".")[0]
             while path and path not in starts:
@@ -163,7 +177,7 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
 
 
 def _first_stages(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, int]:
-    """The stage in which each module is called first."""
+    """Return the stage in which each module is called first, by module name."""
     starts: dict[str, int] = {}
     for call in trace.calls:
         starts.setdefault(call.name, sum(tick <= call.begin for tick in ticks))

@@ -1,9 +1,10 @@
-"""Where a traced model may be cut, and which tensors cross each cut.
+"""Find where a traced model may be cut, and which tensors cross each cut.
 
-A cut is before a call of a module, at any depth. It is legal if the stages before and after it can
-identify every tensor that is computed before it and used after it. Such a tensor is the result of a
-module's call, or of a function of torch that is called by the code of a module which contains the
-cut.
+A cut is before a call of a module, at any depth. The cut goes through the modules whose calls
+enclose that call; every stage runs their code, the *outer code*. A cut is legal if the stages on
+both sides can identify every tensor that is computed before the cut and used after it. They can
+identify a tensor that the outer code gets, as the result of a call of a module or of a function of
+torch.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, TracedValue, Unc
 
 @dataclass(frozen=True)
 class CutPoint:
-    """One legal cut."""
+    """A legal cut."""
 
     call: int
-    """The index of the call before which the cut is, in the trace."""
+    """The index, in the trace, of the call before which the cut is."""
     name: str
     number: int
     tick: int
@@ -30,14 +31,15 @@ class CutPoint:
     crossing: tuple[int, ...]
     """The indices of the values that are computed before the cut and used after it."""
     nbytes: int
+    """Bytes of these values."""
 
 
 class OuterCalls:
-    """The modules that the cuts go through: every stage runs their code itself.
+    """The modules that cuts go through. Every stage runs their code.
 
     Args:
         trace: the trace of the model.
-        calls: the calls before which the cuts are.
+        calls: the indices of the calls before which the cuts are.
     """
 
     def __init__(self, trace: ForwardTrace, calls: Iterable[int]) -> None:
@@ -48,13 +50,19 @@ class OuterCalls:
         self._trace = trace
 
     def contains(self, call: int) -> bool:
-        """Whether a cut goes through a call; -1, the caller of the model, counts as one."""
+        """Whether a cut goes through the module of a call; true for -1, the caller of the model."""
         return call < 0 or self._trace.calls[call].name in self.names
 
     def reaches(
         self, value: int, frames_of: dict[int, list[int]], calls_of: dict[int, list[int]]
     ) -> bool:
-        """Whether the outer code gets a value, as the result of a function or of a whole call."""
+        """Whether the outer code gets a value as the result of a torch function or of a whole call.
+
+        Args:
+            value: the index of the value.
+            frames_of: the first result of `visible_values`.
+            calls_of: the second result of `visible_values`.
+        """
         if any(self.contains(frame) for frame in frames_of.get(value, ())):
             return True
         calls = self._trace.calls
@@ -65,7 +73,7 @@ class OuterCalls:
 
 
 def ancestors(trace: ForwardTrace, call: int) -> list[int]:
-    """Return the calls that enclose a call, from the innermost to that of the model."""
+    """Return the indices of the calls that enclose a call, from the innermost to the model's."""
     enclosing = []
     call = trace.calls[call].parent
     while call >= 0:
@@ -75,7 +83,11 @@ def ancestors(trace: ForwardTrace, call: int) -> list[int]:
 
 
 def visible_values(trace: ForwardTrace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """The frames whose code got each value from a function, and the calls that returned it."""
+    """Return two mappings from values: to frames, and to calls.
+
+    The first has the frames whose code got the value from a torch function. The second has the
+    calls that returned the value.
+    """
     frames_of: dict[int, list[int]] = {}
     calls_of: dict[int, list[int]] = {}
     for frame, _, values in trace.events:
@@ -88,7 +100,13 @@ def visible_values(trace: ForwardTrace) -> tuple[dict[int, list[int]], dict[int,
 
 
 class KnownValues:
-    """The values that every stage has at a tick without receiving them."""
+    """The values that every stage can compute before a tick, so that they need not be sent.
+
+    Args:
+        trace: the trace of the model.
+        outer: the modules that the cuts go through.
+        tick: the tick of the cut.
+    """
 
     def __init__(self, trace: ForwardTrace, outer: OuterCalls, tick: int) -> None:
         self._trace, self._outer, self._tick = trace, outer, tick
@@ -97,7 +115,7 @@ class KnownValues:
     def has(self, value: int) -> bool:
         """Whether the outer code computes a value from inputs and constants alone."""
         if value not in self._known:
-            self._known[value] = True  # a value is often among the sources of its own change
+            self._known[value] = True  # ends the recursion: a changed value is its own source
             self._known[value] = self._computed(value)
         return self._known[value]
 
@@ -117,14 +135,21 @@ class KnownValues:
 
 
 def storage_id(value: TracedValue) -> int:
-    """The id of the storage of a value."""
+    """Return the key of the storage of a value in the trace."""
     return int(value.tensor.untyped_storage()._cdata)
 
 
 def values_to_send(
     trace: ForwardTrace, outer: OuterCalls, live: Iterable[int], tick: int
 ) -> list[int]:
-    """The values alive at a cut that must be sent over it."""
+    """Return the indices of the values that have to be sent over a cut.
+
+    Args:
+        trace: the trace of the model.
+        outer: the modules that the cuts go through.
+        live: the indices of the values that are used after the cut.
+        tick: the tick of the cut.
+    """
     known = KnownValues(trace, outer, tick)
     return sorted(
         value
@@ -134,13 +159,13 @@ def values_to_send(
 
 
 def crossing_values(trace: ForwardTrace, call: int, calls: Iterable[int]) -> list[int]:
-    """The values that cross the cut before one call, if cuts are before all of `calls`."""
+    """Return the values that cross the cut before one call, if cuts are before all of `calls`."""
     tick = trace.calls[call].begin
     return values_to_send(trace, OuterCalls(trace, calls), live_values(trace, tick), tick)
 
 
 def live_values(trace: ForwardTrace, tick: int) -> list[int]:
-    """The values that exist at a tick and are used after it."""
+    """Return the indices of the values that exist at a tick and are used after it."""
     return [
         index
         for index, value in enumerate(trace.values)
@@ -149,10 +174,10 @@ def live_values(trace: ForwardTrace, tick: int) -> list[int]:
 
 
 def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
-    """Return the legal cuts in the order of execution, and the reason for each call without one.
+    """Return the legal cuts in the order of execution, and the reasons against others, by name.
 
-    Of several at the same place (before a block, and before the block's first layer) the
-    outermost is returned.
+    If nothing is computed between several legal cuts (before a block, and before its first layer),
+    only the outermost cut is returned.
     """
     rules = CutRules(trace)
     work = sorted(cost.tick for cost in trace.costs)
@@ -163,7 +188,7 @@ def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
     for index, call in enumerate(trace.calls[1:], start=1):
         while num_done < len(work) and work[num_done] < call.begin:
             num_done += 1
-        if num_done in (0, done_before):  # nothing is computed between this cut and the last one
+        if num_done in (0, done_before):  # nothing is computed since the previous legal cut
             continue
         outer = OuterCalls(trace, [index])
         values = values_to_send(trace, outer, alive.at(call.begin), call.begin)
@@ -181,7 +206,11 @@ def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
 
 
 class CutRules:
-    """The reasons against a cut."""
+    """Finds the reasons against cuts of a trace.
+
+    Args:
+        trace: the trace of the model.
+    """
 
     def __init__(self, trace: ForwardTrace) -> None:
         self._trace = trace
@@ -190,7 +219,13 @@ class CutRules:
         self._whole = [*trace.whole, *_changed_roots(trace)]
 
     def objection(self, call: int, outer: OuterCalls, values: Iterable[int]) -> str:
-        """The reason against a cut before a call, with these values crossing it; "" if none."""
+        """Return the reason against a cut before a call; "" if the cut is legal.
+
+        Args:
+            call: the index of the call.
+            outer: the modules that the cuts go through.
+            values: the values that cross the cut.
+        """
         tick = self._trace.calls[call].begin
         around = ancestors(self._trace, call)
         for index in around:
@@ -231,7 +266,7 @@ class CutRules:
         return ""
 
     def _origin(self, value: int) -> str:
-        """The module that a tensor comes from, as words for a message."""
+        """Return words for a message: the module that returns or makes a tensor."""
         sources = [call for call in self.calls_of.get(value, ()) if self._trace.calls[call].name]
         if sources:
             return f"{self._trace.calls[sources[0]].name!r} returns"
@@ -245,7 +280,10 @@ def _nbytes(trace: ForwardTrace, value: int) -> int:
 
 
 def _changed_roots(trace: ForwardTrace) -> list[UncuttableRange]:
-    """For parameters, buffers and constants that the forward changes: from first to last use."""
+    """Return the ranges between first and last use of parameters, buffers and constants.
+
+    Only those that the forward pass changes in place are included.
+    """
     names: dict[int, str] = {}
     uses: dict[int, list[int]] = {}
     for value in trace.values:
@@ -264,7 +302,7 @@ def _changed_roots(trace: ForwardTrace) -> list[UncuttableRange]:
 
 
 class _LiveValues:
-    """The computed values that exist at a tick and are used later; ticks are asked in order."""
+    """Finds the values that exist at a tick and are used later, for increasing ticks."""
 
     def __init__(self, trace: ForwardTrace) -> None:
         self._births = sorted(

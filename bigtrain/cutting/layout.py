@@ -1,4 +1,4 @@
-"""The layout of a cut model: the rank of each stage."""
+"""The layout of a cut model: its stages, and the rank of each stage."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.units import MIB, format_bytes, format_count
 
 MAX_CHECKED_BYTES = 256 * MIB
-"""The most parameter bytes with which a cut model is compared with the whole one at the start."""
+"""The most parameter bytes with which the stages are compared with the whole model."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages and their ranks on the pp axis; the same on all ranks."""
+    """The stages of a model and their ranks on the pp axis; the same on all ranks."""
 
     chosen: ChosenCut
     ranks: tuple[int, ...]
-    """The pp rank, or device, of each stage."""
+    """The pp rank of each stage, or the index of its device if one process has all stages."""
     place_word: str = "pp rank"
+    """The word for an entry of `ranks` in messages."""
     note: str = ""
-    """A line on how stages differ from the whole model; "" if they do not."""
+    """A line about how stages differ from the whole model; "" if they do not."""
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages of one rank, in order."""
+        """Return the indices of the stages of one rank, in order."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == pp_rank)
 
     def between_ranks(self, stage: int) -> tuple[bool, bool]:
-        """Whether a stage's inputs, and whether its outputs, pass between two ranks."""
+        """Return whether a stage's inputs, and whether its outputs, pass between two ranks."""
         neighbours = (self.ranks[stage - 1 : stage], self.ranks[stage + 1 : stage + 2])
         inputs, outputs = (
             any(rank != self.ranks[stage] for rank in neighbour) for neighbour in neighbours
@@ -48,23 +49,23 @@ class Layout:
         return inputs, outputs
 
     def crossings(self, stage: int, group: SliceGroup | None) -> Crossings:
-        """How the inputs and the outputs of a stage pass between ranks.
+        """Return how the inputs and the outputs of a stage pass between stages.
 
         Args:
-            stage: its number.
-            group: the ranks with slices of the stage; None if it is not sliced.
+            stage: the index of the stage.
+            group: the tp ranks with slices of the stage; None if it is not sliced.
         """
         inputs, outputs = self.between_ranks(stage)
         return Crossing(group, inputs), Crossing(group, outputs)
 
     @property
     def all_stages(self) -> range:
-        """The stages of all ranks."""
+        """The indices of the stages of all ranks."""
         return range(len(self.ranks))
 
     @property
     def shared(self) -> list[str]:
-        """First names of the parameters that several stages of one rank use."""
+        """The first names of the parameters that several stages of one rank use."""
         names = []
         for name, stages in self.chosen.cut.ties:
             ranks = [self.ranks[stage] for stage in stages]
@@ -74,14 +75,19 @@ class Layout:
 
     @property
     def untrained(self) -> list[int]:
-        """The stages without a trained parameter."""
+        """The indices of the stages without a trained parameter."""
         cut = self.chosen.cut
         named = cut.traced_model.fake_model.named_parameters()
         trained = {name for name, parameter in named if parameter.requires_grad}
         return [s for s in self.all_stages if trained.isdisjoint(cut.tensor_names_of([s]))]
 
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:
-        """Compare the stages with the whole model on a small input, if that is cheap.
+        """Compare the stages with the whole model on a small input, if the model is small.
+
+        Args:
+            model: the whole model, on any device; it is not changed.
+            micro_batch: a micro-batch; its first rows are used.
+            loss: the loss of the run.
 
         Returns:
             A line with the result, or with the reason why they were not compared.
@@ -106,7 +112,7 @@ class Layout:
         return f"cut: the stages give the whole model's loss and gradients, within {worst:.1g}"
 
     def lines(self) -> Iterator[str]:
-        """One line for each stage: where it begins, its size, its share of the work."""
+        """Yield a line for each stage (its first module, size and share of work), then the note."""
         chosen = self.chosen
         names = ["the input", *(name for name, _ in chosen.cut.call_sites)]
         work = sum(chosen.partition.seconds) or 1.0
@@ -127,10 +133,10 @@ class Layout:
 
 
 def numerics_for(precision: str, *, bf16_parameters: bool, of_cuda: bool) -> Numerics:
-    """Return the settings that decide the types in a run of this precision.
+    """Return the settings that decide the dtypes in a run of this precision.
 
     Args:
-        precision: the precision of the job.
+        precision: the precision of the job: 'fp32', 'bf16' or 'fp64'.
         bf16_parameters: see `Plan.bf16_parameters`.
         of_cuda: see `stands_for_cuda`.
     """

@@ -1,7 +1,8 @@
-"""The partition of layers into stages: the fastest slowest stage among those that fit.
+"""Partition layers into stages so that the slowest stage is fastest, and all stages fit.
 
-Dynamic programming over (stage, last layer), as in PipeDream (Narayanan et al., SOSP 2019,
-section 3.1), with one stage to a device, and the memory of each stage as a constraint.
+The partition is found by dynamic programming over (stage, last layer), as in PipeDream (Narayanan
+et al., SOSP 2019, section 3.1), with one stage on each device, and the memory of each stage as a
+constraint.
 """
 
 from __future__ import annotations
@@ -41,30 +42,34 @@ def partition(
     memory: Sequence[int] | None,
     devices: Sequence[int] | None = None,
 ) -> Partition:
-    """Find the partition whose slowest stage is fastest among those that fit.
+    """Find the partition whose slowest stage is fastest among the partitions that fit the memory.
 
-    A stage's seconds are those of its layers and of sending: activations over its end, gradients
-    of the same size over its start. Its bytes are `state_factor` times its parameters, and
-    `in_flight` times its saved tensors; a tensor counts once in each stage that uses it. Ties go to
-    the most even stages (the least sum of squares), then to the fewest bytes over all cuts.
+    The seconds of a stage are those of its layers and of its messages: activations that it sends to
+    the next stage, and gradients of the same size that it sends to the previous stage. The bytes of
+    a stage are `state_factor` times its parameters plus `in_flight` times its saved tensors. A
+    tensor counts once in each stage that uses it. Among equally fast partitions, the most even
+    stages are chosen (the least sum of squares of seconds), then the fewest bytes over all cuts.
 
-    With several stages to a device the slowest stage is still minimised, and the stages of a device
-    must fit together. The choice is exact if the best partition under each stage's whole limit fits
-    (`proven`). Otherwise the memory of a device is divided among its stages in many ways, and the
-    choice is exact for each of them: the result fits, and may not be the best.
+    With several stages on a device, the slowest stage is minimised as well, and the stages of a
+    device have to fit together. The result is optimal (`Partition.proven`) if the best partition in
+    which each stage alone may use the whole memory also fits together. Otherwise the memory of a
+    device is divided among its stages in many ways, and the best partition is found for each
+    division. The result then fits, but may not be the best.
 
     Args:
         layers: the costs of the layers.
         stages: the number of stages.
         bandwidth: bytes per second from one stage to the next; may be infinite.
-        state_factor: resident bytes (gradients, optimizer state) for each byte of parameters.
+        state_factor: resident bytes (parameters, gradients, optimizer state) for each byte of
+            parameters.
         in_flight: the most micro-batches in flight on each stage.
-        memory: bytes for each stage, or for all stages of its device together; None for no limit.
+        memory: for each stage the bytes that it may use, or that all stages of its device together
+            may use; None for no limit.
         devices: the rank of each stage; None for one stage on each rank.
 
     Raises:
-        ConfigError: there are more stages than layers, or no partition (with several stages to a
-            device: none that was tried) fits the memory.
+        ConfigError: there are more stages than layers, or no partition fits the memory (with
+            several stages on a device, none that was tried).
         ValueError: a sequence does not have one entry for each stage.
     """
     n = len(layers.seconds)
@@ -98,7 +103,7 @@ def partition(
 def _fullest(
     candidate: Partition, groups: dict[int, list[int]], limits: Sequence[int]
 ) -> tuple[float, int]:
-    """The share of its limit that the fullest device needs, and the device."""
+    """Return the share of its memory that the fullest device needs, and the device."""
     stage_bytes = {d: sum(candidate.bytes[s] for s in group) for d, group in groups.items()}
     return max(
         (stage_bytes[d] / limits[group[0]] if limits[group[0]] > 0 else math.inf, d)
@@ -107,7 +112,7 @@ def _fullest(
 
 
 def _too_small(tables: Tables, limits: Sequence[int]) -> ConfigError:
-    """The error with the fullest stage of the partition whose fullest stage is least full."""
+    """Return the error that nothing fits, with the fullest stage of the roomiest partition."""
     roomiest = _roomiest(tables, limits)
     shares = [nbytes / max(1, limit) for nbytes, limit in zip(roomiest.bytes, limits, strict=True)]
     stage = int(np.argmax(shares))
@@ -115,7 +120,7 @@ def _too_small(tables: Tables, limits: Sequence[int]) -> ConfigError:
 
 
 def _roomiest(tables: Tables, limits: Sequence[int]) -> Partition:
-    """The partition whose fullest stage is least full."""
+    """Return the partition whose fullest stage needs the least share of its memory."""
     lows = lowest_starts(tables, [None] * tables.stages)
 
     def full(stage: int, rows: slice, columns: slice) -> Floats:
@@ -137,10 +142,11 @@ def _refusal(stages: int, where: str, needed: int, limit: int) -> ConfigError:
 def _share(
     tables: Tables, limits: Sequence[int], groups: dict[int, list[int]], fastest: float
 ) -> Partition:
-    """The fastest partition found whose devices fit; none is faster than `fastest`.
+    """Return the fastest partition found that fits, with several stages on a device.
 
-    Once the memory of a device is divided among its stages, the rest is exact. Divisions are drawn
-    around that of the best partition so far, with a fixed seed, as many as about a second allows.
+    `fastest` is a lower bound of the seconds of the slowest stage. For each division of a device's
+    memory among its stages, the best partition is found exactly. Divisions are drawn around the
+    division of the best partition so far, with a fixed seed, for about a second.
     """
     generator = np.random.default_rng(0)
     best: tuple[tuple[float, float], Partition] | None = None
@@ -176,7 +182,7 @@ def _share(
 def _divided_limits(
     candidate: Partition, limits: Sequence[int], groups: dict[int, list[int]], factors: Floats
 ) -> list[int]:
-    """Divide each device's memory among its stages: as a partition needs it, times factors."""
+    """Divide each device's memory among its stages in proportion to their needs times factors."""
     stage_limits = list(limits)
     for group in groups.values():
         free = max(0, limits[group[0]] - sum(candidate.bytes[stage] for stage in group))
@@ -189,7 +195,7 @@ def _divided_limits(
 def _moved(
     tables: Tables, candidate: Partition, limits: Sequence[int], groups: dict[int, list[int]]
 ) -> tuple[int, ...]:
-    """The cuts after moving one at a time while the slower of its two stages gets faster."""
+    """Return the cuts after moving single cuts while the slower of two adjacent stages improves."""
     ends = [0, *candidate.cuts, tables.n]
     stage_bytes = list(candidate.bytes)
     group_of = {stage: group for group in groups.values() for stage in group}

@@ -1,6 +1,6 @@
-"""The cost of every run of consecutive layers, and dynamic programming over them.
+"""Tables of the costs of every run of consecutive layers, and dynamic programming over them.
 
-All tables are indexed [b, a] for the stage with the layers a <= i < b.
+An entry [b, a] of a table is for the stage that has the layers a <= i < b.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 CostFn = Callable[[int, slice, slice], Floats]
-"""The cost of a stage for rows (b) and columns (a) of the tables."""
+"""Returns the costs of a stage, given its index, for rows (b) and columns (a) of the tables."""
 CombineFn = Callable[..., Any]
+"""Combines the costs of the earlier stages with the cost of one more stage, elementwise."""
 
 TIE_WEIGHT = 1e-9
 """The weight of crossing bytes compared with the evenness of the stages."""
@@ -29,23 +30,23 @@ ROWS_AT_ONCE = 96
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of the n layers of a model, in order of execution.
+    """The costs of the n layers of a model, in the order of execution.
 
-    A layer is the work between two neighbouring cut points, and may be less than a module.
+    A layer is the work between two neighbouring cut points. It may be a part of a module.
 
     Raises:
-        ValueError: the lengths differ, or a tensor names a layer that does not exist.
+        ValueError: the lengths differ, or a tensor has the index of a layer that does not exist.
     """
 
     seconds: Sequence[float]
-    """Seconds of each layer, forward and backward, for one micro-batch."""
+    """Seconds of each layer's forward and backward pass of one micro-batch."""
     crossing: Sequence[int]
-    """Bytes that cross a cut before layer i, in each direction; the first is not used."""
+    """Bytes that cross a cut before layer i, in each direction; the first entry is not used."""
     params: Sequence[tuple[int, Sequence[int]]]
-    """The bytes of each parameter, and the layers that use it."""
+    """The bytes of each parameter, and the indices of the layers that use it."""
     saved: Sequence[tuple[int, Sequence[int]]]
-    """The bytes of each tensor that one micro-batch saves for its backward pass, and the layers
-    that use it."""
+    """The bytes of each tensor that one micro-batch saves for its backward pass, and the indices of
+    the layers that use it."""
 
     def __post_init__(self) -> None:
         n = len(self.seconds)
@@ -61,45 +62,50 @@ class Partition:
     """Stages of consecutive layers."""
 
     cuts: tuple[int, ...]
-    """The first layer of the second and each later stage."""
+    """The index of the first layer of the second and of each later stage."""
     seconds: tuple[float, ...]
-    """Seconds of each stage for one micro-batch, sending included."""
+    """Seconds of each stage for one micro-batch, including its messages."""
     bytes: tuple[int, ...]
-    """Bytes of each stage: parameters, gradients, optimizer state and what is in flight."""
+    """Bytes of each stage: parameters, gradients, optimizer state, and the saved tensors of the
+    micro-batches in flight."""
     crossing: int
-    """Bytes over all cuts, in one direction."""
+    """Bytes of one micro-batch over all cuts, in one direction."""
     proven: bool = True
-    """Whether no other partition that fits has a faster slowest stage."""
+    """Whether it is known that no partition that fits has a faster slowest stage."""
 
     @property
     def slowest(self) -> float:
-        """Seconds of the stage that the others wait for."""
+        """Seconds of the slowest stage for one micro-batch."""
         return max(self.seconds)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The costs of all possible stages; tables of (n + 1, n + 1)."""
+    """The costs of all possible stages; tables of shape (n + 1, n + 1), apart from `crossing`."""
 
     seconds: Floats
-    """Infinite for b <= a: no stage is empty."""
+    """Seconds of a stage for one micro-batch; infinite for b <= a, because no stage is empty."""
     state: Integers
+    """Bytes of a stage's parameters, gradients and optimizer state."""
     saved: Integers
+    """Bytes that a stage saves for the backward pass of one micro-batch."""
     crossing: Floats
+    """Bytes over a cut before each layer, in one direction; n + 1 entries."""
     in_flight: Sequence[int]
+    """The most micro-batches in flight on each stage."""
 
     @property
     def n(self) -> int:
-        """Number of layers."""
+        """The number of layers."""
         return len(self.crossing) - 1
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """The number of stages."""
         return len(self.in_flight)
 
     def bytes(self, stage: int, rows: Any, columns: Any) -> Integers:
-        """Bytes of a stage if it has the layers of [b, a]."""
+        """Return the bytes of a stage in these rows (b) and columns (a) of the tables."""
         nbytes: Integers = (
             self.state[rows, columns] + self.in_flight[stage] * self.saved[rows, columns]
         )
@@ -109,9 +115,9 @@ class Tables:
 def make_tables(
     layers: LayerCosts, bandwidth: float, state_factor: float, in_flight: Sequence[int]
 ) -> Tables:
-    """Make the tables; for the arguments see `partition`."""
+    """Return the tables of a model; for the arguments see `partition`."""
     n = len(layers.seconds)
-    # With extra digits, so that equal sums of seconds are ties wherever they begin.
+    # Extra digits make equal sums of seconds ties, independent of their first layer.
     ends = np.concatenate(([0.0], np.cumsum(np.asarray(layers.seconds, dtype=np.longdouble))))
     crossing = np.zeros(n + 1)
     crossing[1:n] = layers.crossing[1:]
@@ -123,10 +129,12 @@ def make_tables(
 
 
 def _union(tensors: Sequence[tuple[int, Sequence[int]]], n: int) -> Integers:
-    """Bytes of the distinct tensors that the layers a <= i < b use, exactly.
+    """Return the table of the bytes of the distinct tensors that the layers a <= i < b use.
 
-    A tensor is counted at the first layer of the stage that uses it: for its layer p, with q the
-    one before, where q < a <= p < b. That is a rectangle, and its corners are enough.
+    A tensor is counted at the first layer of a stage that uses it. If layer p uses the tensor, and
+    q is the previous layer that uses it, the tensor is counted at p in the stages with
+    q < a <= p < b. These are a rectangle of the table. The bytes are added at its corners, and two
+    cumulative sums spread them over the rectangle.
     """
     rows, left, right, sizes = [], [], [], []
     for nbytes, users in tensors:
@@ -146,7 +154,12 @@ def _union(tensors: Sequence[tuple[int, Sequence[int]]], n: int) -> Integers:
 
 
 def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition | None:
-    """The best partition in which each stage fits its limit in bytes; None if none fits."""
+    """Return the best partition in which each stage fits its own limit; None if none fits.
+
+    Args:
+        tables: the costs of all possible stages.
+        limits: the most bytes of each stage; None for no limit.
+    """
     lows = lowest_starts(tables, limits)
 
     def seconds(_stage: int, rows: slice, columns: slice) -> Floats:
@@ -160,7 +173,10 @@ def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition |
     most = float(tables.crossing[np.isfinite(tables.crossing)].max(initial=0.0)) + 1.0
 
     def uneven(_stage: int, rows: slice, columns: slice) -> Floats:
-        """The square of a stage's share of the slowest: its sum is least for even stages."""
+        """The squared share of the slowest stage's seconds, plus a small weight of crossing bytes.
+
+        The sum over the stages is least for even stages.
+        """
         times = tables.seconds[rows, columns]
         square = (times / bound) ** 2 if bound else times
         return np.where(
@@ -172,7 +188,12 @@ def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition |
 
 
 def lowest_starts(tables: Tables, limits: Sequence[int | None]) -> list[Integers]:
-    """For each stage and end b the smallest a with which it fits: more layers need more bytes."""
+    """Return the smallest a with which each stage fits its limit, for each end b.
+
+    Args:
+        tables: the costs of all possible stages.
+        limits: the most bytes of each stage; None for no limit.
+    """
     ends = np.arange(tables.n + 1)
     lows = []
     for stage, limit in enumerate(limits):
@@ -189,7 +210,14 @@ def lowest_starts(tables: Tables, limits: Sequence[int | None]) -> list[Integers
 def sweep_stages(
     tables: Tables, lows: Sequence[Integers], cost: CostFn, combine: CombineFn
 ) -> list[Floats]:
-    """The least combined cost of the first k stages, for each k and each end b."""
+    """Return the least combined cost of the first k stages, for each k and each end b.
+
+    Args:
+        tables: the costs of all possible stages.
+        lows: the result of `lowest_starts`.
+        cost: returns the costs of a stage.
+        combine: combines costs, such as `np.add` or `np.maximum`.
+    """
     n, stages = tables.n, tables.stages
     starts = np.arange(n + 1)
     values = [np.full(n + 1, math.inf)]
@@ -213,7 +241,15 @@ def sweep_stages(
 def backtrack_cuts(
     tables: Tables, lows: Sequence[Integers], cost: CostFn, combine: CombineFn, values: list[Floats]
 ) -> tuple[int, ...]:
-    """The cuts of the least cost, from the last to the first; of equal ones the earliest."""
+    """Return the cuts with the least combined cost, in order; of equal cuts the earliest.
+
+    Args:
+        tables: the costs of all possible stages.
+        lows: see `sweep_stages`.
+        cost: see `sweep_stages`.
+        combine: see `sweep_stages`.
+        values: the result of `sweep_stages`.
+    """
     cuts: list[int] = []
     end = tables.n
     for stage in range(tables.stages - 1, 0, -1):
@@ -225,7 +261,7 @@ def backtrack_cuts(
 
 
 def partition_at(tables: Tables, cuts: tuple[int, ...]) -> Partition:
-    """The partition with these cuts."""
+    """Return the partition with these cuts; `proven` is true."""
     ends, starts = (*cuts, tables.n), (0, *cuts)
     return Partition(
         cuts=cuts,

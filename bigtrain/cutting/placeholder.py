@@ -1,8 +1,8 @@
 """Placeholders: tensors with a shape and no values, for the parts of other stages.
 
-A placeholder has a shape, type and device, so the user's code computes with it as with a real
-tensor; underneath it is on the meta device. When the stage's own part begins, `become_real` turns
-the very objects that the user's code holds into the tensors received from the previous stage.
+A placeholder has a shape, dtype and device, so the user's code computes with it as with a real
+tensor. Its operations run on a meta tensor. When the stage's own part begins, `become_real` turns
+the objects to which the user's code has references into the tensors from the previous stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _phase = _Phase()
 
 @contextmanager
 def placeholder_phase() -> Iterator[None]:
-    """Allow computing with placeholders inside of a `with` block, until `forbid_placeholders`."""
+    """Allow computing with placeholders inside a `with` block, until `forbid_placeholders`."""
     before, _phase.real = _phase.real, False
     try:
         yield
@@ -41,25 +41,25 @@ def placeholder_phase() -> Iterator[None]:
 
 
 def forbid_placeholders() -> None:
-    """Refuse placeholders for the rest of this forward pass: all tensors are real now."""
+    """Make operations on placeholders raise until the end of this forward pass."""
     _phase.real = True
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor of shape, stride, type and device, without values."""
+    """A tensor with shape, strides, dtype and device, but without values."""
 
     _meta: Tensor
     _trained: bool
     _is_param: bool
-    """Whether the real tensor is an nn.Parameter: torch reads this name."""
+    """Whether the real tensor is an nn.Parameter; torch reads this attribute."""
 
     @staticmethod
     def __new__(
         cls, meta: Tensor, device: torch.device, trained: bool = False
     ) -> PlaceholderTensor:  # noqa: FBT001, FBT002
-        """Make a placeholder with the shape and type of `meta`, as if it were on `device`.
+        """Make a placeholder with the shape and dtype of `meta` that reports `device`.
 
-        With `trained` its `requires_grad` is true; autograd does not see it.
+        `trained` is the value of its `requires_grad`, which autograd does not see.
         """
         placeholder: PlaceholderTensor = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -75,7 +75,7 @@ class PlaceholderTensor(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the real tensor requires a gradient: the user's code may ask."""
+        """Whether the real tensor requires a gradient; the user's code may read it."""
         return self._trained
 
     @requires_grad.setter
@@ -97,7 +97,7 @@ class PlaceholderTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
         return f"Placeholder({tuple(self.shape)}, {self.dtype}, {self.device})"
 
-    # With these two a dispatch mode unwraps a placeholder before its operations, and sees metas.
+    # With these two methods, a dispatch mode unwraps placeholders and sees their meta tensors.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_meta"], self.device
 
@@ -123,7 +123,7 @@ class PlaceholderTensor(Tensor):
         placeholders: dict[int, Tensor] = {}
         device: torch.device | None = None
         trained = False
-        metas: list[Tensor] = []  # kept alive, so that no other tensor gets the id of one
+        metas: list[Tensor] = []  # references, so that no other tensor gets the id of one of them
 
         def unwrap(leaf: Any) -> Any:
             nonlocal device, trained
@@ -151,9 +151,9 @@ class PlaceholderTensor(Tensor):
         def wrap(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            # A conjugate is lazy: the placeholder would need the same bit.
+            # A lazy conjugate has a flag that a placeholder would need as well.
             leaf = leaf.resolve_conj().resolve_neg()
-            # An operation in place returns the object that it was given.
+            # An in-place operation returns the object that it got.
             same = placeholders.get(id(leaf))
             has_gradient = leaf.is_floating_point() or leaf.is_complex()
             return (
@@ -166,16 +166,16 @@ class PlaceholderTensor(Tensor):
 
 
 def placeholder_like(tensor: Tensor, device: torch.device) -> PlaceholderTensor:
-    """A new placeholder of a tensor's shape, stride and type."""
+    """Return a new placeholder with a tensor's shape, strides, dtype and `requires_grad`."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
     return PlaceholderTensor(meta, device, tensor.requires_grad)
 
 
 def become_real(placeholder: Tensor, real: Tensor) -> None:
-    """Turn a placeholder into the real tensor, for everyone who has a reference to it.
+    """Turn a placeholder into the real tensor, for all code that has a reference to it.
 
-    `torch.utils.swap_tensors` does this too, but refuses a tensor that a view or autograd still
-    refers to. For a placeholder that is harmless: nothing is computed with its values.
+    `torch.utils.swap_tensors` does this too, but refuses a tensor to which a view or autograd has a
+    reference. For a placeholder such a reference is harmless, because it has no values.
     """
     placeholder.__class__, real.__class__ = real.__class__, placeholder.__class__
     mine, theirs = dict(placeholder.__dict__), dict(real.__dict__)

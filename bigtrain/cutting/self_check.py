@@ -1,4 +1,4 @@
-"""Compare a cut model with the whole one, in one process: loss and gradients must be equal."""
+"""Compare the stages with the whole model in one process: loss and gradients have to be equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigtrain.losses.loss import Loss
 from bigtrain.tensors.fake import fake_model
 
 SELF_CHECK_TOLERANCE = 1e-4
-"""The largest relative difference: float32 kernels may sum in another order in each call."""
+"""The largest relative difference that passes: float32 kernels may sum in different orders."""
 
 
 def compare_cut(
@@ -28,17 +28,18 @@ def compare_cut(
 
     Args:
         cut: the cut of the model.
-        model: a model on any device, meta included; it is not changed.
-        micro_batch: its first rows are used.
+        model: the whole model, on any device (also meta); it is not changed.
+        micro_batch: a micro-batch, of which the first rows are used.
         loss: the loss of the run.
         rows: the number of rows.
 
     Returns:
-        The largest difference of the loss and of any gradient, relative to the largest gradient.
+        The largest relative difference: of the loss, or of any gradient, whose differences are
+        divided by the largest element of all gradients.
 
     Raises:
         ConfigError: the loss or a gradient of the stages differs from the whole model's; the
-            message names the parameter.
+            message has the name of the parameter.
     """
     cpu = torch.device("cpu")
     plain_cut = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))
@@ -109,7 +110,7 @@ def _difference_message(name: str, difference: str) -> str:
 
 @torch.no_grad()
 def _invent(model: nn.Module) -> None:
-    """Fill a model with values that keep the numbers of any model in range."""
+    """Fill a model with values with which activations of any model stay in range."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if not parameter.is_floating_point():

@@ -1,9 +1,9 @@
-"""One stage of a cut model: it runs the user's forward pass, and computes its part of it.
+"""One stage of a cut model, which runs the user's forward pass and computes its part of it.
 
-Every stage runs the code of the modules that the cuts go through. Before its part it computes with
-placeholders and skips all calls; at the end of its part it leaves by an exception. So a stage needs
-no graph of the model: control flow, train and eval mode, keyword arguments, dataclasses and skip
-connections work as in the user's code.
+Every stage runs the code of the modules that the cuts go through. Before its part, a stage computes
+with placeholders and skips the calls of other modules. At the end of its part, it leaves the
+forward pass by an exception. So a stage needs no graph of the model: control flow, train and eval
+mode, keyword arguments, dataclasses and skip connections work as in the user's code.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from bigtrain.tensors.tree import map_tensors, matching_tensors, tree_tensors
 from bigtrain.tracing.call_hooks import handling_calls, pretend_compiling, returned_tensors
 
 GetProgram = Callable[[MicroBatch, bool], StageProgram]
-"""Returns the program for a micro-batch of these shapes, in training or evaluation."""
+"""Returns the program for a micro-batch of these shapes; the bool is true in training."""
 Crossings = tuple[Crossing, Crossing]
-"""How the inputs and how the outputs of a stage pass between the ranks of the tp axis."""
+"""How the inputs of a stage are received, and how its outputs are sent, with the tp axis."""
 
 
 class Stage(nn.Module):
-    """A model with the parameters of one stage only, and its part of the forward pass.
+    """A module that computes one stage's part of a model, with the parameters of that stage only.
 
-    It has the parameters, buffers and modules of `model` under their own names.
+    It has the parameters, buffers and modules of `model` under the same names.
 
     Args:
-        model: the user's module, whose calls `cut.Cut.stage` intercepts.
-        index: the number of the stage, from 0.
-        count: stages of the whole model.
+        model: the user's module, stripped to this stage; `cut.Cut.stage` intercepts its calls.
+        index: the index of the stage, from 0.
+        count: the number of stages of the whole model.
         program: returns the program of a micro-batch.
-        loss: sums over valid targets; the last stage computes it.
-        device: where it computes.
-        cut_through: names of the modules whose own code a cut goes through.
+        loss: the loss, summed over valid targets; the last stage computes it.
+        device: the device on which the stage computes.
+        cut_through: names of the modules whose own code every stage runs, because a cut goes
+            through them.
         own_blocks: names of the blocks of the whole model that no cut goes through.
     """
 
@@ -80,7 +81,7 @@ class Stage(nn.Module):
         self.cut_through, self.own_blocks = cut_through, own_blocks
         self.recompute: Literal["never", "except_last", "always"] = "never"
         self.crossings: Crossings = (Crossing(), Crossing())
-        """How inputs and outputs pass between ranks with slices, see `slicing.scatter_gather`."""
+        """How inputs and outputs cross between stages; see `slicing.scatter_gather`."""
         self._program, self._loss, self._device = program, loss, device
         self._whole = NotAChild(model)
 
@@ -90,7 +91,7 @@ class Stage(nn.Module):
         return self._whole.module
 
     def get_submodule(self, target: str) -> nn.Module:
-        """See `nn.Module.get_submodule`; it finds modules of the user's module."""
+        """See `nn.Module.get_submodule`. Returns modules of the user's module."""
         return self._whole.module.get_submodule(target) if target else self
 
     @property
@@ -99,12 +100,12 @@ class Stage(nn.Module):
         return self._device
 
     def to_device(self, device: torch.device) -> None:
-        """Set the device on which the stage computes; the caller moves the parameters there."""
+        """Set the device on which the stage computes; the caller moves the parameters to it."""
         self._device = device
 
     @property
     def last(self) -> bool:
-        """Whether it is the last stage, which returns the model's output."""
+        """Whether this is the last stage, which computes the model's output and the loss."""
         return self.index == self.count - 1
 
     def train(self, mode: bool = True) -> Stage:  # noqa: FBT001, FBT002 - as nn.Module has it
@@ -115,25 +116,30 @@ class Stage(nn.Module):
         return self
 
     def incoming(self, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The inputs of this stage, on the meta device."""
+        """Return the inputs of this stage for a micro-batch, as meta tensors."""
         return self.boundary_metas(self._program_of(micro_batch), 0)
 
     def outgoing(self, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The outputs of this stage, on the meta device."""
+        """Return the outputs of this stage for a micro-batch, as meta tensors."""
         return self.boundary_metas(self._program_of(micro_batch), 1)
 
     def boundary_metas(self, program: StageProgram, side: int) -> tuple[Tensor, ...]:
-        """The inputs (side 0) or outputs (1) as this rank receives or sends them, on meta."""
+        """Return the inputs or outputs as this rank receives or sends them, as meta tensors.
+
+        Args:
+            program: the program of a micro-batch.
+            side: 0 for the inputs, 1 for the outputs.
+        """
         boundary = ((), *program.boundaries, ())[self.index + side]
         return tuple(tensor.sent_meta(self.crossings[side]) for tensor in boundary)
 
     def gathered_bytes(self, program: StageProgram) -> int:
-        """Bytes of the inputs that this rank receives a part of and gathers over tp."""
+        """Whole bytes of the inputs of which this rank receives a part and gathers the rest."""
         boundary = ((), *program.boundaries)[self.index]
         return sum(tensor.gathered_bytes(self.crossings[0]) for tensor in boundary)
 
     def fingerprint(self, micro_batch: MicroBatch) -> str:
-        """A hash of the program of a micro-batch, which must be equal on all ranks."""
+        """Return a hash of the program of a micro-batch; it has to be equal on all ranks."""
         return self._program_of(micro_batch).fingerprint()
 
     def _program_of(self, micro_batch: MicroBatch) -> StageProgram:
@@ -146,23 +152,27 @@ class Stage(nn.Module):
         scale: float | None = None,
         final: bool = True,
     ) -> Any:
-        """Compute this stage's part.
+        """Compute this stage's part of the forward pass.
 
         Args:
-            stage_inputs: the inputs from the previous stage; for their shapes see `incoming`.
-            micro_batch: inputs and targets on the device; every stage has them.
-            scale: factor of the summed loss.
-            final: whether it is the last micro-batch of a step.
+            stage_inputs: the inputs from the previous stage, of the shapes of `incoming`.
+            micro_batch: the inputs and targets of the model, on the device; every stage has them.
+            scale: the factor of the summed loss; None for the model's output instead of the loss.
+            final: whether this is the last micro-batch of a step.
 
         Returns:
-            The inputs of the next stage; from the last stage the loss, or, without a scale, the
-            model's output.
+            A tuple of the inputs of the next stage. The last stage returns the summed loss times
+            `scale`, or the model's output if `scale` is None.
+
+        Raises:
+            ConfigError: the forward pass differs from the pass that was traced.
         """
         recomputes = self.recompute == "always" or (self.recompute == "except_last" and not final)
         if not (recomputes and torch.is_grad_enabled()):
             return self._compute(stage_inputs, micro_batch, scale)
 
-        # torch saves the random states of the devices of the tensors that it is given.
+        # The inputs are arguments, because torch saves the random states of the devices of its
+        # arguments.
         def compute(stage_inputs: tuple[Tensor, ...], _inputs: Any) -> Any:
             return self._compute(stage_inputs, micro_batch, scale)
 
@@ -176,7 +186,7 @@ class Stage(nn.Module):
         with loss_scope(self._loss, micro_batch):
             output = self._part(stage_inputs, micro_batch)
             loss = self._loss(output, micro_batch.targets, micro_batch.count)
-        if micro_batch.count == 0:  # padding: it only keeps the ranks synchronous
+        if micro_batch.count == 0:  # padding, which is computed so that this rank joins collectives
             loss = loss * 0.0
         return loss * scale
 
@@ -199,7 +209,7 @@ class Stage(nn.Module):
                 try:
                     output = self._whole.module(inputs)
                 except _Done:
-                    unwind_frames()  # before the contexts that were entered before them are left
+                    unwind_frames()  # before the surrounding contexts are left
                     raise
             stage_pass.check_output(output)
         except _Done as done:
@@ -212,13 +222,13 @@ class Stage(nn.Module):
 
 
 def _copy_containers(inputs: Any, copied: frozenset[int]) -> Any:
-    """The inputs in new containers; the tensors that the model changes are copied."""
+    """Return the inputs in new containers, with copies of the tensors at the given positions."""
     positions = itertools.count()
     return map_tensors(inputs, lambda t: t.clone() if next(positions) in copied else t)
 
 
 class _Done(BaseException):
-    """Leaves the forward pass when the stage's part is computed; only the stage catches it."""
+    """Raised to leave the forward pass when the stage's part is computed; the stage catches it."""
 
     def __init__(self, run: _StagePass) -> None:
         super().__init__("the stage is done")
@@ -239,7 +249,7 @@ class _StagePass:
     ) -> None:
         self._program, self._index, self._device = program, index, device
         self._after = crossings[1]
-        # Received here, and not where the part begins, because that may be under no_grad.
+        # Inputs are received here, because the code at the begin of the part may be under no_grad.
         incoming = program.boundaries[index - 1] if index else ()
         self._received = [
             (boundary.value_id, boundary.receive(tensor, crossings[0]))
@@ -250,8 +260,8 @@ class _StagePass:
         self._before_part = index > 0
         self._event = 0
         self._objects: dict[ValueId, Tensor] = {}
-        # Random numbers that the outer code draws before this part belong to other stages: the
-        # state is restored where the part begins.
+        # Random numbers that the outer code draws before this part belong to other stages, so the
+        # random state is restored at the begin of the part.
         self._random_before = _random_state(device) if program.random and index else None
         self.functions = _Functions(self)
         self._remember(-1, tree_tensors(inputs))
@@ -267,7 +277,7 @@ class _StagePass:
             with self.functions.paused():
                 self._enter_part()
         skipped = self._program.results.get(event)
-        if skipped is None:  # a module that a cut goes through: its code runs
+        if skipped is None:  # every stage runs the code of a module that a cut goes through
             return run(*args, **kwargs)
         if self._before_part:
             return self._skip(event, skipped)
@@ -286,7 +296,12 @@ class _StagePass:
         return output
 
     def function(self, leaves: list[Tensor], used: Callable[[], str]) -> None:
-        """A function of torch has returned tensors to the outer code."""
+        """Count the event that a function of torch has returned tensors to the outer code.
+
+        Args:
+            leaves: the tensors.
+            used: returns words for messages, with the names of the parameters among the arguments.
+        """
         event = self._count_event(tuple(tuple(leaf.shape) for leaf in leaves), used)
         self._remember(event, leaves)
 
@@ -295,10 +310,10 @@ class _StagePass:
 
         Args:
             reached: the module that is called, or the shapes that a function returned.
-            used: returns words that name the parameters which the function was given.
+            used: returns words with the names of the parameters among a function's arguments.
 
         Raises:
-            ConfigError: the trace has another event here.
+            ConfigError: the trace has another event at this position.
         """
         event, expected = self._event, self._program.expected
         if event >= len(expected) or expected[event] != reached:
@@ -312,7 +327,7 @@ class _StagePass:
         return event
 
     def check_output(self, output: Any) -> None:
-        """Refuse a pass that reached the end of the model without computing this stage's part."""
+        """Check at the end of the model that the pass has computed this stage's part."""
         leaves = tree_tensors(output)
         if self._end >= 0 or self._before_part or self._event != len(self._program.expected):
             raise ConfigError(
@@ -326,7 +341,7 @@ class _StagePass:
             )
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """The outputs of this stage as they are sent."""
+        """Return the outputs of this stage as they are sent."""
         boundary = self._program.boundaries[self._index]
         outputs = [self._objects[expected.value_id] for expected in boundary]
         for tensor, expected in zip(outputs, boundary, strict=True):
@@ -341,7 +356,7 @@ class _StagePass:
         return tuple(expected.send(tensor, self._after) for tensor, expected in pairs)
 
     def forget(self) -> None:
-        """Release the tensors at once: this object and its function mode refer to each other."""
+        """Release the tensors. A reference cycle with the function mode would keep them alive."""
         self._objects.clear()
         self._received.clear()
 
@@ -423,7 +438,10 @@ class _Functions(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no functions inside of a `with` block, at no cost: a whole call runs in it."""
+        """Count no functions inside a `with` block.
+
+        The mode is removed inside the block, so that calls of whole modules are not slower.
+        """
         top = torch._C._len_torch_function_stack() - 1
         ours = top >= 0 and torch._C._get_function_stack_at(top) is self
         if ours:

@@ -1,9 +1,10 @@
 """The program of the stages for a forward pass of one shape; it is the same on all ranks.
 
-Every stage runs the outer code: that of the modules which cuts go through. Along it *events* are
-counted: the begin of each call that the code makes, and each function of torch that returns tensors
-to it. A tensor's *value id* is (event, position in the result); a cut is before an event. Both are
-equal on all ranks, because all run the same code on the same shapes.
+Every stage runs the outer code, which is the code of the modules that cuts go through. In the outer
+code, *events* are counted: the begin of each call of a module, and each function of torch that
+returns tensors. The *value id* of a tensor is (event, position in the result of the event). The
+position of a cut is the event before which it is. Events and value ids are equal on all ranks,
+because all ranks run the same code on the same shapes.
 """
 
 from __future__ import annotations
@@ -25,37 +26,47 @@ from bigtrain.tensors.tree import map_tensors, nested_tensors
 from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, ModuleCall
 
 ValueId = tuple[int, int]
+"""(event, position in the result of the event); the event of a model's input is -1."""
 ExpectedEvent = tuple[object, ...]
-"""The name of the module that is called, or the shapes of the tensors that a function returns."""
+"""The name of the called module, or the shapes of the tensors that a torch function returns."""
 
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor that crosses a cut."""
+    """A tensor that crosses a cut."""
 
     value_id: ValueId
     meta: Tensor
-    """The tensor on the meta device; it requires a gradient if one is sent back."""
+    """The tensor on the meta device; it requires a gradient if its gradient is sent back."""
     order: tuple[int, ...]
-    """The tensor's dims from the outermost in memory to the innermost: elements are sent in this
+    """The tensor's dims from the outermost in memory to the innermost. Elements are sent in this
     order."""
 
     @classmethod
     def of(cls, value_id: ValueId, tensor: Tensor, *, trained: bool) -> BoundaryTensor:
-        """Describe a fake tensor."""
+        """Describe a fake tensor.
+
+        Args:
+            value_id: the value id of the tensor.
+            tensor: the fake tensor.
+            trained: whether a gradient of the tensor is sent back.
+        """
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(trained)
         return cls(value_id, meta, order)
 
     def send(self, tensor: Tensor, crossing: Crossing) -> Tensor:
-        """The part of the tensor that this rank sends, contiguous."""
+        """Return the part of the tensor that this rank sends, contiguous."""
         lies = crossing.sequence_shard(self.meta)
         if lies is None:
             return scatter_boundary(self._pack(whole_of(tensor)), crossing.scatter_group)
         return self._pack(as_operand(tensor, *lies))
 
     def receive(self, sent: Tensor, crossing: Crossing) -> Tensor:
-        """The whole tensor with its strides: a new object, if possible on the memory received."""
+        """Return the tensor in the stage, with its strides, from the part that this rank received.
+
+        It is a new object, on the memory of `sent` if no parts are gathered.
+        """
         lies = crossing.sequence_shard(self.meta)
         if lies is None:
             return self._unpack(
@@ -64,7 +75,7 @@ class BoundaryTensor:
         return SlicedTensor.of(self._unpack(sent), *lies)
 
     def sent_meta(self, crossing: Crossing) -> Tensor:
-        """The part that this rank sends, on the meta device."""
+        """Return the part that this rank sends, as a meta tensor."""
         lies = crossing.sequence_shard(self.meta)
         if lies is None:
             return sent_meta(self._packed(self.meta.shape), crossing.scatter_group)
@@ -72,7 +83,7 @@ class BoundaryTensor:
         return self._packed(slices.local_shape(self.meta.shape, group.rank, group.size))
 
     def gathered_bytes(self, crossing: Crossing) -> int:
-        """Bytes of all parts, if it is sent in parts that are gathered; else 0."""
+        """Bytes of the whole tensor if it is sent in parts that are gathered; otherwise 0."""
         if crossing.sequence_shard(self.meta) is not None:
             return 0
         packed = self._packed(self.meta.shape)
@@ -93,11 +104,12 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class SkippedResult:
-    """The result of a call that a stage does not run: meta tensors instead of tensors."""
+    """The result of a call that a stage does not run."""
 
     template: Any
+    """The result with meta tensors in place of its tensors."""
     value_ids: tuple[ValueId | None, ...]
-    """For each tensor the value id of the object that the call returned, or None if it is new."""
+    """For each tensor, its value id if the tensor existed before; None for a new tensor."""
 
 
 @dataclass(frozen=True)
@@ -109,20 +121,21 @@ class StageProgram:
     boundaries: tuple[tuple[BoundaryTensor, ...], ...]
     """The tensors that cross each cut."""
     results: dict[int, SkippedResult]
-    """By event, the result of each call of the outer code to a module that no cut goes through."""
+    """The results of the calls in the outer code to modules that no cut goes through, by event."""
     needed: frozenset[ValueId]
-    """Value ids of tensors that are sent or returned later."""
+    """Value ids of tensors that are sent, or that a later call returns again."""
     expected: tuple[ExpectedEvent, ...]
-    """All events: a stage that sees another one is on another path than the other stages."""
+    """All events in order. A stage in which another event occurs takes another path than the
+    trace."""
     copied: frozenset[int]
-    """Positions of the inputs that the model changes in place: each stage copies them."""
+    """Positions of the inputs that the model changes in place, so that each stage copies them."""
     random: bool
     """Whether the outer code draws random numbers."""
     used: dict[str, tuple[int, ...]]
     """The stages that use each parameter and buffer, by name."""
 
     def fingerprint(self) -> str:
-        """A hash that is equal for programs that fit each other, on any machine."""
+        """Return a hash that is equal on all ranks if their programs fit each other."""
         boundaries = [
             [
                 (t.value_id, tuple(t.meta.shape), t.meta.dtype, t.meta.requires_grad, t.order)
@@ -143,11 +156,11 @@ def make_stage_program(
 
     Args:
         trace: the trace of a forward pass.
-        calls: the calls before which the cuts are, in order.
+        calls: the indices of the calls before which the cuts are, in order.
         trained: for each cut, the values that get a gradient from the stages after it.
 
     Raises:
-        ConfigError: a cut that is legal by itself is not legal together with the others.
+        ConfigError: a cut is not legal in this trace, or not together with the other cuts.
     """
     outer = OuterCalls(trace, calls)
     rules = CutRules(trace)
@@ -197,7 +210,7 @@ def make_stage_program(
 
 
 def stages_using(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter and buffer, by name, for cuts at these ticks."""
+    """Return the stages that use each parameter and buffer, by name, for cuts at these ticks."""
     stages_of: dict[str, tuple[int, ...]] = {}
     for value in trace.values:
         if value.root in ("parameter", "buffer") and value.uses:
@@ -223,7 +236,11 @@ def _expected(trace: ForwardTrace, outer: OuterCalls) -> tuple[ExpectedEvent, ..
 def _count(
     trace: ForwardTrace, outer: OuterCalls
 ) -> tuple[dict[int, int], dict[int, ValueId], dict[int, int]]:
-    """(event -> call of a module without a cut), (value -> its first id), (call -> its event)."""
+    """Return three mappings: from events to calls, values to value ids, and calls to events.
+
+    The first has the calls of modules that no cut goes through. The second has the first value id
+    of each value.
+    """
     call_of_event: dict[int, int] = {}
     starts: dict[int, int] = {}
     value_ids: dict[int, ValueId] = {}
@@ -266,7 +283,7 @@ def _result(
 
 
 def _input_position(trace: ForwardTrace, value: int) -> int:
-    """The position of a value among the inputs."""
+    """Return the position of a value among the inputs."""
     return sum(1 for value_before in trace.values[:value] if value_before.root == "input")
 
 

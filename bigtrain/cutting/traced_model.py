@@ -1,4 +1,4 @@
-"""Forward passes traced on fake tensors: one trace, and one program, for each shape of batch."""
+"""Trace forward passes on fake tensors: one trace and one program for each shape of batch."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from bigtrain.tracing.tracer import trace_forward
 from bigtrain.tracing.watch import fake_twin
 
 CallSite = tuple[str, int]
-"""A call of a module: its name, and the number of the call, from 0."""
+"""A call of a module: the module's name, and the number of the call among its calls, from 0."""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """The settings that decide the types of tensors in a forward pass."""
+    """The settings that decide the dtypes of tensors in a forward pass."""
 
     double: bool = False
-    """Parameters and inputs are float64."""
+    """Whether parameters and inputs are float64."""
     autocast: bool = False
-    """The forward pass runs under autocast to bf16."""
+    """Whether the forward pass runs under autocast to bf16."""
     low: Callable[[nn.Module], Sequence[str]] | None = None
-    """Returns the names of the parameters that layers see in bf16."""
+    """Returns the names of the parameters that layers have in bf16; None for none."""
     of_cuda: bool = False
-    """Tensors are on the CPU, and operations are those of CUDA: see `cuda_program`."""
+    """Whether fake tensors are on the CPU and operations are those of CUDA; see `cuda_program`."""
 
 
 MAX_TRACES = 4
-"""Traces that are cached: a cut is chosen, and its program made, from the same two."""
+"""The most traces that are cached. A cut needs two, for training and for evaluation."""
 
 
 class TracedModel:
-    """Traces a model on fake tensors, one trace for each shape of micro-batch.
+    """Traces a model on fake tensors, with one trace for each shape of micro-batch.
 
     Args:
-        model: a model on any device, meta included; a copy is traced.
-        loss: decides which boundary tensors get a gradient.
-        device: whose kernels are traced.
-        numerics: decides the types.
+        model: a model on any device (also meta); a copy on fake tensors is traced.
+        loss: the loss, which decides which boundary tensors get a gradient.
+        device: the device of the fake tensors.
+        numerics: the settings that decide the dtypes.
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class TracedModel:
         self._traces: dict[object, tuple[ForwardTrace, MicroBatch]] = {}
 
     def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[ForwardTrace, MicroBatch]:
-        """Return a trace for this shape, and the fake batch of it.
+        """Return the trace for a micro-batch of this shape, and its micro-batch of fake tensors.
+
+        Args:
+            micro_batch: a micro-batch, of which only shapes matter.
+            training: whether the model is in training mode, with gradients.
 
         Raises:
             ConfigError: the model does not run on tensors without values.
@@ -100,10 +104,16 @@ class TracedModel:
     def program(
         self, micro_batch: MicroBatch, *, training: bool, places: Sequence[CallSite]
     ) -> StageProgram:
-        """Return the program of the stages for batches of this shape, made once for each shape.
+        """Return the program of the stages for micro-batches of this shape; it is cached.
+
+        Args:
+            micro_batch: a micro-batch, of which only shapes matter.
+            training: see `trace`.
+            places: the calls before which the model is cut, in order.
 
         Raises:
-            ConfigError: with this shape the model does not make the calls at which it is cut.
+            ConfigError: with this shape, the model does not make the calls before which it is cut,
+                or a cut is not legal.
         """
         key = (*_shapes(micro_batch), training, tuple(places))
         if key not in self._programs:
@@ -119,10 +129,13 @@ class TracedModel:
         return self._programs[key]
 
     def uses(self, places: Sequence[CallSite]) -> dict[str, tuple[int, ...]]:
-        """The stages that use each tensor in evaluation, with the shape that was traced last.
+        """Return the stages that use each tensor in evaluation, for the shape of the last trace.
+
+        Args:
+            places: the calls before which the model is cut, in order.
 
         Raises:
-            ConfigError: no cut can be there in evaluation.
+            ConfigError: a cut is not legal in evaluation.
         """
         if self._shapes_seen is None:
             return {}
@@ -130,7 +143,7 @@ class TracedModel:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The context of a forward pass."""
+        """A context for forward passes, with the autocast and the operations of `Numerics`."""
         low, kind = self._numerics.autocast, self._device.type
         with (
             cuda_program() if self._numerics.of_cuda else nullcontext(),
@@ -141,15 +154,15 @@ class TracedModel:
     def _trained(
         self, recorded: ForwardTrace, batch: MicroBatch, calls: Sequence[int]
     ) -> tuple[frozenset[int], ...]:
-        """For each cut the crossing values that get a gradient from the stages after it."""
+        """Return for each cut the crossing values that get a gradient from the stages after it."""
         loss: Sequence[Tensor] | None = None
-        if batch.targets is not None:  # without a loss all stages are in one graph
+        if batch.targets is not None:  # without targets, all stages are in one graph, with no loss
             try:
                 with self._mode:
                     loss = [self._loss(recorded.output, batch.targets, batch.count)]
             except Exception:  # noqa: BLE001 - a user's loss may need values, as CTC does
-                # It runs on real tensors only, in the last stage. It may depend on any output of
-                # the model; an output on which it does not depend gets zeros as gradient.
+                # This loss runs only on real tensors, in the last stage. It may depend on any
+                # output of the model. An output on which it does not depend gets zeros as gradient.
                 loss = tree_tensors(recorded.output)
         trained_values = []
         for call in calls:
@@ -165,7 +178,10 @@ class TracedModel:
 
 
 def shared_storages(model: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of parameters and buffers that are different objects on the same memory."""
+    """Return pairs of names of parameters and buffers whose memory overlaps.
+
+    Different names of one tensor object are no pair.
+    """
     ranges_of: dict[int, list[tuple[int, int, str]]] = {}
     pairs = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -193,13 +209,13 @@ def _call_at(recorded: ForwardTrace, call_site: CallSite, micro_batch: MicroBatc
 
 
 def _reached(ends: Sequence[Tensor], edges: Mapping[Any, int]) -> set[int]:
-    """Return the values that the graph of `ends` reaches directly.
+    """Return the values that the autograd graph of `ends` reaches directly.
 
     Values that are reached only through another value's edge are left out.
 
     Args:
         ends: the tensors from which the graph is followed.
-        edges: by gradient edge, the number of the value.
+        edges: the indices of the values, by gradient edge.
     """
     value_at = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
     reached_values: set[int] = set()
@@ -224,7 +240,7 @@ def _reached(ends: Sequence[Tensor], edges: Mapping[Any, int]) -> set[int]:
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:
-    # Shapes that are remembered between steps must not keep a batch alive.
+    # The batch is on meta, so that the shapes that are saved between steps keep no memory alive.
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

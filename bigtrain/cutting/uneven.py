@@ -1,4 +1,4 @@
-"""The warning for a cut that gives one rank most of the work, with the reason."""
+"""The warning about a cut that gives one rank far more work than the others, with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bigtrain.cutting.cut_points import CutPoint, legal_points
 from bigtrain.tracing.records import END_OF_PASS, ForwardTrace
 
 MOST_WORK = 2.0
-"""A rank with more than this many times the average work of the others is warned of."""
+"""The warning is for a rank with more than this many times the average work of the others."""
 
 
 def uneven_note(
@@ -20,11 +20,11 @@ def uneven_note(
     *,
     named: bool,
 ) -> str:
-    """Return a line on the rank with far more work than the others; "" if there is none.
+    """Return a line about the rank with far more work than the others; "" if there is none.
 
     Args:
         trace: the trace of the model.
-        starts: where the second and later stages begin.
+        starts: the cut points at which the second and later stages begin.
         seconds: the seconds of each stage.
         devices: the rank of each stage.
         named: whether the user named the cuts.
@@ -55,7 +55,7 @@ def uneven_note(
 
 
 def _nearest_refusal(trace: ForwardTrace, first: int, last: int) -> str:
-    """The reason against a cut near the middle of an interval of ticks; "" if there is none."""
+    """Return the reason against a cut near the middle of an interval of ticks; "" without one."""
     points, refused = legal_points(trace)
     legal = {point.name for point in points}
     work = sorted(cost.tick for cost in trace.costs if first < cost.tick < last)
@@ -65,7 +65,7 @@ def _nearest_refusal(trace: ForwardTrace, first: int, last: int) -> str:
         for call in reversed(trace.calls)
         if first < call.begin < last and call.name in refused and call.name not in legal
     }
-    # The begin of a block tells its author more than that of a layer in it.
+    # Near the middle, a block is preferred to a layer in it: its name is clearer to the author.
     if not inside:
         return ""
     reach = max(len(work) / 8, min(inside.values()))

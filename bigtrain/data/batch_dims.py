@@ -1,4 +1,7 @@
-"""The batch dim of each tensor of a batch; some tensors have none."""
+"""The batch dim of each tensor of a batch: the dim that has one entry for each row.
+
+Tensors that all rows share, such as a scalar, have no batch dim.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 BatchDims = tuple[int | None, ...]
-"""The batch dim of each tensor of (inputs, targets) in order; None if it belongs to all rows."""
+"""The batch dim of each tensor of (inputs, targets), in the order of `batch_tensors`.
+
+None for a tensor that all rows share.
+"""
 
 
 def batch_tensors(inputs: Any, targets: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a batch with their names, in the order of `map_tensors`.
 
-    Names are those of `data.batch_dims`, such as inputs, inputs.position_ids, inputs[1], targets.
+    The names are the keys of the job's `data.batch_dims`, such as inputs, inputs.position_ids,
+    inputs[1] or targets.
     """
     return [*_named("inputs", inputs), *_named("targets", targets)]
 
@@ -38,12 +45,16 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def count_rows(inputs: Any, targets: Any, expected: int | None = None) -> int:
-    """Return the rows of a batch: the most frequent first size of its tensors; 0 without tensors.
+    """Return the number of rows of a batch: the most frequent size of its tensors in dim 0.
+
+    Sizes of 1 count only if there are no other sizes. Of equally frequent sizes, the first is
+    returned. A batch whose tensors all are 0-dim has 1 row; a batch without tensors has 0.
 
     Args:
         inputs: the inputs of one rank.
         targets: the targets of one rank.
-        expected: the rows that the job's keys say; returned if the first size of some tensor.
+        expected: the number of rows according to the job's keys, which is returned if a tensor has
+            this size in dim 0; None if no key sets the number.
     """
     sizes = [t.shape[0] for _, t in batch_tensors(inputs, targets) if t.dim()]
     if not sizes:
@@ -51,7 +62,7 @@ def count_rows(inputs: Any, targets: Any, expected: int | None = None) -> int:
     if expected in sizes:
         return expected
     several = [size for size in sizes if size != 1] or sizes
-    return Counter(several).most_common(1)[0][0]  # the first one of a tie
+    return Counter(several).most_common(1)[0][0]  # in a tie, the first size
 
 
 def find_batch_dims(
@@ -62,21 +73,26 @@ def find_batch_dims(
     explicit: Mapping[str, int | None],
     example: tuple[Sequence[Tensor], int] | None = None,
 ) -> BatchDims:
-    """Find the batch dim of each tensor.
+    """Return the batch dim of each tensor, in the order of `batch_tensors`.
 
-    If the first size is the number of rows, the first dim is the batch dim; a tensor without dims,
-    or with one row, belongs to all rows. Any other tensor needs the example: its batch dim is the
-    one that has the example's rows there and the batch's rows here, if all other dims agree.
+    `explicit` sets the batch dims of the tensors that it names. Of the others, a 0-dim tensor has
+    no batch dim, and a tensor with `rows` entries in dim 0 has the batch dim 0. Any other tensor is
+    compared with the example: its batch dim is the only dim whose size differs, if its sizes are
+    the numbers of rows of the example and of the batch. A tensor for which this finds no dim is
+    shared by all rows if dim 0 has one entry.
 
     Args:
         inputs: the inputs of one rank.
         targets: the targets of one rank.
-        rows: the result of `count_rows`.
-        explicit: the job's `data.batch_dims`, by name.
-        example: the tensors of a micro-batch with another number of rows, and that number.
+        rows: the number of rows of the batch; see `count_rows`.
+        explicit: the job's `data.batch_dims`: by name, a dim, or None for a tensor that all rows
+            share.
+        example: the tensors of a micro-batch with another number of rows, and that number; None if
+            there is no example.
 
     Raises:
-        ConfigError: `explicit` has a name that no tensor has, or a batch dim cannot be found.
+        ConfigError: `explicit` has a name that no tensor has, or a dim without `rows` entries; or
+            the batch dim of a tensor cannot be found.
     """
     named = batch_tensors(inputs, targets)
     unknown = sorted(set(explicit) - {name for name, _ in named})
@@ -115,7 +131,7 @@ def _checked(name: str, tensor: Tensor, dim: int | None, rows: int) -> int | Non
 
 
 def _grown(tensor: Tensor, before: Tensor, rows: int, rows_before: int) -> int | None:
-    """Return the only dim that changed, if it changed with the rows; otherwise None."""
+    """Return the only dim whose size differs, if its sizes are the numbers of rows; else None."""
     if tensor.dim() != before.dim():
         return None
     sizes = list(zip(before.shape, tensor.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Folders for large caches of data, and the room that they leave on a disk."""
+"""Folders for large caches of data, and a check of the free space on their disks."""
 
 from __future__ import annotations
 
@@ -12,27 +12,37 @@ from bigtrain.files.drafts import remove_left_drafts
 from bigtrain.units import format_bytes
 
 _LEFT_FREE = 1 << 30
-"""Bytes that a cache leaves free on a disk, at most a twentieth of the disk."""
+"""Bytes of a disk that must stay free; on a small disk, a twentieth of its size is enough."""
 
 
 def cache_folders() -> Iterator[Path]:
-    """Yield folders for the cache: the user's cache folder, then one in the temporary folder."""
+    """Yield the folders in which a cache may be written, the preferred folder first.
+
+    The first is in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache), the second in the
+    temporary folder. The folders need not exist.
+    """
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")
-    if os.path.isabs(chosen):  # the XDG specification says to ignore a relative one
+    if os.path.isabs(chosen):  # the XDG specification says to ignore a relative path
         yield Path(chosen) / "bigtrain"
     elif os.path.isabs(home):
         yield Path(home) / ".cache" / "bigtrain"
     temporary = Path(tempfile.gettempdir()) / f"bigtrain-{os.getuid()}"
     if not temporary.exists() or temporary.stat().st_uid == os.getuid():
-        yield temporary  # anyone can create it: one of another user is not trusted
+        yield temporary  # any user can create it: a folder of another user is not trusted
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Refuse a folder on a disk that the cache would nearly fill.
+    """Check that the disk of a folder has room for a cache.
+
+    The folder is created if it does not exist. Drafts of processes that have ended are removed.
+
+    Args:
+        folder: the folder of the cache.
+        size: bytes of the cache.
 
     Raises:
-        OSError: there is too little space, or the free space is unknown.
+        OSError: the cache would leave too little space free, or the free space is unknown.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_left_drafts(folder)

@@ -20,7 +20,7 @@ from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.files.regular import check_name
 from bigtrain.job.import_path import load_object
 from bigtrain.job.load import describe_fault
-from bigtrain.job.schema import refuse_truth
+from bigtrain.job.sections import refuse_truth
 
 SOURCES = {
     "cifar10": "bigtrain.data.images:Cifar10Source",
@@ -32,7 +32,7 @@ SOURCES = {
     "text": "bigtrain.data.text:TextSource",
     "voc": "bigtrain.data.voc:VocSource",
 }
-"""Every built-in source; its module is imported when it is chosen."""
+"""The built-in sources by name, as module:class. A module is imported when its source is used."""
 
 
 def open_data(
@@ -44,20 +44,22 @@ def open_data(
     sequence_length: int | None = None,
     model: str | None = None,
 ) -> Data:
-    """Open a source for training.
+    """Open a data source, and return its data sets and its task.
 
     Args:
-        name: `data.name`, a built-in source, or `package.module:callable`: a function that returns
-            a `Data` and may take `path`, `seed`, `sequence_length` and any other arguments, or a
-            class like the built-in ones (see `Source`).
-        path: `data.path`.
+        name: `data.name`: a built-in source, or `package.module:callable`. The callable is a
+            function that returns a `Data`, or a class with the methods of `Source`. A function may
+            take `path`, `seed`, `sequence_length` and any other arguments.
+        path: `data.path`; None if it is not set.
         args: `data.args`.
         seed: `train.seed`.
-        sequence_length: tokens per sample of the model; None if it has no such length.
-        model: `model.name`, whose tokenizer a source of text takes if it names none.
+        sequence_length: the model's tokens per sample; None if the model has no such length.
+        model: `model.name`. If it begins with `hf:` and `args` name no tokenizer, a source of text
+            uses the model's tokenizer.
 
     Raises:
-        ConfigError: the source, an argument or the path is unknown or invalid.
+        ConfigError: the source, an argument or the path is unknown or invalid, or a data set has no
+            samples or cannot be read by index.
     """
     source = _source(name, path, args, model)
     data = source.open(seed=seed, sequence_length=sequence_length)
@@ -76,7 +78,7 @@ def _check_samples(name: str, part: str, samples: Any, path: str | None) -> None
     """Refuse a data set from which samples cannot be drawn by index.
 
     Raises:
-        ConfigError: it has no length, no samples, or can only be iterated.
+        ConfigError: the data set has no length, has no samples, or can only be iterated.
     """
     kind = type(samples).__name__
     # `__getitem__` of torch's base class only raises.
@@ -101,10 +103,10 @@ def _check_samples(name: str, part: str, samples: Any, path: str | None) -> None
 def check_data(
     name: str, path: str | None, args: Mapping[str, Any], model: str | None = None
 ) -> None:
-    """Check name, arguments, path and packages without reading the data.
+    """Check a source's name, arguments, path and packages, without reading the data.
 
     Raises:
-        ConfigError: as `open_data`, for what can be known without the data.
+        ConfigError: one of them is missing, unknown or invalid; see `open_data`.
     """
     _source(name, path, args, model).check()
 
@@ -112,9 +114,10 @@ def check_data(
 def prepare_data(
     name: str, path: str | None, args: Mapping[str, Any], model: str | None = None
 ) -> None:
-    """Download or build files that a node's processes share. One process calls it, others wait.
+    """Download or build the files that the processes of a node share.
 
-    A second call does nothing. Other processes never see a partial file.
+    One process of each node calls this function, and the others wait. A second call changes
+    nothing. Other processes never see a partial file.
 
     Raises:
         ConfigError: the files cannot be made.
@@ -124,14 +127,14 @@ def prepare_data(
 
 @dataclass(frozen=True)
 class _Function:
-    """A user's function as a source."""
+    """A source that calls a user's function."""
 
     function: Callable[..., Any]
     path: str | None
     args: Mapping[str, Any]
 
     def check(self) -> None:
-        """Do nothing: the arguments are checked already."""
+        """Do nothing: `_checked` has already checked the arguments."""
 
     def prepare(self) -> None:
         """Do nothing: the function is called on every rank."""
@@ -190,7 +193,7 @@ def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) ->
     """Return the arguments, converted to the types of the source's annotations.
 
     Raises:
-        ConfigError: one is unknown, missing or of the wrong type.
+        ConfigError: an argument is unknown, missing or of the wrong type.
     """
     parameters = inspect.signature(factory).parameters
     accepted = [key for key in parameters if key not in ("path", "seed")]
@@ -221,7 +224,7 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     hints = {key: hint for key, hint in annotations.items() if not isinstance(hint, str)}
     inner = vars(factory).get("__init__") if isinstance(factory, type) else None
     for annotated in (factory, inner or factory):
-        # A user's annotation may be one that only a type checker can resolve.
+        # Only a type checker may be able to resolve a user's annotation.
         with contextlib.suppress(NameError, TypeError):
             hints.update(typing.get_type_hints(annotated, include_extras=True))
     return hints

@@ -14,14 +14,15 @@ from bigtrain.data.source import Data, PositiveCount, TensorSamples
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask
 
-# Of all pixels in [0, 1]; rounded: inputs need only be near mean 0 and deviation 1.
+# The mean and deviation of all pixels, scaled to [0, 1]. They are rounded, because inputs need
+# only be near mean 0 and deviation 1.
 _MEAN, _DEVIATION = 0.305, 0.376
 _SPLIT_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsSource:
-    """`digits`: 1797 gray images of 8 x 8, inputs (1, size, size), ten classes."""
+    """`digits`: 1797 gray images of 8 x 8 pixels, as inputs (1, size, size), in ten classes."""
 
     path: Path | None = None
     size: PositiveCount = 32
@@ -39,7 +40,10 @@ class DigitsSource:
         """Do nothing: the images come with the package."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Return four fifths for training, independent of the seed, and the rest for validation."""
+        """Return four fifths of the images for training, and the rest for validation.
+
+        The split does not depend on the seed.
+        """
         del seed, sequence_length
         self.check()
         from sklearn.datasets import load_digits

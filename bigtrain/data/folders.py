@@ -1,4 +1,4 @@
-"""Images in one folder per class: ImageNet, and any other."""
+"""Images in one folder per class: ImageNet, and other data sets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _classes(folder: Path) -> list[str]:
     """Return the names of a folder's class folders.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the folder has no folders.
     """
     class_names = [n for n in names_in(folder) if os.path.isdir(folder / n)]
     if not class_names:
@@ -50,13 +50,13 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _check_images(listed: Any) -> None:
-    """Refuse a class without an image, and truncated images.
+    """Refuse a class without an image, and image files that are truncated.
 
     Args:
         listed: torchvision's ImageFolder.
 
     Raises:
-        ConfigError: with the folder or the file.
+        ConfigError: a class or a file is refused; the message names it.
     """
     counts = Counter(listed.targets)
     for index, name in enumerate(listed.classes):
@@ -69,11 +69,12 @@ def _check_images(listed: Any) -> None:
 
 
 def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
-    """Return the transforms of training and of validation, to inputs (3, size, size)."""
+    """Return the transforms for training and for validation; both make inputs (3, size, size)."""
     from torchvision.transforms import v2
 
     last = final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION)
-    # As is customary (256 to 224), validation sees the middle 7/8 of the shorter side.
+    # Without augmentation an input is the middle 7/8 of the shorter side, which is customary: 224
+    # of 256 pixels.
     centre = [v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)]
     crop = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()] if augment else centre
     return v2.Compose([*crop, *last]), v2.Compose([*centre, *last])
@@ -81,7 +82,11 @@ def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolderSource:
-    """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... and val/CLASS/..."""
+    """`image_folder`: images in folders `data.path`/CLASS, or in train/CLASS and val/CLASS.
+
+    The folders train and val are in `data.path`; val may also be named valid or validation. Without
+    val, a fraction of the images is held out.
+    """
 
     path: Path | None = None
     size: PositiveCount = 224
@@ -102,13 +107,17 @@ class ImageFolderSource:
             root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)
         ]
         train = root / "train"
-        # Only if it holds classes: otherwise "train" may be a class, of vehicles.
+        # A folder "train" without folders may be a class, of vehicles.
         if os.path.isdir(train) and any(os.path.isdir(train / n) for n in names_in(train)):
             return root / "train", validation_folders[0] if validation_folders else None
         return root, None
 
     def check(self) -> None:
-        """Refuse if torchvision, the folder or its classes are missing."""
+        """Refuse if torchvision, the folder or its classes are missing.
+
+        Raises:
+            ConfigError: one of them is missing, or training and validation have different classes.
+        """
         need_torchvision(self._name)
         train, validation = self._folders()
         classes = _classes(train)
@@ -121,11 +130,11 @@ class ImageFolderSource:
             )
 
     def prepare(self) -> None:
-        """Nothing: images are read where they are."""
+        """Only check: the images are read from their folders, and no file is made."""
         self.check()
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """List the images; the held-out ones do not depend on the seed."""
+        """Return the images; the choice of those for validation does not depend on the seed."""
         del seed, sequence_length
         self.check()
         from torchvision.datasets import ImageFolder
@@ -172,7 +181,7 @@ class ImageFolderSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNetSource:
-    """`imagenet`: `data.path`/train/CLASS/... and `data.path`/val/CLASS/..."""
+    """`imagenet`: images in folders `data.path`/train/CLASS and `data.path`/val/CLASS."""
 
     path: Path | None = None
     size: PositiveCount = 224
@@ -181,7 +190,7 @@ class ImageNetSource:
     """Crop and flip at random in training."""
 
     def check(self) -> None:
-        """Refuse if a folder is missing or the classes of the two differ."""
+        """Refuse if train or val is missing, or if their classes differ."""
         needs = "imagenet needs the folder that holds train and val."
         root = existing_folder(self.path, needs)
         for name in ("train", "val"):
@@ -195,11 +204,11 @@ class ImageNetSource:
         self._images().check()
 
     def prepare(self) -> None:
-        """Nothing: images are read where they are."""
+        """Only check: the images are read from their folders, and no file is made."""
         self.check()
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """List the images."""
+        """Return the images of train and of val."""
         self.check()
         return self._images().open(seed=seed, sequence_length=sequence_length)
 

@@ -30,27 +30,31 @@ _UNSIGNED_BYTE = 8
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
 _MOST_IDX = 256 << 20
-"""The most bytes of an unpacked IDX file: a small gzip file can expand to very many."""
+"""Largest IDX file in bytes, unpacked: a small gzip file can expand to very many bytes."""
 MOST_CHECKED = 10_000
-"""The most images that are checked before a run: all of VOC's, a sample of ImageNet's."""
+"""Largest number of files checked before a run: all files of VOC, some files of ImageNet."""
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 """The last bytes of a complete JPEG, and of a complete PNG."""
 
 
 def packed_or_plain(path: Path) -> Path | None:
-    """Return the file, or the same name with .gz; None if neither exists."""
+    """Return the path, or the path with .gz added, whichever exists; None if neither exists."""
     return next((file for file in (path, Path(f"{path}.gz")) if is_there(file)), None)
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
     """Read an IDX file of unsigned bytes, gzipped if its name ends in .gz.
 
+    Args:
+        path: the file.
+        num_dims: the number of dims that the header must have.
+
     Returns:
-        uint8, of the shape in the header.
+        A uint8 tensor of the shape in the header.
 
     Raises:
-        ConfigError: the magic number is wrong, or the file is shorter or longer than its header
-            says.
+        ConfigError: the file cannot be read, its magic number is wrong, or its size is not the one
+            in its header.
     """
     try:
         with open_regular(path) as packed:
@@ -58,7 +62,7 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
             content = opened.read(_MOST_IDX + 1)
     except UnreadableError as error:
         raise _damaged(path, error.reason) from None
-    except (OSError, EOFError, zlib.error) as error:  # EOFError: cut off
+    except (OSError, EOFError, zlib.error) as error:  # EOFError: the file was cut off
         raise _damaged(path, str(error)) from error
     if len(content) > _MOST_IDX:
         raise _damaged(
@@ -82,10 +86,14 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
 
 
 def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
-    """Read a binary batch: images (number, 3, 32, 32), uint8, and labels (number,), int64.
+    """Read a file of CIFAR-10's binary version.
+
+    Returns:
+        The images (number, 3, 32, 32), uint8, and the labels (number,), int64.
 
     Raises:
-        ConfigError: the size is not a multiple of 3073 bytes, or a label is not below 10.
+        ConfigError: the file cannot be read or is empty, its size is not a multiple of 3073 bytes,
+            or a label is not below 10.
     """
     try:
         content = np.frombuffer(bytearray(read_bytes(path)), dtype=np.uint8)
@@ -102,10 +110,15 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
-    """Refuse labels that are no class.
+    """Check that every label is the number of a class.
+
+    Args:
+        path: the file of the labels, for the message.
+        labels: (number,), not negative.
+        num_classes: the number of classes.
 
     Raises:
-        ConfigError: one is not below `num_classes`.
+        ConfigError: a label is not below `num_classes`.
     """
     most = int(labels.max()) if len(labels) else 0
     if most >= num_classes:
@@ -113,16 +126,18 @@ def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
 
 
 def check_complete(files: Sequence[Path], most: int) -> None:
-    """Refuse image files that are truncated, or no images.
+    """Check that image files are not truncated.
 
-    The header of each is read; only files that do not end as a complete JPEG or PNG are decoded.
+    The header of each file is read. Only files that do not end as a complete JPEG or PNG are
+    decoded.
 
     Args:
-        files: JPEG, PNG or any other format of Pillow's.
-        most: the most files that are checked, evenly spread: a million would take minutes.
+        files: files in any format that Pillow reads.
+        most: the largest number of files to check, which are spread evenly over `files`: checking a
+            million files would take minutes.
 
     Raises:
-        ConfigError: with the first file that cannot be read to its end.
+        ConfigError: a file is truncated or no image; the message names the first such file.
     """
     number = min(len(files), most)
     for index in range(number):
@@ -144,11 +159,11 @@ def check_complete(files: Sequence[Path], most: int) -> None:
 
 @contextlib.contextmanager
 def opened_image(path: Path) -> Iterator[Any]:
-    """Open a Pillow image in a `with` block; only its header is read.
+    """Open an image with Pillow for a `with` block, and read only its header.
 
     Raises:
-        ConfigError: there is no such file, it is no image, or it has more pixels than Pillow
-            accepts; also for errors of decoding inside the block.
+        ConfigError: the file does not exist, is no image, or has more pixels than Pillow accepts;
+            or the image cannot be decoded inside the block.
     """
     from PIL import Image
 
@@ -166,20 +181,20 @@ def opened_image(path: Path) -> Iterator[Any]:
 
 
 def decode_image(path: Path) -> None:
-    """Decode an image.
+    """Decode an image file, to find damage; the pixels are discarded.
 
     Raises:
-        ConfigError: it cannot be decoded.
+        ConfigError: the image cannot be decoded.
     """
     with opened_image(path) as image:
         image.load()
 
 
 def read_colours(path: str | Path) -> Any:
-    """Read an image as RGB, whatever its mode: a loader for torchvision's ImageFolder.
+    """Return an image in RGB, whatever its mode: the loader for torchvision's ImageFolder.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the image cannot be read.
     """
     with opened_image(Path(path)) as image:
         return image.convert("RGB")
@@ -189,7 +204,7 @@ def image_header(path: Path) -> tuple[tuple[int, int], str]:
     """Return (width, height) in pixels and Pillow's mode, without decoding the pixels.
 
     Raises:
-        ConfigError: there is no such file, or it is no image.
+        ConfigError: the file does not exist, or is no image.
     """
     with opened_image(path) as image:
         return image.size, image.mode

@@ -36,7 +36,7 @@ class PixelSamples:
     Args:
         images: (number, channels, height, width), uint8.
         labels: (number,), int64.
-        transform: makes an input from an image.
+        transform: makes an input from an image (channels, height, width).
     """
 
     def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Any]) -> None:
@@ -52,7 +52,12 @@ class PixelSamples:
 
 
 class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images whose targets, Python integers, become int64 tensors."""
+    """Images with labels, whose labels become 0-dim int64 tensors.
+
+    Args:
+        images: pairs of an image and a label, a Python integer.
+        deterministic: whether reading draws no random numbers; see `Samples`.
+    """
 
     def __init__(self, images: Samples, deterministic: bool) -> None:
         self.images = images
@@ -74,10 +79,13 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def need_torchvision(name: str) -> None:
-    """Refuse if torchvision is missing.
+    """Check that torchvision is installed, without importing it.
+
+    Args:
+        name: the data source, for the message.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: torchvision is missing; the message has the command that installs it.
     """
     if importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
@@ -87,7 +95,12 @@ def need_torchvision(name: str) -> None:
 
 
 def final_transforms(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
-    """Return the last transforms of every image: normalised float32 (channels, height, width)."""
+    """Return transforms to normalised float32 (channels, height, width), the last of all sources.
+
+    Args:
+        mean: the mean of each channel, of pixels in [0, 1].
+        deviation: the standard deviation of each channel.
+    """
     from torchvision.transforms import v2
 
     return [
@@ -100,14 +113,18 @@ def final_transforms(mean: Sequence[float], deviation: Sequence[float]) -> list[
 
 @contextlib.contextmanager
 def explain_data_errors(name: str, path: Path) -> Iterator[None]:
-    """Turn torchvision's errors about files into one line that names the key.
+    """Replace errors about files inside a `with` block by one line that names `data.path`.
+
+    Args:
+        name: the data source, for the message.
+        path: the file or folder, for the message.
 
     Raises:
-        ConfigError: for errors that torchvision raises about damaged files.
+        ConfigError: torchvision raised an error about a missing or damaged file.
     """
     try:
         yield
-    except ConfigError:  # a ValueError as well, but it already names its file
+    except ConfigError:  # it is a ValueError, but already names its file
         raise
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -118,9 +135,9 @@ def explain_data_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
-    """Download into a temporary folder, then move the files to their place one by one.
+    """Download into a temporary folder, then move the files one by one to `path`.
 
-    Archives that are already in the folder are used.
+    Archives that are already in `path` are not downloaded again.
 
     Args:
         name: the name of the source.
@@ -128,7 +145,7 @@ def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
         fetch: downloads into the folder that it is called with.
 
     Raises:
-        ConfigError: it failed, with the reason.
+        ConfigError: the download failed; the message has the reason.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -137,7 +154,8 @@ def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
                 with contextlib.suppress(OSError):  # a file system without hard links
                     os.link(archive, Path(temporary) / archive.name)
             fetch(Path(temporary))
-            # In reverse order of names: VOC's lists, which show that it is complete, come last.
+            # In reverse order of names: VOC's lists, which show that VOC is complete, come after
+            # its images and masks.
             for file in sorted(Path(temporary).rglob("*"), reverse=True):
                 if file.is_file():
                     target = path / file.relative_to(temporary)
@@ -153,7 +171,7 @@ def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Downloadable:
-    """A small data set of torchvision in one folder."""
+    """The base of sources that torchvision can download into one folder."""
 
     path: Path | None = None
     download: bool = False
@@ -176,13 +194,13 @@ class _Downloadable:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse if torchvision is missing, or the files are and no download is asked for."""
+        """Refuse if torchvision is missing, or if files are missing and `download` is not set."""
         need_torchvision(self._name)
         if self.path is None or not self.download:
             self._root()
 
     def prepare(self) -> None:
-        """Download the files if that was asked for and they are missing."""
+        """Download the files if they are missing and `download` is set."""
         self.check()
         if self.path is not None and self.download and self._missing(self.path):
             root = self.path
@@ -218,10 +236,10 @@ class _Downloadable:
 
 @dataclass(frozen=True, kw_only=True)
 class MnistSource(_Downloadable):
-    """`mnist`: inputs (1, size, size), ten classes.
+    """`mnist`: images (1, size, size) in ten classes.
 
-    IDX files, gzipped or not, in `data.path`/MNIST/raw (torchvision's download folder) or in
-    `data.path`.
+    The IDX files, gzipped or not, are in `data.path`/MNIST/raw, torchvision's download folder, or
+    in `data.path` itself.
     """
 
     size: PositiveCount = 28
@@ -241,7 +259,7 @@ class MnistSource(_Downloadable):
         return [file for file in files if packed_or_plain(file) is None]
 
     def _raw(self, root: Path) -> Path:
-        """Return torchvision's download folder, or the folder itself if it has the files."""
+        """Return `root` if only it has the files; otherwise torchvision's download folder."""
         inner = root / "MNIST" / "raw"
         return inner if inner.is_dir() or not self._holds_files(root) else root
 
@@ -267,7 +285,7 @@ class MnistSource(_Downloadable):
         return PixelSamples(images[:, None], labels, transform)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Return the 60000 training and the 10000 test images."""
+        """Return the 60000 images for training, and the 10000 test images for validation."""
         del seed, sequence_length
         self.prepare()
         from torchvision.transforms import v2
@@ -280,10 +298,10 @@ class MnistSource(_Downloadable):
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar10Source(_Downloadable):
-    """`cifar10`: inputs (3, size, size), ten classes.
+    """`cifar10`: images (3, size, size) in ten classes.
 
-    The binary version (`data.path`/cifar-10-batches-bin) is read without pickle; the Python version
-    (cifar-10-batches-py) consists of pickles, and is read by torchvision, which first verifies the
+    The binary version (`data.path`/cifar-10-batches-bin) is read without pickle. The Python version
+    (cifar-10-batches-py) consists of pickles. torchvision reads it, and first verifies the
     checksums of the published files.
     """
 
@@ -321,7 +339,7 @@ class Cifar10Source(_Downloadable):
         return PixelSamples(images, labels, transform)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Return the 50000 training and the 10000 test images."""
+        """Return the 50000 images for training, and the 10000 test images for validation."""
         del seed, sequence_length
         self.prepare()
         from torchvision.transforms import v2

@@ -37,38 +37,39 @@ class MicroBatch:
     """The samples of one forward pass of one rank."""
 
     inputs: Any
-    """A tensor (rows, ...), or tuples, mappings of any class and dataclasses of such."""
+    """A tensor (rows, ...), or nested tuples, lists, mappings and dataclasses of tensors."""
     targets: Any
+    """Of the same form as `inputs`; None if the batch has no targets."""
     count: int | float
-    """Valid targets; 0 for padding, whose loss must be multiplied by 0."""
+    """Number of valid targets (`Loss.count`); 0 for padding, whose loss is multiplied by 0."""
     rows: int
-    """Samples; 0 for padding."""
+    """Number of samples; 0 for padding."""
     totals: tuple[float, ...] | None = None
-    """Sums over the global batch: its rows, then the divisors of the means of a loss; None if the
-    loss counts the targets alone. See `losses.global_mean`."""
+    """Sums over the global batch: the number of rows, then the divisor of each mean in the loss.
+    None if the loss needs only `count`. See `losses.global_mean`."""
     dims: BatchDims | None = None
-    """The batch dim of each tensor, in the order of `tensors`; None for the first dim of tensors
-    with as many rows as the micro-batch."""
+    """The batch dim of each tensor, in the order of `tensors`. None means that it is dim 0 of every
+    tensor with `rows` entries there, and that all rows share the other tensors."""
 
     @property
     def padding(self) -> bool:
-        """Whether it exists only because all ranks must do the same number of forward passes."""
+        """Whether this is padding, which makes the number of forward passes equal on all ranks."""
         return self.rows == 0
 
     @property
     def tokens_per_sample(self) -> int:
-        """Targets of a sample of text; 1 for any other sample."""
+        """Number of targets per sample if the targets are integers (rows, seq); otherwise 1."""
         targets = self.targets
         if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
             return targets.shape[1]
         return 1
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the inputs and of the targets."""
+        """Return the tensors of the inputs, then those of the targets."""
         return tree_tensors((self.inputs, self.targets))
 
     def map(self, change: Callable[[Tensor], Any]) -> MicroBatch:
-        """Return a micro-batch with a function applied to every tensor."""
+        """Return a copy with `change` applied to every tensor of the inputs and targets."""
         inputs, targets = (map_tensors(tree, change) for tree in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 
@@ -77,21 +78,28 @@ class MicroBatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def double(self) -> MicroBatch:
-        """Return the micro-batch in fp64; integers stay."""
+        """Return a copy with every floating-point tensor converted to fp64."""
         return self.map(lambda t: t.double() if t.is_floating_point() else t)
 
     def fake(self, device: torch.device, *, double: bool = False) -> MicroBatch:
-        """Return tensors of the same shapes without values, made under the current fake mode."""
+        """Return a copy with empty tensors of the same shapes and strides on a device.
+
+        Under torch's FakeTensorMode the tensors are fake: they occupy no memory.
+
+        Args:
+            device: the device of the new tensors.
+            double: whether floating-point tensors become fp64.
+        """
         return self.map(lambda tensor: fake_tensor(tensor, device, double=double))
 
     def row_dims(self) -> BatchDims:
-        """Return the batch dim of each tensor."""
+        """Return the batch dim of each tensor, in the order of `tensors`; None if rows share it."""
         if self.dims is not None:
             return self.dims
         return tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
 
     def map_rows(self, change: Callable[[Tensor, int], Tensor]) -> MicroBatch:
-        """Return a micro-batch with `change(tensor, batch dim)` applied to tensors with rows."""
+        """Return a copy with `change(tensor, dim)` applied to every tensor with a batch dim."""
         places = iter(self.row_dims())
 
         def changed(tensor: Tensor) -> Tensor:
@@ -101,18 +109,26 @@ class MicroBatch:
         return self.map(changed)
 
     def part(self, start: int, stop: int) -> MicroBatch:
-        """Return views of some rows; tensors without rows are in all parts. The count stays."""
+        """Return the rows from `start` to `stop`, as views.
+
+        Tensors without a batch dim are kept whole. `count` and `totals` are not changed.
+        """
         cut = self.map_rows(lambda tensor, dim: tensor.narrow(dim, start, stop - start))
         return replace(cut, rows=stop - start)
 
     def first_rows(self, rows: int, count: Callable[[Any], int | float]) -> MicroBatch:
-        """Return the first rows, or all if there are fewer; `count` is a loss's."""
+        """Return the first `rows` rows, or all if there are fewer, without totals.
+
+        Args:
+            rows: the largest number of rows to return.
+            count: returns the number of valid targets of the rows; see `Loss.count`.
+        """
         cut = self.part(0, min(rows, self.rows))
         return replace(cut, count=count(cut.targets), totals=None)
 
 
 SampleKey = tuple[int, int]
-"""Epoch and index of a sample."""
+"""The epoch, counted from 0, and the index of a sample in the data set."""
 
 
 @contextmanager
@@ -120,8 +136,8 @@ def _seeded(seed: int) -> Iterator[None]:
     """Seed the generators that a transform may draw from inside a `with` block."""
     python, others = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: that would also reset the accelerator's generators, and
-        # with them every dropout mask of a run that reads in the training process.
+        # Not torch.manual_seed: it would also seed the accelerator's generators, and so
+        # change every dropout mask of a run that reads in the training process.
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -135,12 +151,16 @@ def _seeded(seed: int) -> Iterator[None]:
 class SeededSamples(Dataset[Any]):
     """A data set read by (epoch, index), each sample under a seed derived from both.
 
-    Which rank or loading process reads a sample changes with the mesh, but the model must see the
-    same augmentation. So torch's CPU generator, Python's and numpy's are seeded by (seed, epoch,
-    sample) for each read, and restored after it.
+    Which rank or loading process reads a sample depends on the mesh, but the model must see the
+    same augmentation on every mesh. So the CPU generators of torch, Python and numpy are seeded by
+    (seed, epoch, index) for each read, and restored after it.
 
-    A data set with `deterministic = True` draws no random numbers; it is read without seeding, and
+    A data set with `deterministic = True` draws no random numbers. It is read without seeding, and
     through its `__getitems__` if it has one.
+
+    Args:
+        samples: the data set.
+        seed: the seed of the run.
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
@@ -169,11 +189,13 @@ class Step:
     """One rank's part of a global batch."""
 
     micro_batches: list[MicroBatch]
-    """Equally many on every rank that computes a loss."""
+    """The micro-batches of this rank; all ranks that compute a loss have the same number."""
     samples: int
-    """Rows of the whole global batch, over all ranks."""
+    """Number of rows of the global batch, over all ranks."""
     epoch: int
+    """The epoch of the global batch, counted from 0."""
     last_in_epoch: bool
+    """Whether the global batch is the last one of its epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +213,20 @@ class _StepPlan:
 class StepLoader:
     """Yields the steps of one rank, endlessly, from a position in the global order.
 
-    A new iteration starts at `samples_seen` again. The caller keeps the position: it grows by
-    `step.samples` with every step.
+    Each new iteration starts at `samples_seen`. The loader does not record how far an iteration is:
+    the caller adds the `samples` of each `Step` to its position.
 
     Args:
         dataset: samples of (input, target).
         order: the global order; its seed is also that of the augmentation.
-        count: number of valid targets of a batch of targets on the CPU (a loss's `count`).
-        dp_rank: this rank's place among ranks with different samples; None for a rank that computes
-            no loss (`Plan.data_rank`), which gets one micro-batch of padding per step.
+        count: returns the number of valid targets of targets on the CPU (`Loss.count`).
+        dp_rank: this rank's index among the ranks with different samples; None for a rank that
+            computes no loss (`Plan.data_rank`), which gets one micro-batch of padding per step.
         dp_size: number of ranks with different samples.
-        micro_batch_size: the most rows of a forward pass of a rank.
-        samples_seen: global samples that are already done.
-        on_read: called before each micro-batch is waited for, with its number in the step, from 1.
+        micro_batch_size: largest number of rows in a forward pass of one rank.
+        samples_seen: number of global samples that earlier steps have used.
+        on_read: called before the wait for each micro-batch, with the number of the micro-batch in
+            the step, counted from 1; None to call nothing.
         workers: processes that read ahead; 0 to read in this process.
         pin_memory: whether to put batches in pinned memory, if there is a CUDA device.
         collate: makes (inputs, targets) of a list of samples; None for torch's default.
@@ -271,7 +294,7 @@ def validation_batches(
 ) -> Iterator[MicroBatch]:
     """Yield every validation sample exactly once over all ranks, in equally many micro-batches.
 
-    Arguments are those of `StepLoader`; `seed` is for data sets that draw random numbers.
+    The arguments are those of `StepLoader`. `seed` seeds data sets that draw random numbers.
 
     Raises:
         ConfigError: a number is out of range, or the data set is empty.
@@ -312,7 +335,7 @@ def _micro_batch(
 
 @dataclass(frozen=True)
 class _Once:
-    """An iterable over an iterator: DataLoader needs one as its batch sampler."""
+    """An iterable of lists of keys, as the batch sampler of DataLoader has to be; iterated once."""
 
     keys: Iterable[list[SampleKey]]
 
@@ -331,7 +354,7 @@ class _Reader:
     collate: Collate | None
 
     def read(self, keys: Iterable[list[SampleKey]]) -> Iterator[Any]:
-        """Yield the batch of each list of keys, in order; keys are drawn a few batches ahead."""
+        """Return an iterator of the batches of the keys; workers read a few batches ahead."""
         loader: DataLoader[Any] = DataLoader(
             SeededSamples(self.dataset, self.seed),
             batch_sampler=_Once(keys),
@@ -339,7 +362,8 @@ class _Reader:
             pin_memory=self.pin_memory and accelerator() is not None,
             collate_fn=self.collate or default_collate,
             worker_init_fn=_start_worker if self.workers else None,
-            # With torch's default generator every new iterator would advance the training's.
+            # Without this, every new iterator would draw from torch's default generator, and so
+            # change the random numbers of the training.
             generator=torch.Generator().manual_seed(0),
         )
         return iter(loader)
@@ -348,8 +372,9 @@ class _Reader:
 def _start_worker(worker: int) -> None:
     """Let a loading process ignore the signals that ask the *training* process to stop.
 
-    A scheduler signals the whole process group; a loading process that died of it would end the
-    training process before it has saved. Only the parent's SIGTERM ends a loading process.
+    A scheduler signals the whole process group. A loading process that ended then would end the
+    training process as well, before the latter has saved. Only a SIGTERM from the parent ends a
+    loading process.
     """
     del worker
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):

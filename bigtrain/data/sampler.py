@@ -35,12 +35,17 @@ def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def permute_indices(positions: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the images of positions in 0..size-1 under a pseudo-random permutation.
+    """Return the values of a pseudo-random permutation of 0..size-1 at some positions.
 
-    It is a Feistel network over a table of about sqrt(size) x sqrt(size) cells: rounds alternately
-    shift the row by a hash of the column and the column by a hash of the row, and each round can
-    be inverted. The table may have a few cells more than `size`; a position that lands there goes
-    through the network again until it is inside (cycle walking).
+    The permutation is a Feistel network over a table of about sqrt(size) x sqrt(size) cells: rounds
+    alternately shift the row by a hash of the column and the column by a hash of the row, and each
+    round can be inverted. The table may have a few cells more than `size`. A position that is
+    mapped to one of them goes through the network again until it is below `size` (cycle walking).
+
+    Args:
+        positions: integers in 0..size-1.
+        size: the number of elements that are permuted.
+        seed: chooses the permutation.
     """
     rows = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
     columns = np.uint64(-(-size // int(rows)))
@@ -65,18 +70,21 @@ class GlobalBatch(NamedTuple):
     """The samples of one step over all ranks."""
 
     epoch: int
+    """The epoch, counted from 0."""
     indices: list[int]
+    """Indices of the samples in the data set."""
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """The endless sequence of samples, epoch after epoch, cut in global batches.
+    """The endless sequence of samples, epoch after epoch, cut into global batches.
 
-    Every sample comes once per epoch; no batch spans two epochs, so the last one of an epoch may
-    be smaller. With `drop_last` samples that do not fill a batch are left out of that epoch.
+    Every sample occurs once per epoch. No batch spans two epochs, so the last batch of an epoch may
+    be smaller. With `drop_last`, samples that do not fill a batch are left out of that epoch.
 
     Raises:
-        ConfigError: there are no samples, or fewer than one batch under `drop_last`.
+        ConfigError: there are no samples, the batch size is below 1, or there are fewer samples
+            than one batch under `drop_last`.
     """
 
     num_samples: int
@@ -105,13 +113,13 @@ class GlobalOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch over all ranks."""
+        """Number of samples in an epoch, over all ranks."""
         left_out = self.num_samples % self.global_batch_size if self.drop_last else 0
         return self.num_samples - left_out
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch, a smaller last one included."""
+        """Number of global batches in an epoch, including a smaller last batch."""
         return -(-self.samples_per_epoch // self.global_batch_size)
 
     def batch_at(self, samples_seen: int) -> GlobalBatch:
@@ -140,13 +148,21 @@ def split_global_batch(
 ) -> list[MicroBatchPlan]:
     """Return one rank's micro-batches of a global batch.
 
-    The ranks get contiguous, nearly equal parts of the rows, and a part is cut in micro-batches of
-    at most `micro_batch_size` rows. Every rank gets the same number of them, since all ranks gather
-    sharded parameters at every forward pass: a rank with fewer gets padding. Padding is the batch's
-    first samples, a whole micro-batch of them, so that compiled shapes see no new size and the
-    running statistics of BatchNorm, which follow every forward pass, see no sample many times. The
-    parts without padding are exactly the batch. A rank that computes no loss (`dp_rank` None) gets
-    one micro-batch of padding.
+    The ranks get contiguous, nearly equal parts of the rows, and a part is cut into micro-batches
+    of at most `micro_batch_size` rows. Every rank gets the same number of micro-batches, because
+    all ranks gather sharded parameters at every forward pass: a rank with fewer gets padding.
+    Without the padding, the micro-batches of all ranks are exactly the batch.
+
+    A micro-batch of padding has the first `micro_batch_size` samples of the batch, so that compiled
+    code gets no new shape, and so that the running statistics of BatchNorm, which every forward
+    pass updates, do not count one sample many times.
+
+    Args:
+        indices: indices of the global batch's samples.
+        dp_rank: this rank's index among the ranks with different samples; None for a rank that
+            computes no loss, which gets one micro-batch of padding.
+        dp_size: number of ranks with different samples.
+        micro_batch_size: largest number of rows in a micro-batch.
     """
     padding = MicroBatchPlan(indices[:micro_batch_size], padding=True)
     if dp_rank is None:

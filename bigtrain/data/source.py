@@ -31,8 +31,9 @@ SampleFraction = Annotated[float, Field(ge=0, lt=1)]
 class Samples(Protocol):
     """A map-style data set: `samples[i]` is (input, target).
 
-    Two attributes are optional: `deterministic = True` means that reading draws no random numbers;
-    then `__getitems__(indices) -> list` may read many samples in one call.
+    Two attributes are optional. `deterministic = True` means that reading a sample draws no random
+    numbers. Such a data set may also have `__getitems__(indices) -> list`, which reads many samples
+    in one call.
     """
 
     def __len__(self) -> int:
@@ -49,10 +50,12 @@ class Data:
     """The data sets and the task of a run."""
 
     train: Samples
+    """The samples for training."""
     validation: Samples | None
+    """The samples for validation; None if the run does not validate."""
     task: Task = field(default_factory=UntoldTask)
-    """The loss and the validation figures. Left out, or None, there are no figures but the loss:
-    `loss`, the job's `model.loss`, or one chosen from targets and outputs."""
+    """The loss and the validation figures. If it is left out or None, the loss is the only figure:
+    it is `loss`, the job's `model.loss`, or a loss that is inferred from targets and outputs."""
     baseline: Mapping[str, float] = field(default_factory=dict)
     """Validation figures of a model that learned nothing, by the task's names."""
     description: str = ""
@@ -64,10 +67,11 @@ class Data:
     counts: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the data for the run's `data.json`, such as the samples that were left out."""
     digest: str = ""
-    """A hash of the contents, if it is known: it must be equal on all ranks."""
+    """A hash of the contents, which must be equal on all ranks; empty if it is not known."""
     for_model: Callable[[nn.Module], Data] | None = None
-    """Returns the data with the inputs that a model needs, called with the described model; it
-    raises ConfigError if they do not fit. None if inputs do not depend on the model."""
+    """A function of the model, whose parameters need no values yet, that returns the data with the
+    inputs that this model needs. It raises ConfigError if the data do not fit the model. None if
+    the inputs do not depend on the model."""
 
     def __post_init__(self) -> None:
         if vars(self)["task"] is None:  # untyped callers pass None
@@ -75,7 +79,7 @@ class Data:
 
 
 class Source(Protocol):
-    """A data source with its arguments, before anything large is read."""
+    """A data source with its arguments; only `open` reads samples."""
 
     def check(self) -> None:
         """Refuse a missing path, package or file, without reading the data."""
@@ -86,12 +90,17 @@ class Source(Protocol):
         ...
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Return the data sets."""
+        """Return the data sets and the task.
+
+        Args:
+            seed: `train.seed`.
+            sequence_length: the model's tokens per sample; None if the model has no such length.
+        """
         ...
 
 
 class TensorSamples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that are the rows of two tensors in memory."""
+    """Samples that are the rows of two tensors in memory, each (rows, ...)."""
 
     deterministic = True
 
@@ -111,7 +120,7 @@ class TensorSamples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class SampleSubset(Dataset[Any]):
-    """Some samples of a data set, by index; as deterministic as that data set."""
+    """The samples of a data set at some indices; `deterministic` is that of the data set."""
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
         self.samples = samples
@@ -131,14 +140,14 @@ class SampleSubset(Dataset[Any]):
 
 
 def existing_folder(path: Path | None, needs: str) -> Path:
-    """Return the folder of a source.
+    """Return the folder of a source, after a check that it exists.
 
     Args:
-        path: `data.path`.
+        path: `data.path`; None if it is not set.
         needs: the expected contents and the fix, for the message.
 
     Raises:
-        ConfigError: not given, or not a folder.
+        ConfigError: the path is not set, or is not a folder.
     """
     if path is None:
         raise ConfigError(f"data.path is not set: {needs}")

@@ -19,7 +19,7 @@ SyntheticTask = Literal["classification", "segmentation", "language"]
 
 
 class RandomSamples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that are generated when they are read, each from the seed and its index alone."""
+    """Samples that are generated when they are read, from the seed and their index alone."""
 
     deterministic = True
 
@@ -54,15 +54,15 @@ class SyntheticSource:
     path: Path | None = None
     kind: SyntheticTask = "classification"
     input_shape: tuple[PositiveCount, ...] = (3, 32, 32)
-    """One input: (channels, height, width), or any shape for classification."""
+    """The shape of one input: (channels, height, width), or any shape for classification."""
     num_classes: PositiveCount = 10
     vocabulary: PositiveCount = 256
-    """Different tokens of `language`."""
+    """Number of different tokens, for the kind `language`."""
     length: PositiveCount | None = None
-    """Tokens per sample of `language`; by default the model's sequence length, or 128."""
+    """Tokens per sample, for `language`; by default the model's sequence length, or 128."""
     samples: PositiveCount = 1024
     validation_samples: NonNegativeCount = 0
-    """0 for no validation."""
+    """Number of samples for validation; 0 for no validation."""
     ignore_fraction: SampleFraction = 0.0
     """Fraction of the targets that the loss ignores."""
 
@@ -72,7 +72,7 @@ class SyntheticSource:
         return 255 if self.kind == "segmentation" else -100
 
     def check(self) -> None:
-        """Refuse a shape that cannot be segmented, or too many classes."""
+        """Refuse, for segmentation, a shape without pixels, or more than 255 classes."""
         if self.kind != "segmentation":
             return
         if len(self.input_shape) < 2:

@@ -45,7 +45,14 @@ _READABLE = "Make it readable, or leave it out with data.args.pattern."
 
 
 class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of a mapped file: inputs (seq,) and the bytes that follow, int64."""
+    """Consecutive windows of a memory-mapped file: inputs (seq,) and the next bytes, int64.
+
+    Args:
+        path: the file.
+        start: offset of the first byte.
+        stop: offset after the last byte.
+        sequence_length: bytes per sample.
+    """
 
     deterministic = True
 
@@ -57,7 +64,7 @@ class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
     def _map(self) -> None:
         size = len(self) * self.sequence_length
         data = _mapped(self.path)
-        # Two views of the same pages, the second shifted by one byte: a row is one sample.
+        # Two views of the same pages; the second is shifted by one byte. A row is one sample.
         rows = (len(self), self.sequence_length)
         self._inputs = data[self.start : self.start + size].reshape(rows)
         self._targets = data[self.start + 1 : self.start + 1 + size].reshape(rows)
@@ -91,7 +98,7 @@ class TextSource:
     """
 
     takes_tokenizer: ClassVar[bool] = True
-    """The catalog gives it the tokenizer of a `model.name=hf:...`."""
+    """Tells the catalog to pass a model name `hf:...` as `tokenizer`, if none is given."""
 
     path: Path | None = None
     tokenizer: str | None = None
@@ -102,28 +109,30 @@ class TextSource:
     tokens of a tokenizer, at most the model's positions."""
     pattern: str | None = None
     """Glob for the files of a folder, at any depth; by default the usual text suffixes. With a
-    tokenizer a folder with files of JSON lines (.jsonl, .ndjson) is read for these alone."""
+    tokenizer, if a folder has files of JSON lines (.jsonl, .ndjson), only these are read."""
     validation_fraction: SampleFraction = 0.05
     """Fraction at the end that is held out for validation: of the bytes; of the documents of JSON
     lines; of the tokens of plain text."""
     validation_samples: PositiveCount = 512
-    """The most held-out samples that a validation reads, evenly spread."""
+    """Largest number of held-out samples that a validation reads; they are evenly spread."""
     validation_path: Path | None = None
-    """With a tokenizer: a file or folder to validate on, in place of a fraction."""
+    """With a tokenizer: a file or folder for validation, instead of a held-out fraction."""
     packing: bool = False
-    """With a tokenizer: fill a sample with several documents, which do not see each other: the
-    model gets a mask and positions that begin anew. Otherwise a document is padded."""
+    """With a tokenizer: fill a sample with several documents. No token attends to another document:
+    the model gets an attention mask, and positions that begin at 0 in each document. Without
+    packing a sample has one document and padding."""
     long: Literal["drop", "split"] | None = None
-    """With a tokenizer: documents longer than a sample are left out and counted (drop), or go on in
-    further samples (split). By default split for plain text, drop for JSON lines."""
+    """With a tokenizer: documents longer than a sample are left out and counted (drop), or cut into
+    several samples (split). By default split for plain text, drop for JSON lines."""
     loss_on: Literal["answers", "everything"] = "answers"
-    """With a tokenizer: the targets that count. Every token of plain text is an answer; of a
-    prompt and its response the response; of messages the assistant's."""
+    """With a tokenizer: the targets that the loss counts. Every token of plain text is an answer.
+    In a prompt and its response, the response is the answer; in messages, those of the
+    assistant are."""
     ignore_fields: tuple[str, ...] = ()
     """Fields of JSON lines that are left out; other unknown fields are refused."""
 
     def check(self) -> None:
-        """Refuse a path that does not exist, files without a byte, or a missing tokenizer."""
+        """Refuse a path that does not exist, files that are all empty, or a missing tokenizer."""
         if self.uses_bytes:
             self._refuse_tokenizer_options()
         else:
@@ -132,7 +141,7 @@ class TextSource:
         self._files()
 
     def prepare(self) -> None:
-        """Write the cache of the text or of its tokens."""
+        """Write the cache of the text or of its tokens, if it is missing."""
         if self.uses_bytes:
             self._joined()
         else:
@@ -148,7 +157,7 @@ class TextSource:
         return self.tokenizer in (None, "bytes")
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Map the text or its tokens and hold the last ones out; no seed is needed."""
+        """Map the text or its tokens, and hold the last part out; the seed is not used."""
         del seed
         self.check()
         if not self.uses_bytes:
@@ -183,7 +192,7 @@ class TextSource:
         """Refuse options that mean nothing for bytes.
 
         Raises:
-            ConfigError: one is set.
+            ConfigError: such an option is set.
         """
         for key in ("packing", "long", "loss_on", "ignore_fields", "validation_path"):
             value = getattr(self, key)
@@ -206,7 +215,7 @@ class TextSource:
             validation_samples=self.validation_samples,
         )
         tokenizer = load_tokenizer(str(self.tokenizer))
-        # Some files of Python's tests are no UTF-8.
+        # Some files of Python's tests are not UTF-8.
         return TokenText(tokenizer, options, self._shown(), lenient=self.path is None)
 
     def _default_length(self) -> int:
@@ -292,7 +301,7 @@ class TextSource:
 
     @staticmethod
     def _has_lines(root: Path) -> bool:
-        """Whether a folder has files of JSON lines: a page beside them is no document then."""
+        """Whether a folder has files of JSON lines; its other files are then not documents."""
         return any(is_lines(path) and is_regular(path) for path in root.rglob("*"))
 
     def _joined(self) -> tuple[Path, int]:
@@ -331,7 +340,7 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def _of_which_written(state: os.stat_result) -> str:
-    """Return words on a sparse file, which occupies fewer bytes than its length."""
+    """Return a clause for a sparse file, which has fewer bytes on the disk than its size."""
     written = state.st_blocks * 512
     return f", of which {format_bytes(written)} are written" if 2 * written < state.st_size else ""
 
@@ -385,9 +394,10 @@ def _histogram(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
 
 
 def _bits_per_byte(data: npt.NDArray[np.uint8], cut: int) -> float:
-    """Return the cross entropy, in bits, of the held-out bytes under the others' frequencies.
+    """Return the cross entropy of the held-out bytes under the frequencies before `cut`, in bits.
 
-    One is added to each count: a byte that training never saw would cost infinitely many bits.
+    1 is added to each count before `cut`: otherwise a byte that does not occur there would cost
+    infinitely many bits.
     """
     seen, held_out = _histogram(data[:cut]) + 1, _histogram(data[cut:])
     bits = -np.log2(seen / seen.sum())

@@ -37,8 +37,8 @@ _FILL_IMAGE = [round(255 * mean) for mean in IMAGENET_MEAN]
 class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
     """Images with masks, which are cropped and flipped together.
 
-    Inputs (3, size, size), targets (size, size) int64 with 255 for ignored pixels: those that the
-    mask marks, and padding of an image that is smaller than `size`.
+    Inputs are (3, size, size) float32, and targets (size, size) int64. Ignored pixels are 255 in
+    the targets: those that the mask marks, and the padding of images that are smaller than `size`.
 
     In training an image is scaled so that its longer side is half to twice `size` (or as `scale`
     says) and cropped to a random square (Chen et al. 2017, arXiv 1706.05587, section 4.1). In
@@ -67,7 +67,7 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
         fill: dict[Any, Any] = {tv_tensors.Image: _FILL_IMAGE, tv_tensors.Mask: IGNORED}
         cut = v2.RandomCrop(size, pad_if_needed=True, fill=fill)
         jitter = v2.ScaleJitter((size, size), scale_range=scale)
-        # Masks are resized to the nearest pixel: v2 knows a Mask from an image.
+        # v2 resizes a tv_tensors.Mask by the nearest pixel, so classes are not mixed.
         self._random = v2.Compose([jitter, cut, v2.RandomHorizontalFlip()])
         self._fill = fill
         self._image = v2.Compose(final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION))
@@ -114,10 +114,10 @@ def _check_classes(mask_file: Path, mask: Tensor) -> None:
 
 
 def _check_pairs(files: Sequence[tuple[Path, Path]]) -> None:
-    """Refuse a mask that is missing, of another size than its image, or in colours, not classes.
+    """Refuse a mask that is missing, has another size than its image, or has no classes as pixels.
 
     Raises:
-        ConfigError: with the file.
+        ConfigError: a file is refused; the message names it.
     """
     for image_file, mask_file in files:
         image_size, _ = image_header(image_file)
@@ -137,7 +137,7 @@ def _check_pairs(files: Sequence[tuple[Path, Path]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class VocSource:
-    """`voc`: `data.path`/VOCdevkit/VOC<year>, 21 classes, 255 ignored."""
+    """`voc`: images and masks in `data.path`/VOCdevkit/VOC<year>, of 21 classes; 255 is ignored."""
 
     path: Path | None = None
     year: Year = "2012"
@@ -162,7 +162,11 @@ class VocSource:
         return [path for path in self._lists(root) if not is_there(path)]
 
     def check(self) -> None:
-        """Refuse if torchvision is missing, or the files are and no download is asked for."""
+        """Refuse a wrong `scale`, and missing files if `download` is not set.
+
+        Raises:
+            ConfigError: one of these, or torchvision is missing.
+        """
         need_torchvision("voc")
         if self.scale[0] > self.scale[1]:
             raise ConfigError(
@@ -187,7 +191,7 @@ class VocSource:
         return root
 
     def prepare(self) -> None:
-        """Download the files if that was asked for and they are missing."""
+        """Download the files if they are missing and `download` is set."""
         self.check()
         if self.path is not None and self.download and self._missing(self.path):
             root = self.path
@@ -199,7 +203,7 @@ class VocSource:
         return VOCSegmentation(root, year=self.year, image_set="train", download=True)
 
     def _pairs(self, part: Path) -> list[tuple[Path, Path]]:
-        """Return the image and the mask of each name in a list."""
+        """Return the files of the image and the mask of each name in a list file."""
         folder = part.parents[2]
         with explain_data_errors("voc", part):
             names = read_text(part).split()
@@ -215,7 +219,7 @@ class VocSource:
         return files
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Return the train and the val list of the year."""
+        """Return the images of the year's lists train, for training, and val, for validation."""
         del seed, sequence_length
         self.prepare()
         root = self._root()

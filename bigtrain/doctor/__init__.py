@@ -1,5 +1,5 @@
-"""`bigtrain doctor`: examines this machine, and with `--check` runs what bigtrain promises.
+"""`bigtrain doctor`: examines this machine, and with `--check` tests what bigtrain promises.
 
-Decides: which parts of a machine are examined and how a missing one is installed; which checks run,
-and the rule that each must meet; what `check.json` holds.
+Decides which parts of a machine are examined and how a missing part is installed; which checks run,
+and the rules that each check must meet; the content of `check.json`.
 """

@@ -1,8 +1,8 @@
-"""`bigtrain doctor --check`: short runs of what bigtrain promises, each checked by a rule.
+"""`bigtrain doctor --check`: short runs that test what bigtrain promises, each checked by rules.
 
-They show in a few minutes whether bigtrain keeps its promises on a machine that it never ran on.
-All measured figures go to one JSON file, which a user can attach to an issue. The runs are those
-of users: the command, in separate processes.
+They show in a few minutes whether bigtrain does what it promises on a new machine. All measured
+figures are written to one JSON file, which a user can attach to an issue. As for users, each run is
+a command in a separate process.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from bigtrain.machine.versions import hardware_and_versions
 from bigtrain.units import MIB, format_bytes, signed_share
 
 LIMIT_S = 120.0
-"""Seconds that a run may take."""
+"""The seconds that a run may take."""
 STEPS = 6
 PEAK_TOLERANCE = {"cpu": 0.005, "accelerator": 0.01}
-"""Share of the peak by which a forecast may be off: an accelerator's kernels allocate workspaces
-that no forecast knows."""
+"""The share of the measured peak by which a forecast may be off. It is larger on an accelerator,
+whose kernels allocate workspaces that a forecast does not include."""
 WORKSPACES = {"cpu": 0, "accelerator": 64 * MIB}
-"""Bytes by which a forecast may be off, if that is more: workspaces do not grow with a model."""
+"""The bytes by which a forecast may be off, if they are more than that share: for a small model,
+workspaces are a large part of the peak."""
 LOSS_TOLERANCE = 1e-5
-"""Share by which losses may differ if the order of sums does: the tolerance of `verify` in fp32."""
+"""The share by which losses may differ if sums are in another order. It is that of `verify` in
+fp32."""
 
 CheckVerdict = Literal["passed", "failed", "skipped"]
 Rule = Callable[["CheckedRun", Mapping[str, "CheckedRun"]], str | None]
-"""Returns the fault of a run, given the earlier runs by name; None if it has none."""
+"""Returns the fault of a run; None if it has none. The arguments are the run, and the earlier runs
+by name."""
 
 _TEXT = ["data.name=synthetic", "train.precision=fp32"]
 _SMALL = [
@@ -62,19 +65,20 @@ class Check:
 
     name: str
     promise: str
-    """The behaviour that it shows if it passes."""
+    """The behaviour that the check shows if it passes."""
     words: Sequence[str]
+    """Overrides of the job, in addition to those of all checks."""
     rules: Sequence[Rule]
     strategy: str = "single"
     ranks: int = 1
     needs: str | None = None
-    """A library; without it the check is skipped."""
+    """The library without which the check is skipped; None if it needs none."""
     only: Literal["accelerator"] | None = None
-    """The kind of device; on others the check is skipped."""
+    """The kind of device without which the check is skipped; None if it runs on all."""
     images: bool = False
-    """Whether it trains a convolutional network instead of a transformer."""
+    """Whether the run trains a convolutional network instead of a transformer."""
     gpu_words: Sequence[str] = ()
-    """Additional words on a GPU, where the job is larger."""
+    """Further overrides on a GPU, where the model is larger."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +89,18 @@ class CheckedRun:
     promise: str
     verdict: CheckVerdict
     explanation: str
-    """The figures if it passed, the fault if it failed, the reason if it was skipped."""
+    """The figures if the check passed, the fault if it failed, the reason if it was skipped."""
     command: str = ""
-    """The line that repeats the run; empty if it was skipped."""
+    """The command line that repeats the run; empty if the check was skipped."""
     status: int | None = None
-    """The run's exit status."""
+    """The exit status of the run, 1 if it took too long; None if the check was skipped."""
     row: ComparisonRow | None = None
+    """The measured and predicted figures of the run; None if it was skipped or failed."""
     memory: dict[str, Any] | None = None
-    """The content of its memory.json: bytes that tensors requested, and bytes that the allocator
-    took for them."""
+    """The content of the run's memory.json: the bytes that tensors requested, and the bytes that
+    the allocator took for them."""
     last_lines: list[str] = field(default_factory=list)
-    """The last lines that it printed."""
+    """The last lines that the run printed."""
 
 
 def write_figures(path: Path, runs: Iterable[CheckedRun]) -> None:
@@ -109,13 +114,14 @@ def write_figures(path: Path, runs: Iterable[CheckedRun]) -> None:
 
 
 def chosen_checks(only: str | None) -> Iterator[Check]:
-    """The checks to run, in their order.
+    """Yield the checks to run, in their order.
 
     Args:
-        only: names separated by commas; None for all. The reference run is always among them.
+        only: the names of checks, separated by commas; None for all. The check `single`, with which
+            others are compared, always runs.
 
     Raises:
-        ConfigError: a name is unknown, or none is given.
+        ConfigError: a name is unknown, or no name is given.
     """
     names = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
     known = [check.name for check in CHECKS]
@@ -124,7 +130,7 @@ def chosen_checks(only: str | None) -> Iterator[Check]:
             raise ConfigError(f"--only: there is no check {name}. Use one of {', '.join(known)}.")
     if names == []:
         raise ConfigError(f"--only names no check. Use one of {', '.join(known)}.")
-    # The rules of the others compare with `single`.
+    # The rules of other checks compare their runs with that of `single`.
     yield from (c for c in CHECKS if names is None or c.name in (*names, "single"))
 
 
@@ -134,7 +140,7 @@ def run_check(check: Check, before: Mapping[str, CheckedRun], folder: Path) -> C
     Args:
         check: the check.
         before: the earlier results, by name.
-        folder: the folder for the run's files.
+        folder: the folder in which the run gets a folder for its files.
     """
     reason = _skip_reason(check)
     if reason is not None:
@@ -170,7 +176,7 @@ def run_check(check: Check, before: Mapping[str, CheckedRun], folder: Path) -> C
 
 
 def _skip_reason(check: Check) -> str | None:
-    """Why a check cannot run here; None if it can."""
+    """Return why a check cannot run here; None if it can."""
     kind = accelerator()
     if check.only == "accelerator" and kind is None:
         return "torch sees no GPU"
@@ -182,7 +188,7 @@ def _skip_reason(check: Check) -> str | None:
 
 
 def _job(check: Check) -> list[str]:
-    """The words of a check's job: a small model on a CPU, a real one on a GPU."""
+    """Return the overrides of a check's job: a small model on a CPU, a common one on a GPU."""
     if check.images:
         job, batch = _IMAGES, 16
     else:
@@ -202,7 +208,15 @@ def _figures(row: ComparisonRow) -> str:
 
 
 def forecast_holds(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
-    """The rule that the predicted peak is the measured one, within the tolerance."""
+    """The rule that the predicted peak equals the measured one, within the tolerance.
+
+    Args:
+        run: the run to check.
+        before: not used.
+
+    Returns:
+        The fault; None if the rule is met.
+    """
     del before
     if run.row is None:
         return run.explanation
@@ -219,7 +233,12 @@ def forecast_holds(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | N
 
 
 def same_losses(reference_name: str, share: float = LOSS_TOLERANCE) -> Rule:
-    """Return the rule that every step's loss equals another run's, within a share of it."""
+    """Return the rule that the loss of every step equals that of another run, within a tolerance.
+
+    Args:
+        reference_name: the name of the check whose run is the reference.
+        share: the share of the reference's loss by which a loss may differ.
+    """
 
     def rule(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
         row, reference = run.row, before[reference_name].row
@@ -242,7 +261,11 @@ def same_losses(reference_name: str, share: float = LOSS_TOLERANCE) -> Rule:
 
 
 def smaller_than(reference_name: str) -> Rule:
-    """Return the rule that the run's peak is below another run's."""
+    """Return the rule that the peak of a run is below that of another run.
+
+    Args:
+        reference_name: the name of the check whose run is the reference.
+    """
 
     def rule(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
         row, reference = run.row, before[reference_name].row
@@ -258,7 +281,15 @@ def smaller_than(reference_name: str) -> Rule:
 
 
 def explains_out_of_memory(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
-    """The rule that the run ends with status 1 and names changes that are predicted to fit."""
+    """The rule that the run ends with status 1 and prints changes that are predicted to fit.
+
+    Args:
+        run: the run to check, whose job does not fit its memory cap.
+        before: not used.
+
+    Returns:
+        The fault; None if the rule is met.
+    """
     del before
     text = "\n".join(run.last_lines)
     if run.status != 1:
@@ -377,7 +408,7 @@ CHECKS = (
         gpu_words=["memory.cap=3GiB"],
     ),
 )
-"""The checks in the order in which they run: `single`, with which others are compared, first."""
+"""The checks in the order in which they run. `single`, with which others are compared, is first."""
 
 
 def _as_json(run: CheckedRun) -> dict[str, Any]:
@@ -385,5 +416,5 @@ def _as_json(run: CheckedRun) -> dict[str, Any]:
     if run.verdict == "passed":
         values["last_lines"] = []
     if values["row"] is not None:
-        values["row"].pop("timeline")  # as large as everything else together
+        values["row"].pop("timeline")  # it is as large as all other values together
     return values

@@ -1,6 +1,6 @@
-"""`bigtrain doctor`: the machine's parts, missing ones with their installation, and its speed.
+"""`bigtrain doctor`: report the parts of the machine, how to install missing ones, and its speed.
 
-With `--check` it runs `bigtrain.doctor.checks` instead.
+With `--check` the command runs the checks of `bigtrain.doctor.checks` instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from bigtrain.job.command_parser import CommandParser
 
 
 def main(arguments: list[str]) -> int:
-    """Examine the machine and print the report; returns the exit status.
+    """Run `bigtrain doctor` and return the exit status.
 
-    The status is 0; 1 if ranks cannot communicate at all (no gloo), or no strategy can run.
+    The status is 1 if torch has no gloo, without which ranks cannot communicate at all, if no
+    strategy can run, or if a check failed; otherwise it is 0.
+
+    Raises:
+        ConfigError: a check is unknown, or the folder of the output does not exist.
     """
     if "--check" in arguments:
         return _check([word for word in arguments if word != "--check"])
@@ -53,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(arguments: list[str]) -> int:
-    """Run the checks; returns the exit status: 1 if one failed, else 0."""
+    """Run the checks, and return the exit status: 1 if a check failed, otherwise 0."""
     parser = CommandParser(
         prog="bigtrain doctor --check",
         description="Run what bigtrain promises on this machine, each run checked by a rule.",
@@ -70,7 +74,7 @@ def _check(arguments: list[str]) -> int:
         for number, check in enumerate(checks, start=1):
             run = run_check(check, runs, Path(folder))
             runs[check.name] = run
-            # Now, as the next check may crash the machine.
+            # The file is written after each check, because the next one may crash the machine.
             write_figures(Path(options.output), runs.values())
             progress.print(f"{number}/{len(checks)} {run.name}: {run.verdict}. {run.explanation}")
     show_checks(list(runs.values()), options.output)

@@ -1,4 +1,4 @@
-"""The parts of a machine, each examined separately: a failure in one is a line of its report."""
+"""Examine the parts of a machine separately, so that a failure in one is a line of the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_byt
 from bigtrain.memory.host_memory import free_host_bytes
 
 PROBE_TIMEOUT_S = 120.0
-"""Seconds in which DeepSpeed, or all strategies together, must answer."""
+"""The seconds after which a probe is ended: that of DeepSpeed, or that of all strategies."""
 LIBRARIES = {
     "torch": "pip install torch",
     "torchvision": "pip install torchvision",
@@ -33,17 +33,17 @@ LIBRARIES = {
     "fairscale": 'pip install "fairscale>=0.4.9,<0.4.14"',
     "torchao": "pip install torchao",
 }
-"""Libraries, and the words that install them."""
+"""By library, the command that installs it."""
 LAUNCHERS = ("torchrun", "deepspeed", "srun", "mpiexec")
 COMPILERS = {
     "g++": "apt-get install g++ (or your system's package)",
     "ninja": "pip install ninja",
 }
-"""Programs that compile DeepSpeed's operators, and the words that install them."""
+"""By program that compiles DeepSpeed's operators, the command that installs it."""
 
 # A probe runs in a separate process, whose output and crashes do no harm. Its first line replaces
-# the current folder, whose modules might hide others, by the folder of this package. Each answer is
-# a line of JSON; everything else that is printed goes to standard error.
+# the current folder on sys.path, whose modules might hide others, by the folder of this package.
+# Each answer is a line of JSON. Everything else that is printed is sent to standard error.
 _PROBE = """\
 import sys; sys.path[0:1] = [{folder!r}]
 import json, os
@@ -76,8 +76,8 @@ for name, ranks, reason in refusals():
 
 
 def examine_machine() -> dict[str, Any]:
-    """Return everything but the rates, as JSON values."""
-    with ThreadPoolExecutor() as pool:  # both mostly wait for processes
+    """Return the report on this machine as JSON values; its `rates` are None."""
+    with ThreadPoolExecutor() as pool:  # both calls mostly wait for processes
         operators = pool.submit(_operators)
         strategies = pool.submit(_strategies)
         return {
@@ -155,7 +155,7 @@ def _backends() -> dict[str, bool]:
 
 
 def _operators() -> dict[str, Any]:
-    """DeepSpeed's operators in C++: which can be compiled here, and which are already."""
+    """Return for each C++ operator of DeepSpeed whether it can be compiled here, or was already."""
     if installed_version("deepspeed") is None:
         return {"operators": {}, "problem": f"deepspeed is missing: {LIBRARIES['deepspeed']}"}
     lines, problem = _ask(_OPERATORS)
@@ -166,7 +166,7 @@ def _operators() -> dict[str, Any]:
 
 
 def _strategies() -> dict[str, Any]:
-    """The presets that can run here with their smallest number of ranks, and why others cannot."""
+    """Return the presets that can run here, with their fewest ranks, and why others cannot."""
     lines, problem = _ask(_STRATEGIES)
     return {
         "run": {name: ranks for name, ranks, _ in lines if ranks is not None},
@@ -176,7 +176,7 @@ def _strategies() -> dict[str, Any]:
 
 
 def _ask(code: str) -> tuple[list[list[Any]], str | None]:
-    """Run a probe; return its answers, and the problem that ended it."""
+    """Run a probe; return its answers, and the problem that ended it, or None."""
     preamble = _PROBE.format(folder=str(Path(__file__).resolve().parents[2]))
     try:
         completed = subprocess.run(
@@ -201,10 +201,13 @@ def _answers(text: bytes) -> list[list[Any]]:
 
 
 def examine_rates(*, again: bool) -> dict[str, Any]:
-    """Return the rates as JSON values, with the file that caches them; they may be measured now.
+    """Return the rates of this machine as JSON values; they are measured unless they are cached.
+
+    The values include whether they come from the cache, and the path of the cache file, which is
+    None if they are not in it.
 
     Args:
-        again: measure them even if they are cached.
+        again: whether to measure the rates even if they are cached.
     """
     cached = None if again else cached_rates()
     if cached is None:

@@ -1,4 +1,4 @@
-"""The pages of `bigtrain doctor`: the report on a machine, and the table of its checks."""
+"""Print the pages of `bigtrain doctor`: the report on a machine, and the table of its checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_TCMALLOC = (
 
 
 def show_machine(report: Mapping[str, Any]) -> None:
-    """Print the report of `probes.examine_machine`, with the rates if it has them."""
+    """Print the report of `probes.examine_machine`, with its rates unless they are None."""
     console = _console(150)
     paragraphs = {
         "versions": _version_lines(report["versions"]),
@@ -164,7 +164,12 @@ def _speed(rate: float | None) -> str:
 
 
 def show_checks(runs: Sequence[CheckedRun], output: str) -> None:
-    """Print the table of checks, and the file that holds their figures."""
+    """Print the table of checks, and the path of the file with their figures.
+
+    Args:
+        runs: the results of the checks.
+        output: the path of the file.
+    """
     table = Table(title=verdicts_line(runs), title_justify="left")
     for name in ("check", "promise", "", "figures, or the fault"):
         table.add_column(name, overflow="fold")
@@ -176,14 +181,14 @@ def show_checks(runs: Sequence[CheckedRun], output: str) -> None:
 
 
 def verdicts_line(runs: Sequence[CheckedRun]) -> str:
-    """Return how many checks passed, failed and were skipped, without the zeros."""
+    """Return how many checks passed, failed and were skipped, as text; zeros are left out."""
     counts = Counter(run.verdict for run in runs)
     kinds: tuple[CheckVerdict, ...] = ("passed", "failed", "skipped")
     return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "nothing ran"
 
 
 def _console(width: int) -> Console:
-    """A console of that width where standard output is no terminal."""
+    """Return a console, which has the given width if standard output is no terminal."""
     return Console(
         width=None if sys.stdout.isatty() else width, markup=False, highlight=False, emoji=False
     )

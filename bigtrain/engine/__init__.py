@@ -1,5 +1,5 @@
-"""The engine, with one `step` for each global batch, and its surroundings.
+"""The engine, which trains one global batch with each call of `step`.
 
-Opening data and model; the library's `prepare`; checkpoints and resuming; out-of-memory messages,
-remedies and smaller micro-batches; seeds (dropout); whether the loss is chunked.
+This package opens the data and the model of a job. It has `prepare` for custom loops, the engine's
+checkpoints, out-of-memory messages with remedies, and random streams. It chooses the loss of a run.
 """

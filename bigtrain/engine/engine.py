@@ -1,6 +1,6 @@
 """The engine: a model under a strategy, with one `step` for each global batch.
 
-A training loop needs nothing else of bigtrain; the project's `train.py` uses it too.
+A training loop needs nothing else of bigtrain. The command `bigtrain train` uses it as well.
 """
 
 from __future__ import annotations
@@ -58,56 +58,63 @@ from bigtrain.timing.run_seconds import StepWatch
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step; equal on all ranks, except times, bytes and the peak."""
+    """The result of one optimizer step.
+
+    The results of all ranks are equal, except for times, exchanged bytes and the peak.
+    """
 
     step: int
-    """Steps taken, including this one."""
+    """The number of steps taken, including this one."""
     loss: float
-    """Mean over the valid targets of the global batch."""
+    """The mean loss over the valid targets of the global batch."""
     grad_norm: float
-    """Global norm of the gradient before clipping."""
+    """The global norm of the gradient before clipping."""
     lr: float
+    """The learning rate of the first parameter group in this step."""
     samples: int
-    """Rows of the global batch."""
+    """The rows of the global batch."""
     samples_per_second: float
+    """The rows of the global batch per second."""
     tokens_per_second: float | None
-    """Targets per second where a sample has several (text); None otherwise."""
+    """The targets of the global batch per second, if a sample has several (text); else None."""
     step_seconds: float
+    """The seconds of this step on this rank."""
     peak_memory_bytes: int | None
-    """This rank's peak so far."""
+    """The peak of this rank's tensors so far, in bytes; None if it is not measured."""
     sent_bytes: int | None = None
-    """Bytes that this rank sent in this step; None where they cannot be counted."""
+    """Bytes that this rank sent in this step; None if they cannot be counted."""
     received_bytes: int | None = None
+    """Bytes that this rank received in this step; None if they cannot be counted."""
     top1: float | None = None
-    """The share of correct predictions in the global batch; only with `log.accuracy`."""
+    """The share of correct predictions in the global batch; None without `log.accuracy`."""
 
 
 class Engine(SavedState):
     """A model, its loss and its optimizer under a strategy.
 
     Args:
-        model: a function that makes the module (it is described on the meta device, and each rank
-            materialises the part that it needs), a Blueprint, or a module already built (rank 0's
-            weights are then sent to all ranks).
+        model: a function that makes the module, a `Blueprint`, or a module that is already built.
+            With a function, the module is described on the meta device, and each rank materialises
+            the part that it needs. With a module, rank 0's weights are sent to all ranks.
         loss: a mean loss of (output, targets) such as `F.cross_entropy`, or a `bigtrain.Loss`.
         optimizer: called with the parameters that this rank updates; returns the optimizer.
-        job: strategy, batch, precision, clipping, tracking.
-        context: rank, mesh and device of this process; see `bigtrain.connect`.
-        task: defines the figures of a validation; by default only the loss is measured.
-        example: one micro-batch, from which the memory is predicted before anything is built;
-            by default it is predicted at the first step.
+        job: the job with strategy, batch, precision, clipping and tracking.
+        context: the rank, mesh and device of this process; see `bigtrain.connect`.
+        task: defines the figures of a validation; None to measure the loss only.
+        example: one micro-batch, from which the memory is predicted before anything is built; None
+            to predict it from the first step's batch.
         learning_rate: a number; a function from the step, counted from 0, to the rate; or a
             function that makes a scheduler from an optimizer, which is stepped after each step.
-            Left out, the rate of `optimizer`.
-        metrics: functions that `evaluate` measures besides the task's figures.
-        resolved: the plan with every choice made; by default it is made from the job.
+            None leaves the rate to `optimizer`.
+        metrics: functions that `evaluate` measures in addition to the task's figures.
+        resolved: the plan with every choice made; None to make it from the job.
 
     Raises:
         ConfigError: the strategy cannot train this model, loss or optimizer.
     """
 
     weight_average: WeightAverage | None = None
-    """An average of the weights that follows each step; see `bigtrain.ema`."""
+    """An average of the weights that is updated after each step; see `bigtrain.ema`."""
 
     def __init__(
         self,
@@ -127,7 +134,8 @@ class Engine(SavedState):
         self.blueprint = as_blueprint(model)
         self._model_class = type(self.blueprint.model).__qualname__
         self.notes: tuple[str, ...] = ()
-        """Lines on choices made here; the caller prints those of a given `resolved`."""
+        """Lines on choices in the plan; empty if `resolved` was given, whose lines the caller
+        prints."""
         if resolved is None:
             workload, resolved = resolve_on_ranks(
                 self.blueprint, as_loss(loss), optimizer, example, job, context
@@ -144,7 +152,8 @@ class Engine(SavedState):
         self.steps_done = self.samples_seen = 0
         self._closing = ExitStack()
         self.advice = [*self.notes]
-        """Lines on techniques that cannot help; complete once the run is predicted."""
+        """Lines of advice, such as on techniques that cannot help; complete once the run is
+        predicted."""
         if self.layout is not None and workload.example is not None and context.is_main:
             self.advice.append(self.layout.check(workload.model, workload.example, self.loss))
         self._forecaster = RunForecaster(job, resolved, workload, context)
@@ -164,7 +173,8 @@ class Engine(SavedState):
             )
         seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
-        importlib.import_module("torch._dynamo")  # optimizers import it: not the run's memory
+        # Optimizers import it. Import it before memory is measured, which would count it.
+        importlib.import_module("torch._dynamo")
         self._open_meter()
         try:
             self.runner = self._build(workload)
@@ -187,10 +197,10 @@ class Engine(SavedState):
             )
 
     def _open_meter(self) -> None:
-        """Begin to measure and to limit memory; say where it is predicted not to fit."""
+        """Begin to measure and to limit memory; add advice if the run is predicted not to fit."""
         job, context = self.job, self.context
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
-        """Bytes that this rank could take before anything was built; None where unknown."""
+        """Bytes that this rank could allocate before anything was built; None if unknown."""
         inputs = self._forecaster.inputs
         if context.is_main and inputs is not None and job.memory.on_oom == "stop":
             self.advice += predict_out_of_memory(inputs, self.prediction.fullest, self.limit_bytes)
@@ -200,7 +210,7 @@ class Engine(SavedState):
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
     def _open_loop(self, learning_rate: RateArgument | None, metrics: Metrics | None) -> None:
-        """Make the metrics, the optimizer and the learning rate that the user's loop sees."""
+        """Make the metrics, the optimizer and the learning rate for the user's loop."""
         self._metrics = check_metrics(metrics, self.task.figures)
         if self.context.pp_size > 1:
             self._closing.callback(refuse_calls(self.runner.module).remove)
@@ -208,7 +218,8 @@ class Engine(SavedState):
         self.optimizer = LoopOptimizer(
             lambda: self.runner.optimizer, self._whole_optimizer.settings
         )
-        """The user's parameter groups, to read and to set; torch's schedulers accept it."""
+        """The user's parameter groups, to read and to change; torch's schedulers accept it as an
+        optimizer."""
         self._rate = LearningRate(learning_rate, self.optimizer)
         self._loop_states = LoopStates(self.optimizer, self._rate)
         self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
@@ -219,20 +230,21 @@ class Engine(SavedState):
 
     @property
     def model(self) -> nn.Module:
-        """The module as the user wrote it, with this rank's weights in it."""
+        """The user's module, with the weights of this rank in it."""
         return self.runner.module
 
     def step(self, batch: Step | tuple[Any, Any]) -> StepResult:
-        """Train on one global batch.
+        """Train on one global batch. Collective.
 
         Args:
-            batch: a step from a `StepLoader`; or this rank's (inputs, targets), rows first, which
-                are cut into the job's `train.accumulation_steps` micro-batches.
+            batch: a step of a `StepLoader`; or this rank's (inputs, targets), which are cut along
+                the batch dim into at most `train.accumulation_steps` micro-batches.
 
         Raises:
-            ConfigError: more rows than the job's micro-batches hold.
+            ConfigError: the batch is no pair, has no row, or more rows than the job's keys allow.
             NonFiniteError: a loss or gradient is not finite, and `train.check_finite` is set; the
                 optimizer has not stepped.
+            OutOfMemoryError: the memory of a rank was not enough.
         """
         began = time.perf_counter()
         if self.weight_average is not None:
@@ -287,18 +299,18 @@ class Engine(SavedState):
         )
 
     def _share(self, part: float, total: float) -> float:
-        """The sum of `part` over all ranks, divided by that of `total`. Collective.
+        """Return the sum of `part` over all ranks, divided by the sum of `total`. Collective.
 
-        Ranks that compute the same rows count them several times, in both sums.
+        Rows that several ranks compute count several times, in both sums.
         """
         rows = self.context.all_gather_rows([part, total])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
     def memory(self) -> MemoryReport | None:
-        """Memory of all ranks and a step's seconds, measured and predicted. Collective.
+        """Return the measured and predicted memory of all ranks and seconds of a step. Collective.
 
         Returns:
-            The report on rank 0; None on the others.
+            The report on rank 0; None on other ranks.
         """
         prediction = self.prediction
         ranks = self.context.gather_objects(
@@ -323,12 +335,12 @@ class Engine(SavedState):
         )
 
     def follow_average(self, average: WeightAverage) -> None:
-        """Have an average follow each step, and go into checkpoints and forecasts."""
+        """Update an average after each step, and include it in checkpoints and in the forecast."""
         self.weight_average = average
         self.prediction = self.prediction.plus_state(average.nbytes)
 
     def close(self) -> None:
-        """Release hooks, files and, where the engine made it, the process group."""
+        """Release hooks and files, and the process group if `prepare` made it for this engine."""
         self.runner.close()
         self._closing.close()
 
@@ -351,7 +363,14 @@ class Engine(SavedState):
 
     @contextmanager
     def _explaining(self, where: str | None = None) -> Iterator[None]:
-        """Explain an out-of-memory error inside: the memory by kind, and changes that would fit."""
+        """Turn an allocator's error in a `with` block into an explained `OutOfMemoryError`.
+
+        Args:
+            where: a description of the activity; None for a phase of a step.
+
+        Raises:
+            OutOfMemoryError: it names the memory by kind, and changes that would fit.
+        """
         try:
             yield
         except Exception as error:
@@ -359,7 +378,7 @@ class Engine(SavedState):
                 raise
             self._cap.lift()
             situation = self._situation(where)
-            clear_frames(error.__traceback__)  # they reference the tensors that were allocated last
+            clear_frames(error.__traceback__)  # the frames keep tensors of the pass alive
             speaks = self.context.agreement.is_first("out of memory")
             patience_s = self.job.mesh.timeout if self.context.world_size > 1 else math.inf
             raise explain_out_of_memory(
@@ -384,7 +403,7 @@ class Engine(SavedState):
         )
 
     def _follow_loss(self, batch: Step | tuple[Any, Any]) -> None:
-        """Find the loss's divisors on the first batch, where no example showed them. Collective."""
+        """Find the loss's divisors from the first batch if no example was given. Collective."""
         if self._first_batch is None:
             return
         skeleton = self._forecaster.skeleton
@@ -396,7 +415,7 @@ class Engine(SavedState):
             self.task = CustomTask(self.loss)
 
     def _predict_first(self, questions: FirstBatch, first: MicroBatch) -> None:
-        """Predict the run from its first micro-batch, unless an example of its shape was given."""
+        """Predict the run from its first micro-batch if necessary; then discard `FirstBatch`."""
         if questions.needs_prediction(first):
             self._take_prediction(
                 self._forecaster.predict_built(self._workload, self.runner.module, first, self.loss)
@@ -417,14 +436,13 @@ class Engine(SavedState):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with the divisors of their loss, summed over the global batch."""
+        """Return the micro-batches with the divisors of the loss, summed over the global batch."""
         if not isinstance(self.loss, GlobalMeanLoss):
             return micro_batches
 
         replicate = self.plan.replicate
-        if (
-            replicate.num_servers and replicate.inexact_reason
-        ):  # workers that do not wait for each other
+        # Asynchronous workers do not wait for each other, so their counts are not summed.
+        if replicate.num_servers and replicate.inexact_reason:
             return self.loss.with_totals(micro_batches, lambda own_totals: own_totals)
 
         def add_up(own_totals: Sequence[float]) -> list[float]:
@@ -434,7 +452,7 @@ class Engine(SavedState):
         return self.loss.with_totals(micro_batches, add_up)
 
     def _batch_dims(self, inputs: Any, targets: Any, rows: int) -> BatchDims:
-        """The batch dim of each tensor; the example decides where the shapes alone do not."""
+        """Return the batch dim of each tensor; the example decides if the shapes alone do not."""
         example = self._workload.example
         before = (example.tensors(), example.rows) if example is not None else None
         explicit = self.job.data.batch_dims
@@ -442,7 +460,7 @@ class Engine(SavedState):
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):
-            count = self.loss.count  # the loss may have found its divisors since the batch was read
+            count = self.loss.count  # which may have changed after the batch was read
             recount = self.in_own_loop and not self.steps_done
             parts = batch.micro_batches
             if recount:

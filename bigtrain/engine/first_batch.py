@@ -1,4 +1,8 @@
-"""The example of a caller, and the first batch of a run, from which its memory is predicted."""
+"""The example that a caller gives, and the first batch of a run.
+
+The predicted memory and the divisors of the loss follow from the example. Without an example, they
+follow from the first batch.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,18 @@ def says_rows(job: Job) -> bool:
 
 
 def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) -> MicroBatch:
-    """The example with the rows of one micro-batch of the job: its rows are repeated or left out.
+    """Return the example as a micro-batch of the job.
+
+    If a key of the job sets the number of rows, rows are repeated or left out to match it.
+
+    Args:
+        example: (inputs, targets).
+        loss: the loss that counts the targets.
+        job: the job; its `data.batch_dims` names the batch dims.
+        plan: the plan of the job.
 
     Raises:
-        ConfigError: no dim of a tensor has one entry for each row, or several dims have.
+        ConfigError: the batch dim of a tensor is not clear.
     """
     inputs, targets = example
     needed = plan.batch.micro_size
@@ -47,16 +59,16 @@ def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) ->
 
 
 class FirstBatch:
-    """The questions that a run asks its first batch; the engine drops them once answered.
+    """Reads facts from the first batch of a run that no example has shown.
 
-    What does the loss divide by, where no example showed it? Does the batch have other rows than
-    the example, so that memory has to be predicted again?
+    These are the divisors of the loss, and the number of rows, on which the predicted memory
+    depends. The engine discards the object in the first step.
 
     Args:
-        example: the run's; None where it was given none.
-        job: may set the number of rows of a micro-batch.
+        example: the example of the run; None if none was given.
+        job: the job, whose keys may set the number of rows of a micro-batch.
         resolved: the plan that is run.
-        context: the ranks, which must find the same divisors.
+        context: this rank's context; all ranks must find the same divisors.
     """
 
     def __init__(
@@ -69,15 +81,15 @@ class FirstBatch:
     def follow_loss(
         self, loss: Loss, batch: Step | tuple[Any, Any], model: nn.Module, module: nn.Module
     ) -> Loss:
-        """The loss with the divisors that this batch shows; unchanged if an example was given.
+        """Return the loss with the divisors that follow from the first batch. Collective.
 
-        Collective.
+        It is unchanged if an example was given.
 
         Args:
             loss: the loss as the user gave it.
-            batch: the first of the run.
-            model: the model as the user wrote it, without values where it could be copied.
-            module: the runner's module; its submodules that compute parts of the loss are watched.
+            batch: the first batch of the run.
+            model: the model as the user wrote it; a copy without values if it can be copied.
+            module: the runner's module. Its submodules that compute parts of the loss get hooks.
 
         Raises:
             ConfigError: see `follow_loss.follow_loss`; on all ranks.
@@ -98,7 +110,9 @@ class FirstBatch:
         return followed
 
     def needs_prediction(self, first: MicroBatch) -> bool:
-        """Whether memory must be predicted from this micro-batch: no example of its rows was given.
+        """Whether memory has to be predicted from the first micro-batch.
+
+        It has to if no example was given, or one with another number of rows; see `is_resized`.
 
         Raises:
             ConfigError: the model was cut for the rows of the example.
@@ -109,10 +123,18 @@ class FirstBatch:
 def is_resized(
     example: MicroBatch | None, first: MicroBatch, job: Job, layout: Layout | None
 ) -> bool:
-    """Whether the first micro-batch has other rows than the example, and no key sets their number.
+    """Whether the first micro-batch has another number of rows than the example.
+
+    False without an example, or if a key of the job sets the number of rows.
+
+    Args:
+        example: the example of the run; None if none was given.
+        first: the first micro-batch of the run.
+        job: the job of the run.
+        layout: the stages of the model; None if it is not cut.
 
     Raises:
-        ConfigError: the model was cut for the rows of the example.
+        ConfigError: the numbers differ, and the model was cut for the rows of the example.
     """
     if example is None or says_rows(job) or example.rows == first.rows:
         return False

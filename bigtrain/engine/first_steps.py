@@ -1,8 +1,8 @@
 """The first steps of a run, compared with a plain torch loop that shares no code with bigtrain.
 
-Rank 0 holds a copy of the whole model. It computes the user's loss on the whole global batch, runs
-the backward pass, clips, and steps the user's optimizer, as a script for one device does. The loss
-and the gradient norm of the run must equal those of that loop.
+Rank 0 has a copy of the whole model on the CPU. It computes the user's loss on the whole global
+batch, runs the backward pass, clips the gradients, and steps the user's optimizer, as a script for
+one device does. The loss and the gradient norm of the run must equal those of this plain loop.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 TOLERANCES = {"fp64": (1e-9, 1e-8), "fp32": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}
-"""By precision, the largest relative differences (loss, gradient norm) that another order of
-summation and another device's kernels explain after a few steps. `verify` compares runs on one
-kind of device, and allows less."""
+"""By precision, the largest relative differences of the loss and of the gradient norm that are
+allowed. Another order of summation and the kernels of another device explain them after a few
+steps. `verify` compares runs on one kind of device, and allows less."""
 _COPIES = 4
-"""Parameters, gradients and two moments."""
+"""The memory of the plain loop, in sizes of the model: parameters, gradients and two moments."""
 
 
 class DifferentNumbersError(BigtrainError):
-    """A run computes other numbers than a plain torch loop."""
+    """The losses or gradient norms of a run differ from those of a plain torch loop."""
 
 
 class FirstSteps:
-    """Compares a run with a plain loop. Every rank calls each method.
+    """Compares the first steps of a run with a plain loop. Every rank calls each method.
 
     Args:
         steps: the number of steps to compare.
         blueprint: the model as the user gave it, before any technique changes it.
         loss: the loss of the run.
-        make_optimizer: the user's function, unchanged.
-        plan: precision and clipping.
-        context: the ranks.
+        make_optimizer: the user's function that makes the optimizer.
+        plan: the plan of the run, which has the precision and the clipping.
+        context: this rank's context.
     """
 
     def __init__(
@@ -64,15 +64,16 @@ class FirstSteps:
     ) -> None:
         self._left, self._plan, self._context = steps, plan, context
         self.note: str | None = _uncomparable(blueprint.model, plan)
-        """Why nothing is compared; None if something is."""
+        """The reason why nothing is compared; None if steps are compared."""
         self._loop: _PlainLoop | None = None
         self._expected: tuple[float, float] | None = None
         self.compared: list[dict[str, float]] = []
-        """For each step, on rank 0: loss and gradient norm of the run and of the loop."""
+        """For each compared step the loss and gradient norm of the run and of the plain loop; on
+        rank 0 only."""
         self.difference: str | None = None
-        """A sentence on the first step that differs, on all ranks; None if none did."""
+        """A sentence on the first step that differs, on all ranks; None if no step differs."""
         self.ends_run = True
-        """Whether a difference ends the run; `verify` continues, to find its source."""
+        """Whether a difference ends the run. `bigtrain verify` sets False, to find the source."""
         if context.is_main and self.note is None:
             needed = _COPIES * sum(p.nbytes for p in blueprint.model.parameters())
             room = available_bytes(None, torch.device("cpu"), context.local_world_size)
@@ -80,13 +81,14 @@ class FirstSteps:
                 self.note = f"a plain loop needs {needed} bytes on rank 0, which has {room}"
             else:
                 model = blueprint.twin().materialize("cpu", seed=context.seed)
-                if not _dropouts(blueprint.model):  # disabled after it was described
+                # The caller may have disabled dropout in the described model.
+                if not _dropouts(blueprint.model):
                     disable_dropout(model)
                 self._loop = _PlainLoop(model, plain_loss(loss), make_optimizer, plan)
 
     @property
     def active(self) -> bool:
-        """Whether another step will be compared."""
+        """Whether a further step will be compared."""
         return self._left > 0
 
     def begin(
@@ -117,7 +119,8 @@ class FirstSteps:
                 for micro_batch in rank_batches
             ]
         )
-        with kept_random_state(), _disable_current_modes():  # verify sets masks for the run only
+        # `bigtrain verify` sets dropout masks by a mode that is meant for the run only.
+        with kept_random_state(), _disable_current_modes():
             self.note = self._loop.is_random(global_batch)
             self._expected = self._loop.step(global_batch, settings) if self.note is None else None
         if self.note is not None:
@@ -126,9 +129,14 @@ class FirstSteps:
     def check(self, step: int, loss: float, norm: float) -> None:
         """Compare the run's step with the plain loop's. Collective.
 
+        Args:
+            step: the number of the step, counted from 1.
+            loss: the loss of the run.
+            norm: the gradient norm of the run before clipping.
+
         Raises:
-            DifferentNumbersError: on all ranks; they differ by more than rounding, and `ends_run`
-                is set.
+            DifferentNumbersError: the numbers differ by more than rounding, and `ends_run` is set.
+                It is raised on all ranks.
         """
         message: str | None = None
         if self._expected is not None:
@@ -161,13 +169,13 @@ class FirstSteps:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Disable dropout in place, where masks cannot be tied to samples."""
+    """Set all drop probabilities of a model to zero, in place."""
     for module, name in _dropouts(model):
         setattr(module, name, 0.0)
 
 
 def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Modules and the names of their attributes that are drop probabilities."""
+    """Return each module with the name of an attribute that is a drop probability above zero."""
     dropouts = []
     for module in model.modules():
         kind = type(module).__name__.lower()
@@ -199,7 +207,7 @@ def _uncomparable(model: nn.Module, plan: Plan) -> str | None:
 
 
 class _PlainLoop:
-    """A training loop for one device."""
+    """A plain training loop on the CPU."""
 
     def __init__(
         self,
@@ -216,7 +224,12 @@ class _PlainLoop:
         self._optimizer = make(trained)
 
     def step(self, batch: MicroBatch, settings: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-        """Take one step; returns its loss, and the gradient norm before clipping."""
+        """Take one step and return its loss, and the gradient norm before clipping.
+
+        Args:
+            batch: the global batch.
+            settings: for each parameter group, the settings that changed.
+        """
         for group, changed in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(changed)
         self._optimizer.zero_grad(set_to_none=True)
@@ -231,7 +244,7 @@ class _PlainLoop:
         return float(loss.detach()), norm
 
     def is_random(self, batch: MicroBatch) -> str | None:
-        """Why two passes give different losses; None if they give the same."""
+        """Return the reason why two passes give different losses; None if the losses are equal."""
         values = []
         state = {n: b.clone() for n, b in self._model.named_buffers()}
         for seed in (1, 2):
@@ -255,7 +268,7 @@ class _PlainLoop:
 
 
 def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
-    """Several micro-batches as one; tensors without a batch dim are taken from the first."""
+    """Concatenate micro-batches to one; tensors without a batch dim are those of the first."""
     first = parts[0]
     leaves = [tree_tensors((part.inputs, part.targets)) for part in parts]
     places = iter(range(len(leaves[0])))
@@ -270,7 +283,10 @@ def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
 
 
 def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:
-    """The mean loss over a whole batch, by the user's function or by torch's."""
+    """Return a function (output, targets) -> mean loss over a whole batch.
+
+    It is the user's function, or torch's cross entropy for the task's own loss.
+    """
     if isinstance(loss, (GlobalMeanLoss, MeanLoss)):
         return loss.fn
     if isinstance(loss, CrossEntropy):
@@ -279,7 +295,7 @@ def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:
 
 
 def _cross_entropy(settings: CrossEntropy, output: Any, target: Tensor) -> Tensor:
-    """Cross entropy of the logits by torch; with auxiliary heads, the sum that the task defines."""
+    """Return torch's cross entropy of the logits; with auxiliary heads, the task's weighted sum."""
     if not isinstance(output, Tensor):
         return CrossEntropy.__call__(settings, output, target) / max(settings.count(target), 1)
     logits = main_logits(output).float() if output.dtype == torch.bfloat16 else output

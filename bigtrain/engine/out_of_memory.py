@@ -1,9 +1,9 @@
-"""Out of memory: the message that a user sees, and `memory.on_oom: adapt`, which goes on.
+"""Out of memory: the message for the user, and `memory.on_oom: adapt`, which continues the run.
 
 The message names the rank, the phase, the bytes that were requested, the memory by kind, and the
-changes of the job that are predicted to fit. The search for changes takes a few seconds, in which
-the other ranks wait; then all ranks get the result, and end. The rest of the message is printed
-before the search. With `adapt` the ranks start again with half the micro-batch.
+changes of the job that are predicted to fit. The search for changes takes a few seconds, during
+which the other ranks wait. Then all ranks get the result, and end. The first part of the message is
+printed before the search. With `adapt` the ranks start again with half the micro-batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bigtrain.ranks.restart import Restart, RestartRequest, continuation_words
 from bigtrain.units import format_bytes
 
 REMEDY_TIMEOUT_S = 15.0
-"""Seconds for the remedies: all ranks must have ended within 30."""
+"""The most seconds of the search for remedies, so that all ranks end within 30 seconds."""
 _WHERE = {
     "build": "while the model was built",
     "forward": "in the forward pass",
@@ -51,19 +51,20 @@ class OutOfMemoryContext:
 
     rank: int
     step: int
-    """Counted from 1; 0 before the first."""
+    """The step, counted from 1; 0 before the first step."""
     phase: Phase
     micro_size: int
     """Rows of a micro-batch."""
     peak: Peak | None
-    """Measured so far, or else predicted."""
+    """The peak that was measured so far, or else the predicted peak; None if both are missing."""
     measured: bool
+    """Whether `peak` was measured."""
     limit_bytes: int | None
-    """Bytes that this rank may take, where known."""
+    """Bytes that this rank may allocate; None if unknown."""
     capped: bool
-    """Whether that limit is the job's `memory.cap`."""
+    """Whether the limit is the job's `memory.cap`."""
     activity: str | None
-    """A description of the activity; set if it is not a phase of a step."""
+    """A description of the activity, such as writing a checkpoint; None for a phase of a step."""
     adapts: bool
     """Whether the run continues with smaller micro-batches."""
     inputs: ForecastInputs | None
@@ -73,15 +74,15 @@ class OutOfMemoryContext:
 def explain_out_of_memory(
     error: BaseException, situation: OutOfMemoryContext, *, speaks: bool, patience_s: float
 ) -> OutOfMemoryError:
-    """The error that a user sees instead of the allocator's.
+    """Return the error that is raised instead of the allocator's.
 
     Args:
-        error: the allocator's.
+        error: the allocator's error.
         situation: this rank's situation.
-        speaks: whether this is the first rank that ran out. It prints its memory by kind and
-            searches for changes that fit; any other rank waits, and is ended once the first one
-            has reported.
-        patience_s: seconds that the other ranks wait before they report a hang.
+        speaks: whether this is the first rank that ran out of memory. The first rank prints its
+            memory by kind and searches for changes that fit. Another rank waits in this call, and
+            is ended once the first rank has reported.
+        patience_s: seconds after which the other ranks report a hang.
     """
     half = _half(situation)
     text = "\n".join([_headline(error, situation), *_breakdown_lines(situation)])
@@ -101,12 +102,14 @@ def explain_out_of_memory(
 def predict_out_of_memory(
     subject: ForecastInputs, fullest: FullestRank | None, limit: int | None
 ) -> list[str]:
-    """Lines to print before a run that is predicted not to fit; none if it is predicted to fit.
+    """Return lines to print before a run that is predicted not to fit.
+
+    The list is empty if the run is predicted to fit, or if the peak or the limit is not known.
 
     Args:
-        subject: the run.
-        fullest: its rank with the highest predicted peak.
-        limit: bytes that a rank may take.
+        subject: the job of the run with its plan and workload.
+        fullest: the rank with the highest predicted peak; None if it is not known.
+        limit: bytes that a rank may allocate; None if unknown.
     """
     if fullest is None or limit is None:
         return []
@@ -130,11 +133,13 @@ def predict_out_of_memory(
 def predict_save_beyond(
     save: StatePeak | None, limit: int | None, config: CheckpointConfig
 ) -> list[str]:
-    """Lines to print before a run whose saves are predicted not to fit; none if they fit.
+    """Return lines to print before a run whose saves are predicted not to fit.
+
+    The list is empty if the saves fit, if the job saves nothing, or if a figure is not known.
 
     Args:
-        save: the predicted peak of a save.
-        limit: bytes that a rank may take.
+        save: the predicted peak of a save; None if it is not known.
+        limit: bytes that a rank may allocate; None if unknown.
         config: the job's `checkpoint` section.
     """
     if save is None or limit is None or not config.saves or save.bytes <= limit:
@@ -205,11 +210,14 @@ def _remedy_lines(search: RemedySearch, limit: int | None) -> list[str]:
 def _search_in_time(
     subject: ForecastInputs | None, limit: int | None, seconds: float
 ) -> RemedySearch:
-    """Return the search after it ends or the seconds have passed; it may go on in its thread."""
+    """Search for remedies in a thread; return the search when it ends or its time is over.
+
+    In the second case the thread continues the search.
+    """
     search = RemedySearch()
     if subject is None or limit is None:
         return search
-    # A new thread uses the first device, where the search would take memory of another rank.
+    # A new thread would use the first device, and so take memory of the rank on that device.
     device = current_device(subject.resolved.plan.device_type)
 
     def run() -> None:
@@ -226,20 +234,21 @@ def _search_in_time(
 def adapt_on_oom(
     job: Job, plan: Plan, model: nn.Module, folder: Path, before: Restart | None = None
 ) -> Iterator[None]:
-    """Start all ranks again with smaller micro-batches if memory runs out inside the block.
+    """Request a restart with smaller micro-batches if memory runs out in a `with` block.
 
     The global batch stays the same, so the run computes the same numbers.
 
     Args:
-        job: the job of the run; with `memory.on_oom=stop` the error is raised unchanged.
+        job: the job of the run.
         plan: the plan of the run.
         model: the model as the user wrote it.
-        folder: the folder of the run, which continues in it.
-        before: the last restart of this run; None before the first.
+        folder: the folder of the run, in which the restarted run continues.
+        before: the last restart of this run; None before the first restart.
 
     Raises:
         RestartRequest: handled by `run_guarded`, which starts the ranks again.
-        OutOfMemoryError: the micro-batch cannot be divided by 2, or that would not help.
+        OutOfMemoryError: the job has `memory.on_oom=stop`; or the rows of a micro-batch are odd; or
+            the memory ran out where smaller micro-batches do not help.
     """
     try:
         yield

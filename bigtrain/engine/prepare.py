@@ -46,7 +46,7 @@ from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
 from bigtrain.tracing.unreached import unfreeze
 
 COMPILING_S = 1800.0
-"""The least timeout of a collective, in seconds, if blocks are compiled (`train.compile`)."""
+"""The shortest timeout of a collective, in seconds, if blocks are compiled (`train.compile`)."""
 
 
 def connect_job(
@@ -54,16 +54,17 @@ def connect_job(
 ) -> AbstractContextManager[RunContext]:
     """Connect to the other ranks, with the job's mesh, device and seed, for a `with` block.
 
-    Before that rank 0 prints the warnings of the techniques to standard error.
+    Rank 0 first prints the warnings of the techniques to standard error.
 
     Args:
         job: this rank's job.
-        plan: made from the job.
+        plan: the plan of the job.
         placement: the rank of this process, as the launcher set it.
-        facts: must be equal on all ranks; see `start_facts`.
+        facts: texts by name that must be equal on all ranks; see `start_facts`.
 
     Raises:
-        ConfigError: before any process group exists; see `bigtrain.ranks.connect.connect`.
+        ConfigError: when the block is entered, before any process group exists; see
+            `bigtrain.ranks.connect.connect`.
     """
     for line in plan.warnings if placement.rank == 0 else ():
         sys.stderr.write(f"bigtrain: {line}\n")
@@ -88,9 +89,16 @@ def connect_beside(
 ) -> AbstractContextManager[RunContext]:
     """Connect as `connect_job` does, or share the connection of another engine of this process.
 
+    Args:
+        first_engine: the engine whose connection is shared; None to connect.
+        job: see `connect_job`.
+        plan: see `connect_job`.
+        placement: see `connect_job`.
+        facts: see `connect_job`.
+
     Raises:
-        ConfigError: the ranks are connected already and no engine is given, or its mesh or device
-            differs.
+        ConfigError: the ranks are connected already and `first_engine` is None, or its mesh or
+            device is not that of the job.
     """
     if first_engine is None:
         if dist.is_initialized():
@@ -125,28 +133,28 @@ def prepare(
     beside: Engine | None = None,
     **keys: Any,
 ) -> Engine:
-    """Put a model under a strategy, on the ranks that a launcher started.
+    """Make an engine for a model, on the ranks that a launcher started. Collective.
 
     Args:
-        model: the class or function that makes the module (each rank builds the part that it
-            needs), or a module already built.
+        model: a class or function that makes the module, of which each rank builds only the part
+            that it needs; or a module that is already built.
         loss: a mean loss of (output, targets) such as `F.cross_entropy`.
-        optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
-            function. The optimizer is `engine.optimizer`.
-        strategy: a preset's name, or the path of a YAML file.
-        task: defines the figures of a validation; by default only the loss is measured.
-        example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
-            with it the memory is predicted before anything is built. If its number of rows differs
-            from the keys, rows are repeated or left out.
+        optimizer: makes the optimizer from parameters: a class, a functools.partial of a class, or
+            a function. The parameter groups of the result are those of `engine.optimizer`.
+        strategy: the name of a preset, or the path of a YAML file.
+        task: defines the figures of a validation; None to measure the loss only.
+        example: (inputs, targets) of one micro-batch, which a strategy that cuts the model needs.
+            With it the memory is predicted before anything is built. If a key sets another number
+            of rows, rows of the example are repeated or left out.
         learning_rate: a number; a function from the step, counted from 0, to the rate of all
-            parameter groups or a list of one rate for each; or a function that makes a torch
-            scheduler from an optimizer, which is stepped after each step. It is saved and resumed.
-            Left out, the rate is the optimizer's, and the loop may set it (`engine.optimizer`).
-        forward: (model, inputs) -> outputs, calls the model on the inputs of a batch. Left out,
-            a dict is passed by keyword where the model's forward has parameters of these names;
-            anything else is the first argument.
-        metrics: functions of (outputs, targets) by name, which `engine.evaluate` measures besides
-            the loss.
+            parameter groups or to a list with the rate of each; or a function that makes a torch
+            scheduler from an optimizer. A scheduler is stepped after each step, saved and loaded.
+            With None the rate is that of `optimizer`; the loop may change `engine.optimizer`.
+        forward: (model, inputs) -> outputs, which calls the model on the inputs of a batch. With
+            None a dict is passed as keyword arguments if the model's forward has parameters of
+            these names; all other inputs are passed as the first argument.
+        metrics: functions of (outputs, targets) by name, which `engine.evaluate` measures in
+            addition to the loss.
         beside: another engine of this process, such as that of a GAN's other network. The new
             engine uses its connection and device, and must be closed before it.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
@@ -156,7 +164,7 @@ def prepare(
         The engine: `step(batch)` trains on this rank's (inputs, targets) of a global batch.
 
     Raises:
-        ConfigError: an argument does not fit the strategy; before any process group exists.
+        ConfigError: an argument is wrong. It is raised before any process group exists.
     """
     _check_arguments(model, optimizer, task, metrics, keys)
     form, asked = _form(model), _asked_by_verify()
@@ -199,13 +207,13 @@ def _check_arguments(
 def _restore_at_close(
     engine: Engine, model: nn.Module, form: Mapping[str, tuple[Any, ...]], undo: ExitStack
 ) -> None:
-    """Let the engine restore the caller's module when it is closed.
+    """Let the engine restore the caller's module when the engine is closed.
 
     Args:
-        engine: made of the module.
-        model: the caller's.
-        form: its parameters before; see `_form`.
-        undo: restores how the module takes its inputs.
+        engine: the engine of the module.
+        model: the caller's module.
+        form: the module's `_form` before the engine was made.
+        undo: restores the way in which the module takes its inputs.
     """
     if _form(model) != form:
         _TAKEN_APART[model] = engine.plan.strategy.name
@@ -214,7 +222,11 @@ def _restore_at_close(
 
 
 def _asked_by_verify() -> dict[str, Any] | None:
-    """The request of `bigtrain verify --script` to this script; None outside of it."""
+    """Return the request of `bigtrain verify --script`; None if another command runs the script.
+
+    Raises:
+        UnreadableError: the variable does not hold a request.
+    """
     asked: dict[str, Any] | None = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
@@ -224,7 +236,13 @@ def _asked_by_verify() -> dict[str, Any] | None:
 
 
 def _job_of_loop(strategy: str, keys: dict[str, Any], asked: dict[str, Any] | None) -> Job:
-    """The job of the keys that were passed to `prepare`; or the one that `verify` asked for."""
+    """Return the job of the keys that were passed to `prepare`, or the job to verify.
+
+    Args:
+        strategy: the argument of `prepare`.
+        keys: the keys that were passed to `prepare`.
+        asked: the result of `_asked_by_verify`, which replaces the strategy.
+    """
     if asked is not None:
         strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
@@ -248,11 +266,11 @@ def _opened(
     metrics: Metrics | None,
     beside: Engine | None,
 ) -> Engine:
-    """Plan the job, connect the ranks and make the engine; closing it ends the connection."""
+    """Plan the job, connect the ranks and make the engine; its `close` ends the connection."""
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     workload = _workload(blueprint, loss, optimizer, example, job, plan)
-    # A model that the plan cannot cut, or a loss that it cannot use, is refused before connecting.
+    # A model that cannot be cut, or a loss that cannot be used, is refused before ranks connect.
     resolved = resolve_plan(plan, workload)
     facts = start_facts(job, workload, resolved, one_node=placement.one_node)
     connection = connect_beside(beside, job, resolved.plan, placement, facts)
@@ -281,11 +299,11 @@ def _opened(
 
 
 _TAKEN_APART: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Modules that an engine has cut, sliced or sharded, with the name of its strategy."""
+"""The modules that an engine has cut, sliced or sharded, with the name of the strategy."""
 
 
 def _form(model: object) -> dict[str, tuple[Any, ...]]:
-    """The type and shape of each parameter of a module; empty for a function or class."""
+    """Return the type and shape of each parameter of a module; empty for a function or class."""
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     return {name: (type(p.data), tuple(p.shape)) for name, p in named}
 
@@ -294,7 +312,8 @@ def _check_whole(model: object) -> None:
     """Refuse a module that an earlier engine of this process has cut, sliced or sharded.
 
     Raises:
-        ConfigError: it is one; training would treat this rank's part as the whole model.
+        ConfigError: the module is one of these. Training would take this rank's part for the whole
+            model.
     """
     strategy = _TAKEN_APART.get(model) if isinstance(model, nn.Module) else None
     if strategy is not None:
@@ -306,7 +325,7 @@ def _check_whole(model: object) -> None:
 
 
 def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
-    """Callbacks that restore the caller's module when the engine is closed."""
+    """Return callbacks that restore the caller's module when the engine is closed."""
     undo = ExitStack()
     undo.callback(unfreeze, model, resolved.unreached)
     undo.callback(blueprint.give_back)
@@ -314,7 +333,10 @@ def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan)
 
 
 def left_to_the_loop(job: Job) -> list[str]:
-    """A line on the sections of a DeepSpeed file that a user's loop replaces."""
+    """Return a line on the sections of a DeepSpeed file that a user's loop replaces.
+
+    The list is empty if there is no such file or section.
+    """
     path = job.strategy.deepspeed_file
     parts = typed_sections(path, ("optimizer", "scheduler")) if path is not None else []
     if not parts:
@@ -330,7 +352,7 @@ def _workload(
     job: Job,
     plan: Plan,
 ) -> Workload:
-    """The workload; its loss has the divisors that the example shows, if there is one."""
+    """Return the workload; with an example, its loss has the divisors that follow from it."""
     make_optimizer = whole_optimizer(optimizer, blueprint.model)
     first_batch = None
     if example is not None:
@@ -348,12 +370,12 @@ def _workload(
 
 
 VERIFY_VARIABLE = "BIGTRAIN_VERIFY"
-"""The variable by which `bigtrain verify --script` asks the script, as JSON: strategy, steps,
-report (the path of the answer)."""
+"""The environment variable in which `bigtrain verify --script` gives the script its request: JSON
+with the strategy, the number of steps, and the path of the report to write."""
 
 
 def _end_after_check(engine: Engine, report: Path) -> None:
-    """Make the engine end the script after the last step that is compared."""
+    """Replace the engine's `step` by one that ends the script after the last compared step."""
     step, first_steps = engine.step, engine.first_steps
 
     def leave(difference: str | None) -> None:

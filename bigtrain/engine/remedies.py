@@ -1,7 +1,7 @@
 """Remedies: changes of a job that does not fit, each with the predicted peak.
 
-Each change is forecast as a run of it would be, so only the order is a rule of thumb: the changes
-that cost the least time are tried first.
+The peak of a changed job is predicted like that of any job. Only the order of the changes is a rule
+of thumb: those that slow a run down the least are tried first.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ MAX_REMEDIES = 3
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a job, as words for the command line."""
+    """A change of a job after which it is predicted to fit."""
 
     words: tuple[str, ...]
+    """The change as words of the command line, such as `train.micro_batch_size=8`."""
     peak_bytes: int
-    """The predicted peak with it, on the rank that needs the most."""
+    """The predicted peak of the changed job, on the rank that needs the most memory."""
 
     def __str__(self) -> str:
-        """The words and the predicted peak."""
+        """Return the words and the predicted peak as text."""
         return f"{shlex.join(self.words)}  (predicted peak {format_bytes(self.peak_bytes)})"
 
 
 @dataclass(frozen=True)
 class ForecastInputs:
-    """A job with its plan and workload, from which other forecasts are made."""
+    """A job with its plan and workload, from which forecasts of changed jobs are made."""
 
     job: Job
     resolved: ResolvedPlan
@@ -52,7 +53,15 @@ class ForecastInputs:
     """The workload, with an example."""
 
     def peak(self, words: Sequence[str]) -> Peak | None:
-        """The predicted peak after some changes; None if they cannot be run or forecast."""
+        """Return the predicted peak of the job after some changes.
+
+        Args:
+            words: the changes as words of the command line.
+
+        Returns:
+            The peak of the rank that needs the most memory. None if the changed job cannot be run
+            or forecast.
+        """
         try:
             job = override_job(self.job, words)
             current_plan = self.resolved.plan
@@ -72,12 +81,14 @@ class ForecastInputs:
 
 @dataclass
 class RemedySearch:
-    """The search for changes that fit; another thread may read it while it runs."""
+    """The search for changes that fit. Another thread may read the fields while it runs."""
 
     remedies: list[Remedy] = field(default_factory=list)
+    """The changes that were found so far."""
     forecasts: int = 0
-    """Number of changes that could be forecast."""
+    """The number of changes that could be forecast."""
     begun: bool = False
+    """Whether the search has begun."""
     complete: bool = False
     """Whether every kind of change was tried, or `MAX_REMEDIES` were found."""
 
@@ -86,7 +97,7 @@ class RemedySearch:
 
         Args:
             subject: the job that does not fit.
-            limit: bytes that a rank may take.
+            limit: bytes that a rank may allocate.
             deadline_s: seconds after which no further change is tried.
         """
         end = time.monotonic() + deadline_s
@@ -100,7 +111,7 @@ class RemedySearch:
                 if time.monotonic() > end:
                     return
                 last = self._remedy_of(subject, candidates.pop(), usable)
-                if last is None:  # the smallest does not fit, so no larger one does
+                if last is None:  # the change that saves the most does not fit, so none does
                     continue
             for words in candidates:
                 if time.monotonic() > end:
@@ -118,7 +129,7 @@ class RemedySearch:
     def _remedy_of(
         self, subject: ForecastInputs, words: Sequence[str], usable: int
     ) -> Remedy | None:
-        """The change with its predicted peak; None if it does not fit or cannot be forecast."""
+        """Return a change with its predicted peak; None if it does not fit or has no forecast."""
         peak = subject.peak(words)
         self.forecasts += peak is not None
         if peak is None or peak.bytes > usable:
@@ -127,17 +138,16 @@ class RemedySearch:
 
 
 class _EachLess(list[Sequence[str]]):
-    """Changes in the order of falling memory."""
+    """Changes of which each needs less memory than the one before it in the list."""
 
 
 def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
-    """The words for smaller micro-batches of the same global batch.
+    """Return the words for smaller micro-batches of the same global batch.
 
     Args:
-        job: the job as the user wrote it: the message names those of the three batch keys that it
-            has.
+        job: the job as the user wrote it. The words depend on which batch keys it sets.
         plan: the plan of the job.
-        micro_size: rows of a micro-batch.
+        micro_size: the rows of a micro-batch.
     """
     steps = -(-plan.batch.global_size // (micro_size * plan.batch.dp_size))
     words = []
@@ -151,7 +161,7 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
 
 
 def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
-    """Half the micro-batch, a quarter, and so on, while the global batch stays the same."""
+    """Yield the words for half the micro-batch, a quarter, and so on, of the same global batch."""
     size = plan.batch.micro_size
     while size % 2 == 0:
         size //= 2
@@ -159,7 +169,7 @@ def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
 
 
 def _technique_remedies(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
-    """The remedies of all techniques of a role, including a user's technique in the plan."""
+    """Return the remedies of all techniques of a role, including a user's technique in the plan."""
     asked = techniques_of(role)
     current = plan.techniques.get(role)
     if current is not None and not any(isinstance(current, type(known)) for known in asked):
@@ -170,7 +180,10 @@ def _technique_remedies(plan: Plan, role: Role, most: int) -> list[Sequence[str]
 def _kinds_of_change(
     subject: ForecastInputs, usable: int
 ) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
-    """Kinds of change, cheapest first; the first change of a kind that fits is taken."""
+    """Yield functions that return the changes of one kind; the cheapest kind is first.
+
+    Of the changes of a kind, the first that fits is taken.
+    """
     job, plan = subject.job, subject.resolved.plan
     yield lambda: _EachLess(smaller_micro_batches(job, plan))
     less, shared, away = (

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint, and saving so that a full disk does not end the run."""
+"""Resume a run from a checkpoint, and save checkpoints so that a full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from bigtrain.ranks.exit_status import is_stop
 from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
 
 _SAID_OF_DAMAGE = 3
-"""The most damaged checkpoints that are reported one by one."""
+"""The number of damaged checkpoints that are reported one by one; further ones are counted."""
 
 
 def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
-    """Continue from the checkpoint that the job names, if it names one. Collective.
+    """Load the checkpoint that `checkpoint.resume` of the job names. Collective.
 
-    `auto` takes the newest undamaged checkpoint of the run's folder.
+    With "auto" it is the newest undamaged checkpoint in the folder of the run. Nothing is loaded
+    if the job names no checkpoint, or if the folder has none.
 
     Args:
-        job: the job with `checkpoint.resume`.
-        engine: loads the state.
+        job: the job of the run.
+        engine: the engine that loads the state.
         folder: the folder of the run.
 
     Returns:
         Lines to print.
 
     Raises:
-        CheckpointError: the named checkpoint is damaged; for `auto`, all are.
-        UnfitCheckpointError: it is a checkpoint of another model.
+        CheckpointError: the named checkpoint is damaged; with "auto", all checkpoints are damaged.
+        UnfitCheckpointError: the checkpoint is of another model.
     """
     if job.checkpoint.resume is None:
         return []
@@ -56,7 +57,7 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
         path: Path = engine.context.broadcast_object(find_checkpoint(job.checkpoint.resume))
         _load(engine, path)
         return [_from(path, engine), *_begun_anew(path, engine)]
-    # All ranks resume from the one that rank 0 found.
+    # All ranks use the list of rank 0, so that they load the same checkpoint.
     checkpoints: list[Path] = engine.context.broadcast_object(
         checkpoints_of(folder / "checkpoints")
     )
@@ -81,7 +82,8 @@ def _load(engine: Engine, path: Path) -> None:
     """Load a checkpoint.
 
     Raises:
-        UnfitCheckpointError: it is undamaged, and of another model: the user named a wrong one.
+        UnfitCheckpointError: the checkpoint is undamaged, and of another model.
+        CheckpointError: the checkpoint is damaged.
     """
     try:
         engine.load(path)
@@ -94,7 +96,7 @@ def _load(engine: Engine, path: Path) -> None:
 
 
 def _shortened(damaged: list[str]) -> list[str]:
-    """The first few sentences, and the number of the others."""
+    """Return the first few of some sentences, and one that counts the others."""
     if len(damaged) <= _SAID_OF_DAMAGE + 1:
         return damaged
     more = len(damaged) - _SAID_OF_DAMAGE
@@ -106,7 +108,7 @@ def _from(path: Path, engine: Engine) -> str:
 
 
 def _begun_anew(path: Path, engine: Engine) -> list[str]:
-    """A line if the checkpoint has no optimizer state (it was converted, or saved with SGD)."""
+    """Return a line if the checkpoint lacks the optimizer's state, as a converted one does."""
     optimizer = engine.runner.optimizer
     keeps_none = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]
     has_state = any(name.startswith("optimizer") for name in Manifest.open(path).tensor_files)
@@ -119,9 +121,10 @@ class Saving:
     """Saves the state of a run at the steps that the job asks for. All methods are collective.
 
     Args:
-        job: the job with the keys of `checkpoint`.
-        engine: the engine of the run, after it was resumed.
-        folder: the folder of the run; the figure of its checkpoint `best` is the one to beat.
+        job: the job of the run, with the keys of `checkpoint`.
+        engine: the engine of the run, after the run was resumed.
+        folder: the folder of the run. If the run was resumed, a validation has to be better than
+            that of the best checkpoint in this folder, to become the best.
         total_steps: the number of steps of the run.
     """
 
@@ -136,15 +139,15 @@ class Saving:
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
     ) -> list[str]:
-        """Save the state if the job asks for a save at this step; return lines to print.
+        """Save the state if the job asks for a save after this step, and return lines to print.
 
         Args:
-            step: number of steps done.
-            measured: figures of a validation after this step; None without one.
-            before: called before a save.
+            step: the number of steps done.
+            measured: the figures of a validation after this step; None without a validation.
+            before: called before the state is saved.
 
         Raises:
-            CheckpointError: the last save failed.
+            CheckpointError: the save after the last step of the run failed.
         """
         last, every = step == self._total_steps, self._every
         lines = failed_save(self._engine, self._folder)
@@ -155,7 +158,7 @@ class Saving:
         return lines
 
     def _is_best(self, measured: Mapping[str, float]) -> bool:
-        """Whether the figure is the best so far; if so, it is remembered."""
+        """Whether the figure of `checkpoint.best` is the best so far; if so, store it."""
         name = self._figure
         if name is None or not math.isfinite(measured.get(name, math.nan)):
             return False
@@ -170,23 +173,23 @@ def _figures_of_best(checkpoints: Path) -> dict[str, float] | None:
     path = best_checkpoint(checkpoints)
     try:
         return None if path is None else Checkpoint(path, verify=False).meta.get("validation")
-    except CheckpointError:  # damaged: the next best one replaces it
+    except CheckpointError:  # a damaged checkpoint is no standard: any new figure replaces it
         return None
 
 
 def save_or_explain(
     engine: Engine, folder: Path, *, last: bool, best: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Save a checkpoint; returns lines to print if that failed. Collective.
+    """Save a checkpoint, and return lines to print if that failed. Collective.
 
     Args:
         engine: the engine of the run.
-        folder: the folder of the run.
-        last: whether this is the last step: an unsaved state is then lost.
+        folder: the folder of the run; the checkpoint is written to its folder `checkpoints`.
+        last: whether this is the last step of the run, after which an unsaved state is lost.
         best: see `Engine.save`.
 
     Raises:
-        CheckpointError: the last save of the run failed.
+        CheckpointError: the save failed, and `last` is True.
     """
     checkpoints = folder / "checkpoints"
     try:
@@ -205,7 +208,7 @@ def save_or_explain(
 def _save(
     engine: Engine, folder: Path, *, best: Mapping[str, float] | None = None, waits: bool
 ) -> Path:
-    """Save; again with the remaining ranks if one was lost during the save."""
+    """Save a checkpoint. If a rank is lost during the save, save again with the other ranks."""
     while True:
         try:
             path = engine.save(folder / "checkpoints", best=best)
@@ -217,7 +220,7 @@ def _save(
 
 
 def failed_save(engine: Engine, folder: Path) -> list[str]:
-    """Lines on an asynchronous save that failed since the last call."""
+    """Return a line if an asynchronous save has failed after the last call; else an empty list."""
     error = engine.saver.failure()
     if error is None:
         return []
@@ -230,7 +233,7 @@ def _newest(checkpoints: Path) -> str:
 
 
 def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
-    """Save because a signal asked the run to stop; returns lines to print. Collective.
+    """Save a checkpoint after a signal to stop, and return lines to print. Collective.
 
     Args:
         engine: the engine of the run, between two steps.
@@ -238,7 +241,7 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
         signal_name: the name of the signal.
 
     Raises:
-        CheckpointError: it could not be saved.
+        CheckpointError: the state could not be saved.
     """
     try:
         path = _save(engine, folder, waits=True)
@@ -258,11 +261,11 @@ class StopReport:
     """Reports the run's newest checkpoint if Ctrl-C or SIGTERM ends a `with` block before a save.
 
     Args:
-        speaks: whether this rank prints it.
+        speaks: whether this rank prints the report.
     """
 
     folder: Path | None = None
-    """The folder of the run, once it has one."""
+    """The folder of the run; None until the run has a folder."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._speaks = speaks
@@ -278,14 +281,15 @@ class StopReport:
 def run_note(
     job: Job, plan: Plan, folder: Path, restart: Restart | None, *, planned: bool
 ) -> RunNote:
-    """The facts that `bigtrain train -n` needs to start the run's ranks again.
+    """Return the facts that `bigtrain train -n` needs to start the run's ranks again.
 
     Args:
         job: the job of the run.
         plan: the plan of the run.
         folder: the folder of the run.
-        restart: the last restart, with its changes of the job; None before the first.
-        planned: whether the planner chose the plan, and will choose again for other ranks.
+        restart: the last restart, with its changes of the job; None before the first restart.
+        planned: whether the planner chose the plan, and will choose again for another number of
+            ranks.
     """
     return RunNote(
         folder=str(folder.resolve()),

@@ -30,11 +30,12 @@ from bigtrain.tracing.unreached import freeze_unreached
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The prediction of a run on this rank; empty until there is an example to predict from."""
+    """The prediction of a run on this rank. The fields have their defaults before a prediction."""
 
     peak: Peak | None = None
+    """The predicted peak of this rank; None if there is none."""
     note: str | None = None
-    """Why there is no peak, once a prediction was tried."""
+    """The reason why a prediction has no peak."""
     state: StatePeaks = StatePeaks()
     """The peaks of a save and of a resume."""
     volume: StepVolume | None = None
@@ -42,19 +43,20 @@ class RunPrediction:
     host_bytes: int = 0
     """See `Prediction.host_bytes`."""
     step: StepForecast | None = None
-    """Seconds of a step; on rank 0."""
+    """The seconds of a step; None on other ranks than rank 0."""
     fullest: FullestRank | None = None
-    """The rank with the highest predicted peak; on rank 0, where an example was given."""
+    """The rank with the highest predicted peak; None on other ranks than rank 0, and if no example
+    was given."""
     advice: tuple[str, ...] = ()
-    """Where a technique cannot help, a line each."""
+    """See `Prediction.advice`."""
 
     @property
     def is_made(self) -> bool:
-        """Whether a prediction was tried: `peak` is set, or `note` says why there is none."""
+        """Whether a prediction was tried: `peak` is set, or `note` has the reason against it."""
         return self.peak is not None or self.note is not None
 
     def plus_state(self, nbytes: int) -> RunPrediction:
-        """Return a copy with `nbytes` more of state at every moment, such as averaged weights."""
+        """Return a copy with `nbytes` more bytes of state at the peak, such as averaged weights."""
         if self.peak is None:
             return self
         breakdown = self.peak.breakdown.plus(Breakdown(optimizer=nbytes))
@@ -62,12 +64,13 @@ class RunPrediction:
 
 
 class RunForecaster:
-    """Predicts a run, before it is built or from its first micro-batch.
+    """Predicts a run before it is built, or from its first micro-batch.
 
     Args:
-        job: `memory.predict`, and how checkpoints are saved.
+        job: the job with the keys of `memory` and `checkpoint`.
         resolved: the plan that is run.
-        workload: its model is copied without values, before any technique changes it.
+        workload: the workload. Its model is copied without values, before any technique changes
+            the model.
         context: the context of the rank that is predicted.
     """
 
@@ -76,19 +79,23 @@ class RunForecaster:
     ) -> None:
         self._job, self._resolved, self._context = job, resolved, context
         self.skeleton: Workload | None = None
-        """The workload with a copy of the model that holds no values; None where it has no copy."""
+        """The workload with a copy of the model on the meta device; None if the model cannot be
+        copied."""
         with suppress(Exception):  # a module that cannot be copied cannot be predicted either
             self.skeleton = replace(workload, model=meta_copy(workload.model))
 
     @property
     def inputs(self) -> ForecastInputs | None:
-        """Inputs for forecasts with other keys of the job; None if nothing can be forecast."""
+        """The inputs for forecasts of changed jobs.
+
+        None if there is no example, or no copy of the model.
+        """
         if self.skeleton is None or self.skeleton.example is None:
             return None
         return ForecastInputs(self._job, self._resolved, self.skeleton)
 
     def predict(self, workload: Workload) -> RunPrediction:
-        """Predict this rank.
+        """Predict the memory of this rank; on rank 0 also the seconds of a step.
 
         Args:
             workload: a workload with an example.
@@ -128,8 +135,14 @@ class RunForecaster:
     def predict_all(self, workload: Workload) -> RunPrediction:
         """Predict every rank before anything is built. Collective.
 
+        Args:
+            workload: a workload with an example.
+
+        Returns:
+            The prediction of this rank, with the fullest rank on rank 0.
+
         Raises:
-            ConfigError: as `predict`; or a host has too little memory for its ranks.
+            ConfigError: see `predict`; or a host has too little memory for its ranks.
         """
         prediction = self.predict(workload)
         fullest = FullestRank.of_all(self._context, prediction.peak, prediction.state.save)
@@ -142,14 +155,14 @@ class RunForecaster:
         """Predict a run that is built already, from its first micro-batch.
 
         Args:
-            workload: the workload that the run was built with, without an example or with one of
-                other rows.
-            module: the runner's module; used if the model cannot be copied without values.
+            workload: the workload with which the run was built. It has no example, or one with
+                another number of rows.
+            module: the runner's module; used if the model could not be copied without values.
             example: the first micro-batch.
-            loss: the loss with the divisors that this batch showed.
+            loss: the loss with the divisors that follow from the first batch.
 
         Raises:
-            ConfigError: the strategy cannot train this model, as the example shows.
+            ConfigError: a run of the model on the example shows that the strategy cannot train it.
         """
         if self.skeleton is None:
             return self.predict(replace(workload, model=module, example=example))

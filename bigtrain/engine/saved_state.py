@@ -1,4 +1,4 @@
-"""The state of an engine in checkpoints: what `save` writes and `load` reads."""
+"""Save and load the state of an engine: model, optimizer, schedule, position and random states."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from bigtrain.tensors.shards import StateTensor
 
 
 class SavedState(LoopCalls):
-    """`save` and `load` of an engine, which has the attributes named here."""
+    """The methods `save` and `load` of an engine, which defines the attributes named here."""
 
     in_own_loop = False
-    """Whether `prepare` made the engine: the job then does not describe model and optimizer."""
+    """Whether `prepare` made the engine. The job then does not describe model and optimizer."""
     blueprint: Blueprint
     weight_average: WeightAverage | None
     _closing: ExitStack
@@ -49,7 +49,7 @@ class SavedState(LoopCalls):
 
     @cached_property
     def saver(self) -> Saver:
-        """Writes the checkpoints of this run."""
+        """The writer of this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
     def save(
@@ -59,19 +59,22 @@ class SavedState(LoopCalls):
         best: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint below `folder`; return its path. Collective.
+        """Write a checkpoint into a folder and return its path. Collective.
 
         With `checkpoint.asynchronous` the checkpoint is complete once `saver.wait` returns.
 
         Args:
-            folder: the folder of this run's checkpoints; the newest `checkpoint.keep` are kept.
-            best: figures of a validation, if they are the best so far; this checkpoint is kept.
-            extra: plain values that `load` returns, such as `{"epoch": 3}`; those of rank 0.
+            folder: the folder of this run's checkpoints. Of these, only the newest
+                `checkpoint.keep` and the best one are kept.
+            best: the figures of a validation, if they are the best so far. The checkpoint is then
+                the best one.
+            extra: plain values that `load` returns, such as `{"epoch": 3}`; those of rank 0 are
+                saved.
 
         Raises:
             ConfigError: `folder` is no path, or a state of the loop cannot be saved.
-            CheckpointError: it could not be written (a full disk, a deleted folder); the same on
-                all ranks. Earlier checkpoints stay, and the run can go on.
+            CheckpointError: the checkpoint could not be written (a full disk, a deleted folder).
+                It is raised on all ranks. Earlier checkpoints stay, and the run can continue.
             UnequalRanksError: unsliced tensors differ between ranks of the tp axis.
         """
         loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
@@ -108,7 +111,10 @@ class SavedState(LoopCalls):
         return path
 
     def _kept_files(self, state: Mapping[str, StateTensor]) -> Mapping[str, KeptFile]:
-        """The files besides the weights that other libraries need to open the model."""
+        """Return the files other than weights that other libraries need to open the model.
+
+        The mapping may be empty on ranks that do not write the files.
+        """
         if self.blueprint.files is None:
             with self.blueprint.given_back():
                 files: Mapping[str, KeptFile] = config_texts(self.runner.module)
@@ -120,21 +126,22 @@ class SavedState(LoopCalls):
         return with_adapter_files(self.blueprint.model, files)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Resume from a checkpoint: weights, optimizer, schedule, position, random states.
+        """Load a checkpoint: weights, optimizer, schedule, position, random states. Collective.
 
         Args:
-            path: the path of a checkpoint, or the folder that was passed to `save`, for its newest
-                one.
-            weights_only: load only parameters and buffers, of a checkpoint of any optimizer, to use
-                a trained model or to start another training from it. The optimizer's state starts
-                empty; the position does not change.
+            path: the path of a checkpoint; or a folder that was passed to `save`, whose newest
+                checkpoint is loaded.
+            weights_only: whether to load only the state of the model: parameters, buffers and extra
+                states. The checkpoint may then be of any optimizer. The optimizer's state and the
+                position of the run do not change, and an average starts at the loaded weights.
 
         Returns:
-            The `extra` of `save`; empty with `weights_only`.
+            The `extra` that was passed to `save`; empty with `weights_only`.
 
         Raises:
             ConfigError: `path` is no path.
-            CheckpointError: there is none, it is damaged, or it is of another model; on all ranks.
+            CheckpointError: there is no checkpoint, it is damaged, or it is of another model. It is
+                raised on all ranks.
         """
         path = as_folder(path, "load")
         path = newest_of_all(path, self.context) or path
@@ -148,12 +155,12 @@ class SavedState(LoopCalls):
                 self.runner.load_state(tensors)
             except DamagedCheckpointError as error:
                 if self.context.world_size == 1:
-                    raise  # the caller can load another checkpoint as a whole
-                # Other ranks saw no damage, and all would have to load another checkpoint together.
+                    raise  # the caller can load another checkpoint instead
+                # Other ranks saw no damage, so they would not load another checkpoint.
                 raise CheckpointError(str(error)) from None
         if self.weight_average is not None:
             self.weight_average.load(tensors if weights_only else checkpoint.tensors)
-        self.runner.label_state()  # the state was made outside of a step, and stays
+        self.runner.label_state()  # the optimizer's state was made outside of a step
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:
@@ -170,14 +177,14 @@ class SavedState(LoopCalls):
 
     @cached_property
     def _extra_at_start(self) -> dict[str, Any]:
-        """The extra states (`get_extra_state`) that the model starts with."""
+        """The extra states (`get_extra_state`) of the modules before the first step."""
         return extra_states(self.runner.roots)
 
     def _extra_states(self) -> dict[str, Any] | None:
-        """The extra states of all modules; on rank 0. Collective.
+        """Return the extra states of all modules on rank 0, and None on other ranks. Collective.
 
-        For each module the state of the lowest rank that changed it: only the ranks of its stage
-        run the module.
+        Only the ranks of its stage run a module. So for each module the state of the lowest rank
+        that changed it is returned.
         """
         ranks = self.context.gather_objects(extra_states(self.runner.roots))
         if ranks is None:

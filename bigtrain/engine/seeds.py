@@ -1,4 +1,4 @@
-"""Random streams by rank, and deterministic kernels."""
+"""Seed the random number generators of a rank, and select deterministic kernels."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from bigtrain.ranks.context import RunContext
 
 @contextmanager
 def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Set deterministic kernels and the precision of matrix products, as the job's keys say.
+    """Apply `train.deterministic`, `train.matmul` and `train.compile` in a `with` block.
 
-    With `train.deterministic` torch refuses kernels that are not deterministic, by name. On a CPU
-    `train.matmul` has no effect.
+    With `train.deterministic` torch raises an error at a kernel that is not deterministic, and
+    names it. On a CPU `train.matmul` has no effect.
+
+    Args:
+        train: the job's section `train`.
+        device: the device of this rank.
     """
-    if train.deterministic and device.type == "cuda":  # cuBLAS reads it at its first call
+    if train.deterministic and device.type == "cuda":  # cuBLAS reads the variable once
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     precision, in_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(train.deterministic or was_deterministic)
     if is_accelerator(device):
         torch.set_float32_matmul_precision(train.matmul)
-        torch.backends.cudnn.allow_tf32 = train.matmul != "highest"  # torch's own is True
+        torch.backends.cudnn.allow_tf32 = train.matmul != "highest"  # True by default
     try:
         with programs_for_every_size() if train.compile == "blocks" else nullcontext():
             yield
@@ -45,7 +49,14 @@ def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch for a rank. Initial weights and data order have other seeds."""
+    """Seed Python, NumPy and torch for a rank.
+
+    Initial weights and the order of the data do not depend on these random numbers.
+
+    Args:
+        seed: the seed of the run.
+        rank: the number of the random stream; see `stream_of`.
+    """
     mixed = (seed * 1_000_003 + rank) % 2**32
     random.seed(mixed)
     np.random.seed(mixed)
@@ -53,21 +64,26 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def stream_of(context: RunContext) -> int:
-    """The number of a rank's random stream; ranks with slices of the same layers share one."""
+    """Return the number of a rank's random stream.
+
+    Ranks with slices of the same layers share a stream.
+    """
     return streams_of(context)[context.rank]
 
 
 def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
-    """Continue the random streams of a checkpoint.
+    """Set the random state of this rank to that of a checkpoint.
+
+    If the checkpoint has no state for this rank, the rank is seeded anew by the number of steps.
 
     Args:
-        meta: the metadata of the checkpoint; `random` holds the states of its ranks.
-        context: this rank.
-        steps_done: steps of the run so far.
+        meta: the metadata of the checkpoint; the key `random` has the states of its ranks.
+        context: this rank's context.
+        steps_done: the number of steps that the run has taken.
     """
     states = meta["random"]
     as_then = meta.get("streams", [*range(len(states))]) == streams_of(context)
     if as_then and states[context.rank] is not None:
         set_random_state(states[context.rank])
-    else:  # another number of ranks, or a lost one: fresh streams, seeded by the step
+    else:  # the checkpoint has another number of ranks, or this rank was lost when it was saved
         seed_everything(context.seed + steps_done, stream_of(context))

@@ -1,4 +1,7 @@
-"""Make the parts of a run from its job: data, described model, loss, optimizer, plan, steps."""
+"""Make the parts of a run from its job: data, described model, loss, optimizer, plan, steps.
+
+A described model is on the meta device, so it has no values.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ from bigtrain.hub.nf4 import Nf4Layout, parameter_elements
 from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
-from bigtrain.job.schema import Job, OptimConfig
+from bigtrain.job.optim_keys import OptimConfig
+from bigtrain.job.schema import Job
 from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
@@ -54,27 +58,29 @@ MAX_WORKERS = 4
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The parts of a run: what `Engine` needs, and the batches of the data."""
+    """The parts of a run, from which its engine and its batches are made."""
 
     job: Job
     data: Data
     blueprint: Blueprint
     workload: Workload
-    """The blueprint's model with one full micro-batch, the first samples of the data set."""
+    """The model of the blueprint with one full micro-batch of the first samples of the data."""
     resolved: ResolvedPlan
     order: GlobalOrder
+    """The order of the training samples."""
     total_steps: int
+    """The number of steps of the run."""
     model: ModelSpec
     parameters: int
-    """Elements of the parameters of the whole model, before anything is sharded."""
+    """The number of elements of all parameters of the whole model, before anything is sharded."""
     frozen_parameters: int = 0
-    """Elements of parameters that are not trained."""
+    """The number of elements of the parameters that are not trained."""
     schedule: Schedule | None = None
-    """The scheduler of a DeepSpeed file, if one sets the learning rates."""
+    """The scheduler of a DeepSpeed file that sets the learning rates; None if there is none."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that is run."""
+        """The plan of the run."""
         return self.resolved.plan
 
     def engine(self, context: RunContext) -> Engine:
@@ -92,13 +98,17 @@ class RunSetup:
         )
 
     def facts(self, *, one_node: bool) -> Facts:
-        """The facts that must be equal on all ranks; see `start_facts`."""
+        """Return the facts that must be equal on all ranks.
+
+        Args:
+            one_node: see `start_facts`.
+        """
         return start_facts(
             self.job, self.workload, self.resolved, one_node=one_node, data=self.data
         )
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         if self.schedule is not None:
             return self.schedule.rate(step, self.job.optim.lr)
         batch, epoch = self.plan.batch.global_size, self.order.steps_per_epoch
@@ -106,13 +116,18 @@ class RunSetup:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the rate rises; 0 if a DeepSpeed file sets the rates."""
+        """The number of steps in which the learning rate rises; 0 if a DeepSpeed file sets it."""
         if self.schedule is not None:
             return 0
         return warmup_length(self.job.optim, self.order.steps_per_epoch)
 
     def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
-        """This rank's steps after `samples_seen` samples of the global order."""
+        """Return a loader of this rank's steps.
+
+        Args:
+            context: this rank's context.
+            samples_seen: the number of samples of the global order that earlier steps have used.
+        """
         return StepLoader(
             self.data.train,
             self.order,
@@ -128,7 +143,7 @@ class RunSetup:
         )
 
     def _workers(self, context: RunContext) -> int:
-        """See `DataConfig.workers`."""
+        """Return the number of reader processes; see `DataConfig.workers`."""
         if self.job.data.workers is not None:
             return self.job.data.workers
         if not is_accelerator(context.device):
@@ -136,9 +151,13 @@ class RunSetup:
         return min(MAX_WORKERS, usable_cores() // max(1, context.local_world_size))
 
     def validation_batches(self, context: RunContext) -> Iterable[MicroBatch]:
-        """This rank's part of the validation samples; empty if there are none.
+        """Return this rank's micro-batches of the validation samples; empty if there are none.
 
-        The remaining ranks share the samples of lost ones. Collective if ranks may be lost.
+        The samples of lost ranks are divided among the remaining ranks. Collective if ranks may be
+        lost.
+
+        Args:
+            context: this rank's context.
         """
         if self.data.validation is None:
             return []
@@ -158,13 +177,13 @@ class RunSetup:
 
 
 def check_job(job: Job) -> ModelSpec:
-    """Refuse a model, a data source or a path that cannot work, before anything is read.
+    """Refuse a job whose model, data source or checkpoint cannot work, before data are read.
 
     Returns:
-        The job's model, for `open_setup`.
+        The specification of the job's model, for `open_setup`.
 
     Raises:
-        ConfigError: with the key and the fix.
+        ConfigError: a key is wrong; the message names the key and the fix.
     """
     model = ModelSpec.of(job.model)
     model.check()
@@ -178,17 +197,18 @@ def check_job(job: Job) -> ModelSpec:
 def open_setup(
     job: Job, plan: Plan, model: ModelSpec | None = None, *, by_block: bool = False
 ) -> RunSetup:
-    """Open the data and describe the model; no weight is made and no process group needed.
+    """Open the data, describe the model, and resolve the plan, without weights or process groups.
 
     Args:
-        job: checked by `check_job`.
+        job: a job that `check_job` accepts.
         plan: the plan of the job.
-        model: what `check_job` returned; by default the job's model is looked up.
-        by_block: whether one of several equal blocks is enough to see how a forward pass uses
-            parameters, as the planner assumes; a run looks at the whole model.
+        model: the result of `check_job`; None to look the job's model up.
+        by_block: whether to find how a forward pass uses parameters on a shortened copy of the
+            model, with few of its equal blocks, as the planner does. A run uses the whole model.
 
     Raises:
-        ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
+        ConfigError: there are fewer samples than ranks or than rows of a global batch; the model
+            does not fit the data; or the plan cannot train the model.
     """
     model = ModelSpec.of(job.model) if model is None else model
     data = _opened_data(job, model)
@@ -224,7 +244,7 @@ def open_setup(
         known_uses=uses_by_block(blueprint.model, example, loss) if by_block else None,
         notes=(*blueprint.notes, *_model_notes(job, plan, model, blueprint), *notes),
     )
-    # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
+    # A plan that cannot train the model is refused here, before the ranks connect.
     resolved = resolve_plan(plan, workload)
     elements = parameter_elements(blueprint.model)
     return RunSetup(
@@ -247,10 +267,10 @@ def open_setup(
 
 
 def _opened_data(job: Job, model: ModelSpec) -> Data:
-    """The data of the job.
+    """Return the data of the job.
 
     Raises:
-        ConfigError: they cannot be opened, or do not fit the model or `checkpoint.best`.
+        ConfigError: the data cannot be opened, or do not fit the model or `checkpoint.best`.
     """
     data = open_data(
         job.data.name,
@@ -268,7 +288,7 @@ def _opened_data(job: Job, model: ModelSpec) -> Data:
 def _followed_loss(
     job: Job, plan: Plan, data: Data, model: ModelSpec, blueprint: Blueprint
 ) -> tuple[Data, Loss, MicroBatch, list[str]]:
-    """The data with their task, the loss of the run, an example, and lines on the loss.
+    """Return the data with their task, the loss of the run, an example, and lines on the loss.
 
     Raises:
         ConfigError: no loss follows from data and model, or its divisors cannot be found.
@@ -305,14 +325,17 @@ def _followed_loss(
 
 
 def _given_loss(job: Job, data: Data) -> Loss | None:
-    """The loss that the job or the data name; None for the task's."""
+    """Return the loss that the job or the data name; None if the task has to define it."""
     if job.model.loss is not None:
         return as_loss(load_object(job.model.loss, "model.loss"))
     return None if data.loss is None else as_loss(data.loss)
 
 
 def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
-    """Return a line on the default optimizer, for a user's model in a job without `optim` keys."""
+    """Return a line on the default optimizer, for a user's model in a job without `optim` keys.
+
+    The list is empty for other jobs.
+    """
     if not model.is_custom or job.optim != OptimConfig():
         return []
     name, rate = job.optim.name, job.optim.lr
@@ -323,13 +346,16 @@ def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
 
 
 def _model_notes(job: Job, plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:
-    """Lines on the parameters, and on the optimizer of a job that sets none of its keys."""
+    """Return lines on the parameters, and on the optimizer if the job sets no key of `optim`."""
     kept = [*dtype_notes(plan, model, blueprint), *frozen_notes(job, plan, blueprint)]
     return [*kept, *neutral_notes(job, model)]
 
 
 def dtype_notes(plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]:
-    """Return a line on the dtypes of the parameters and of the files that they come from."""
+    """Return a line on the dtypes of the parameters and of the files that they are read from.
+
+    The list is empty for models that are not from the Hub.
+    """
     if model.hub is None:
         return []
     kept = {
@@ -345,7 +371,10 @@ def dtype_notes(plan: Plan, model: ModelSpec, blueprint: Blueprint) -> list[str]
 
 
 def frozen_notes(job: Job, plan: Plan, blueprint: Blueprint) -> list[str]:
-    """Return lines on the adapters and on the frozen parameters of a job that asks for them."""
+    """Return lines on the adapters and the frozen parameters of a job.
+
+    The list is empty if the job sets neither `model.lora` nor `model.freeze`.
+    """
     if job.model.lora is None and not job.model.freeze:
         return []
     model, lines = blueprint.model, list[str]()
@@ -385,7 +414,7 @@ def frozen_notes(job: Job, plan: Plan, blueprint: Blueprint) -> list[str]:
 
 
 def _quantized_note(adapters: Adapters) -> str:
-    """Return a line on the weights in 4 bits."""
+    """Return a line on the weights that are quantized to 4 bits."""
     layouts = [Nf4Layout(layer.shape) for layer in adapters.quantized.values()]
     elements = sum(math.prod(layout.shape) for layout in layouts)
     nbytes = sum(layout.nbytes for layout in layouts)
@@ -402,10 +431,10 @@ def _quantized_note(adapters: Adapters) -> str:
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
-    """The loss of a run; with `log.accuracy` it also counts correct predictions.
+    """Return the loss of a run; with `log.accuracy` it also counts correct predictions.
 
     Raises:
-        ConfigError: it cannot be counted from the loss of this job.
+        ConfigError: correct predictions cannot be counted in this job.
     """
     if not job.log.accuracy:
         return loss
@@ -429,7 +458,7 @@ def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
 
 
 def _file_schedule(job: Job, order: GlobalOrder, total_steps: int) -> Schedule | None:
-    """The scheduler of the job's DeepSpeed file; None without such a file or scheduler."""
+    """Return the scheduler of the job's DeepSpeed file; None without such a file or scheduler."""
     path = job.strategy.deepspeed_file
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""The facts that must be equal on all ranks of a run; see `bigtrain.ranks.agreement`."""
+"""The facts about a run that must be equal on all ranks; see `bigtrain.ranks.agreement`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def start_facts(
     one_node: bool,
     data: Data | None = None,
 ) -> dict[str, str]:
-    """The job, model, loss, optimizer, data and plan of this rank, as text by name.
+    """Return the job, model, loss, optimizer, data and plan of this rank, as texts by name.
 
     Args:
-        job: the job as loaded.
-        workload: this rank's workload, with the whole model; values of weights are not read.
-        resolved: the plan, with every choice made.
-        one_node: whether all ranks are on one node. On several nodes each may have the data at
-            another path.
-        data: the job's data; None if the user's loop reads data itself.
+        job: this rank's job.
+        workload: this rank's workload with the whole model; values of weights are not read.
+        resolved: the plan with every choice made.
+        one_node: whether all ranks are on one node. On several nodes, `data.path` may differ.
+        data: the job's data; None if the user's loop reads the data.
     """
     return {
         **_key_facts(job, one_node=one_node),
@@ -109,7 +108,8 @@ def _names_in_words(names: Collection[str]) -> str:
 def _model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         words = in_words(type(module))
-        if type(module).__module__.startswith("torch.nn."):  # others may contain an address
+        # The `extra_repr` of other modules may contain a memory address, which differs.
+        if type(module).__module__.startswith("torch.nn."):
             words += f"({module.extra_repr()})"
         yield f"module {name or 'model'}", words
     for kind, tensors in (

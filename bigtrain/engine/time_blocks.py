@@ -1,19 +1,20 @@
-"""Measures the seconds of each block of a job's model, forward and backward, and of an update.
+"""Measure the seconds of each block of a job's model, forward and backward, and of an update.
 
-`bigtrain.timing.block_seconds` runs this file in a new process, which starts one rank for each that
-will share the device. Each rank runs this file again, and computes independently:
+`bigtrain.timing.block_seconds` runs this file in a new process. The process starts several ranks,
+because the ranks of a run share the machine. Each rank runs this file again, and computes
+independently:
 
     python bigtrain/engine/time_blocks.py --start N ANSWER REQUEST
     python bigtrain/engine/time_blocks.py ANSWER REQUEST          as a rank
 
-REQUEST is a `BlockRequest` as JSON; ANSWER a file that rank 0 writes: a `BlockSeconds` for each
-micro-batch size, as JSON.
+REQUEST is a `BlockRequest` as JSON. ANSWER is a file that rank 0 writes: a list with a
+`BlockSeconds` for each micro-batch size, as JSON.
 """
 
 import os
 import sys
 
-# As in train.py: a file that is run by its path has its folder on sys.path, not the package's.
+# A file that is run by its path has its own folder on sys.path, not that of the package.
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -58,20 +59,20 @@ from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_w
 
 SCRIPT = Path(__file__)
 REPEATS = (3, 9)
-"""The least and the most repetitions of a micro-batch of one size."""
+"""The least and the most repetitions of a step with one micro-batch size."""
 SECONDS_A_SIZE = 1.0
-"""Seconds for which a micro-batch of one size is repeated."""
+"""The seconds that the repetitions of one micro-batch size should take together."""
 FREE_SHARE = 0.5
 """The largest share of the host's free memory that all ranks together may use."""
 
 
 class BlockStopwatch:
-    """Records when blocks begin and end in one micro-batch.
+    """Records the times at which blocks begin and end in one micro-batch.
 
     Args:
-        model: a model with its blocks.
-        names: the names of the blocks, in the order of the pass.
-        device: the device on which they run.
+        model: the model; its blocks get hooks.
+        names: the names of the blocks, in the order of the forward pass.
+        device: the device on which the model runs.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
@@ -85,12 +86,12 @@ class BlockStopwatch:
             block.register_forward_hook(self._ends(name))
 
     def start(self) -> None:
-        """Begin a micro-batch."""
+        """Begin a micro-batch, and discard the times of the last one."""
         self._moments = []
         self.note("start")
 
     def note(self, event: str) -> None:
-        """Record the time of an event; on a GPU, when its stream reaches this call."""
+        """Record the time of an event; on a GPU, the time at which the stream reaches this call."""
         moment: Any
         if self._uses_events:
             moment = timing_event(self._device)
@@ -100,9 +101,10 @@ class BlockStopwatch:
         self._moments.append((event, moment))
 
     def sections(self) -> tuple[list[tuple[float, float]], float]:
-        """Return the seconds of the last micro-batch's sections, and those of the update.
+        """Return the seconds of the last micro-batch's sections, and the seconds of the update.
 
-        The sections are as in `BlockSeconds`: (forward, backward) pairs.
+        The seconds of a section are a pair (forward, backward). The sections are those of
+        `BlockSeconds`; there is a single section if the blocks do not run one after another.
         """
         moments = self._seconds()
         edges = self._edges(moments)
@@ -116,7 +118,7 @@ class BlockStopwatch:
     def _seconds(self) -> dict[str, float]:
         """Return the seconds at which each event first occurred.
 
-        If a block has several outputs, the first gradient to be made is that of the last one.
+        If a block has several outputs, its backward pass begins with the first of their gradients.
         """
         if self._uses_events:
             synchronize(self._device)
@@ -129,9 +131,9 @@ class BlockStopwatch:
     def _edges(self, moments: dict[str, float]) -> tuple[list[float], list[float]] | None:
         """Return the seconds at which sections begin and end, forward and backward.
 
-        A block's backward pass begins when the gradient of its output is made, which also ends the
-        backward pass of the block after it. The first block's backward pass ends when the gradient
-        of its inputs is made. Returns None if blocks do not follow one another.
+        The backward pass of a block begins when the gradient of its output is made, which also ends
+        the backward pass of the next block. The first block's backward pass ends when the gradient
+        of its inputs is made. None if the blocks do not run one after another.
         """
         if len(self.names) < 2:
             return None
@@ -160,14 +162,18 @@ class BlockStopwatch:
         return hook
 
     def _watch(self, tensors: Any, event: str) -> None:
-        """Record the event when the gradient of any of the tensors is made."""
+        """Record an event whenever the gradient of one of the tensors is made."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self.note(event))  # type: ignore[no-untyped-call]
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks, or be one of them; returns the exit status."""
+    """Start the ranks, or run as one of them, and return the exit status.
+
+    Args:
+        arguments: the arguments of the command line; see the module's docstring.
+    """
     if arguments[0] == "--start":
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, request = arguments
@@ -184,7 +190,16 @@ def main(arguments: list[str]) -> int:
 
 
 def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[BlockSeconds]:
-    """Time one size after the other while there is time and memory. Collective."""
+    """Time one micro-batch size after the other while there is time and memory. Collective.
+
+    Args:
+        job: the job whose model is timed.
+        wanted: the micro-batch sizes and the limit of seconds.
+        context: this rank's context.
+
+    Returns:
+        The seconds for each size that was timed, in the order of `wanted.rows`.
+    """
     plan = make_plan(job, 1, context.device.type)
     setup = open_setup(job, plan)
     model = shortened_with_values(setup, context)
@@ -200,7 +215,7 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
     timed: list[BlockSeconds] = []
     before = _resident_bytes()
     for rows in wanted.rows:
-        # Twice the rows take twice the memory so far, on every rank.
+        # Twice as many rows take about twice the memory of the sizes so far, on every rank.
         growth = 2 * (_resident_bytes() - before) if timed else 0
         free = free_host_bytes() or 0
         tight = context.device.type == "cpu" and growth * context.world_size > FREE_SHARE * free
@@ -212,7 +227,14 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
 
 
 def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
-    """Return the model with only a few of its equal blocks; weights of the others are not made."""
+    """Return the model with values and few of its equal blocks.
+
+    The weights of blocks that are left out are not made.
+
+    Args:
+        setup: the parts of a run with the model.
+        context: this rank's context, with the device and the seed.
+    """
     model, blueprint = setup.blueprint.model, setup.blueprint
     short = shorten_model(model)
     if short is None:
@@ -228,7 +250,7 @@ def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
 
 
 def _runner(workload: Workload, plan: Plan, context: RunContext) -> LoopRunner:
-    """Return the plain loop of one process."""
+    """Return the plain loop for one process."""
     own_context = RunContext.alone(context.device, context.seed)
     root = WHOLE_MODEL.root(workload.model, workload.loss, plan, context.device)
     return LoopRunner(
@@ -254,7 +276,7 @@ def _time_size(
 ) -> BlockSeconds:
     """Time micro-batches of one size on all ranks at once. Collective."""
     batch = resize_micro_batch(workload.micro_batch, rows)
-    # The first micro-batch allocates memory that later ones reuse, so it only sets `times`.
+    # The first step allocates memory that later steps reuse, so it only decides their number.
     seconds = _repeat(runner, stopwatch, batch, 1)[0]
     seconds_once = sum(map(sum, seconds[0])) + seconds[1]
     times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * seconds_once))))
@@ -278,8 +300,8 @@ def _repeat(
 ) -> list[tuple[list[tuple[float, float]], float]]:
     """Run steps of two micro-batches and an update, and return the seconds of each step.
 
-    Only the second micro-batch counts: it adds its gradients to those of the first, like every
-    micro-batch of a step except the first.
+    The seconds are those of the second micro-batch. It adds its gradients to those of the first,
+    as every micro-batch of a step but the first does.
     """
     seconds = []
     for _ in range(times):
@@ -296,7 +318,7 @@ def _repeat(
 def _block_shares(
     runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
 ) -> dict[BlockVariant, tuple[float, float]]:
-    """Return `BlockSeconds.shares`, measured on a middle block.
+    """Return `BlockSeconds.shares`, measured on the block in the middle of the model.
 
     Variants that the block cannot run are left out.
     """
@@ -322,7 +344,7 @@ def _block_shares(
     model.zero_grad()
     medians = {}
     for variant, measured in taken.items():
-        if len(measured) <= times:  # at least one repetition failed
+        if len(measured) <= times:  # at least one repetition has failed
             continue
         first, second = (statistics.median(shares) for shares in zip(*measured[1:], strict=True))
         medians[variant] = first, second
@@ -332,9 +354,9 @@ def _block_shares(
 def _variant_seconds(
     block: nn.Module, variant: BlockVariant | None, args: Any, kwargs: Any
 ) -> tuple[float, float]:
-    """Return the seconds of a block's forward and backward pass.
+    """Return the seconds of a block's forward and of its backward pass.
 
-    With `split` they are those of its input backward and its weight backward.
+    For the variant `split` they are the seconds of the input backward and of the weight backward.
     """
     block_inputs: list[Tensor] = []
 

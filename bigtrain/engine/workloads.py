@@ -1,4 +1,4 @@
-"""Workloads of a user's model, loss and optimizer, and their plan on connected ranks."""
+"""Make the workload of a user's model, loss and optimizer, and its plan, on connected ranks."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ def resolve_on_ranks(
     job: Job,
     context: RunContext,
 ) -> tuple[Workload, ResolvedPlan]:
-    """Plan a job on ranks that are connected already. Collective.
+    """Make the workload and the plan of a job on ranks that are connected already. Collective.
 
     Args:
-        blueprint: the blueprint of the model, which afterwards accepts inputs in the form of the
-            example.
-        loss: the loss as the user gave it; followed on the example.
+        blueprint: the blueprint of the model. Afterwards the model accepts inputs in the form of
+            the example.
+        loss: the loss as the user gave it.
         optimizer: makes the optimizer from parameters.
-        example: one micro-batch; needed by a strategy that cuts or slices the model.
+        example: one micro-batch; None if there is none. A strategy that cuts or slices the model
+            needs an example.
         job: this rank's job.
-        context: the ranks.
+        context: this rank's context.
+
+    Returns:
+        The workload, whose loss has the divisors that follow from the example; and the plan.
 
     Raises:
-        ConfigError: the job does not fit the mesh, the model or the loss; or the ranks were
-            started with different ones.
+        ConfigError: the job does not fit the mesh, the model or the loss; or the ranks have
+            different jobs, models or losses.
     """
     plan = make_plan(job, context.world_size, context.device.type)
     check_mesh(plan, context)
@@ -68,10 +72,18 @@ def resolved_workload(
     resolved: ResolvedPlan,
     context: RunContext,
 ) -> Workload:
-    """The workload of a plan that was resolved before the ranks connected. Collective.
+    """Return the workload of a plan that was resolved before the ranks connected. Collective.
+
+    Args:
+        blueprint: the blueprint of the model.
+        loss: the loss with the divisors that were found when the plan was resolved.
+        optimizer: makes the optimizer from parameters.
+        example: one micro-batch; None if there is none.
+        resolved: the plan.
+        context: this rank's context.
 
     Raises:
-        ConfigError: the ranks found different means in the loss; on all ranks.
+        ConfigError: the ranks found different means in the loss. It is raised on all ranks.
     """
     parts = resolved.plan.batch.num_parts
     return Workload(

@@ -1,4 +1,4 @@
-"""`bigtrain explain`: a configuration of another tool in bigtrain's words, with its forecast."""
+"""`bigtrain explain`: show a configuration of another tool as a job, with its forecast."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ _CHOSEN = (
     *("mesh.", "train.micro_batch_size", "train.accumulation_steps", "model.chunked_loss"),
     "optim.implementation",
 )
-"""Keys that the planner chooses, or dotted_leaves to their defaults."""
+"""Keys that the planner chooses, or leaves at their defaults."""
 
 
 def main(arguments: list[str]) -> int:
-    """Explain a file; returns the exit status.
+    """Explain a file, and return the exit status.
+
+    Args:
+        arguments: the command line of `bigtrain explain`, without the program's name.
 
     Raises:
         ConfigError: the file, the model or a number is at fault.
@@ -49,10 +52,10 @@ def main(arguments: list[str]) -> int:
 
 
 def explain(options: ExplainOptions) -> Explanation:
-    """Read the file, forecast its plan, and look for a better one.
+    """Read the file, forecast its plan, and search for a better plan.
 
     Raises:
-        ConfigError: see `main`.
+        ConfigError: the file, the model or a number is at fault.
     """
     request = read_request(options.file)
     ranks = settle_ranks(request, options.devices)
@@ -67,7 +70,7 @@ def explain(options: ExplainOptions) -> Explanation:
     pasted = pasted_words(request, subject)
     words = forecast_words(request, subject)
     file = forecast_file(request, ranks.value, cluster, words, pasted)
-    # The planner chooses mesh and micro-batch; and the loss, which need not have whole logits.
+    # The planner chooses the mesh, the micro-batch, and whether the loss is computed in chunks.
     free = [word for word in words if not word.startswith(_CHOSEN)]
     pasted = [word for word in pasted if not word.startswith("optim.implementation")]
     job = load_job(None, "single", free)
@@ -87,7 +90,7 @@ def _model(request: ToolRequest, model: str | None) -> str:
 
 
 def _cluster(request: ToolRequest, name: str | None, ranks: int) -> tuple[Cluster, str]:
-    """The devices, and a note on them if the user has named none."""
+    """Return the devices, and a note if the user has named none."""
     if name is not None:
         return load_cluster(name), ""
     if accelerator() is None and not request.on_cpu:
@@ -107,10 +110,10 @@ def _check_devices(ranks: int, cluster: Cluster) -> None:
 
 
 def _take_words(request: ToolRequest, words: list[str]) -> None:
-    """Let the user's own keys go before those of the file.
+    """Override keys of the file by the keys on the command line.
 
     Raises:
-        ConfigError: a word is no key with a value.
+        ConfigError: an override is not a key with a value.
     """
     tree = parse_overrides(words)
     for path in tree.origins:

@@ -14,7 +14,7 @@ from bigtrain.files.parse import MOST_YAML, parse_json, parse_yaml
 from bigtrain.files.regular import check_name, read_text
 
 KINDS_TEXT = "a DeepSpeed JSON, or a YAML of Accelerate, axolotl or TRL"
-"""The files that are read, for messages."""
+"""The kinds of files that can be read, for messages."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class ConfigFile:
     """The values of a file and the lines of its keys."""
 
     path: str
+    """The path as it was given."""
     values: Mapping[str, Any]
+    """The content of the file."""
     lines: Mapping[str, int]
-    """By dotted key; empty for a part that was not written in a file."""
+    """By dotted key, the line, from 1. Keys that were not written in the file are left out."""
 
     def line_of(self, key: str) -> int | None:
-        """Return the line of a key, or of the nearest enclosing key that has one."""
+        """Return the line of a dotted key, or of the nearest enclosing key; None if unknown."""
         while key:
             if key in self.lines:
                 return self.lines[key]
@@ -36,11 +38,11 @@ class ConfigFile:
 
 
 def read_config_file(path: str, named_by: str = "FILE") -> ConfigFile:
-    """Read a file.
+    """Read a JSON or YAML file with the line of each key.
 
     Args:
-        path: its path.
-        named_by: the argument or key that named it, for messages.
+        path: the path of the file.
+        named_by: the argument or key that named the file, for messages.
 
     Raises:
         ConfigError: there is no such file, it cannot be read, it is neither JSON nor YAML, or it
@@ -63,10 +65,18 @@ def read_config_file(path: str, named_by: str = "FILE") -> ConfigFile:
 
 
 def find_referenced(path: str, named_in: ConfigFile, key: str) -> str:
-    """Return the path of a file that another file names: from the current folder, or beside it.
+    """Return the path of a file that another file names.
+
+    The path is relative to the current folder or, if it does not exist there, to the folder of the
+    file that names it.
+
+    Args:
+        path: the path as it is written.
+        named_in: the file that names it.
+        key: the dotted key that names it.
 
     Raises:
-        ConfigError: it is in neither place.
+        ConfigError: the file is in neither folder.
     """
     beside = Path(named_in.path).parent / path
     for candidate in (Path(path).expanduser(), beside):
@@ -81,7 +91,7 @@ def find_referenced(path: str, named_in: ConfigFile, key: str) -> str:
 
 
 def dotted_leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each leaf; a list, and an empty mapping, is one."""
+    """Yield the dotted key and the value of each leaf. Lists and empty mappings are leaves."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from dotted_leaves(value, f"{above}{key}.")
@@ -95,7 +105,7 @@ def _json(path: str, text: str, named_by: str) -> tuple[Any, dict[str, int]]:
     except UnreadableError as error:
         raise ConfigError(f"{named_by}: {error}") from None
     try:
-        # JSON is YAML but for tabs; only the lines are taken from this reading.
+        # YAML contains JSON, except for tabs. The YAML parser is used only for the lines.
         root, _ = parse_yaml(text.replace("\t", " "))
     except yaml.YAMLError:
         return values, {}

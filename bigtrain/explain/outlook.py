@@ -1,4 +1,4 @@
-"""The forecast of the file's plan, and a better plan on the same devices."""
+"""Forecast the file's plan, and search for a better plan on the same devices."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from bigtrain.timing.run_seconds import forecast_on
 from bigtrain.timing.step_time import StepTimer
 
 FASTER = 0.98
-"""A plan is better if it takes at most this share of the seconds ..."""
+"""A plan is better if it takes at most this share of the seconds of the file's plan."""
 SMALLER = 0.9
-"""... or at most this share of the memory in no more time."""
+"""A plan is also better if it takes at most this share of the memory, and no more seconds."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,30 @@ class Outlook:
     """The predicted peak and seconds of one plan."""
 
     label: str
+    """The words of the strategy."""
     words: tuple[str, ...]
-    """Options and keys after the name of the script, to run it."""
+    """Options and keys that run the plan, to write after the name of the script."""
     peak: Peak | None
+    """The peak of the fullest rank; None without a forecast."""
     seconds: float | None
+    """Seconds of an optimizer step; None without a forecast."""
     note: str = ""
-    """Why there is no forecast."""
+    """Why the peak or the seconds are missing; empty if neither is."""
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """Bytes at the peak by kind."""
+        """Bytes at the peak, by kind of tensor; empty without a forecast."""
         return {} if self.peak is None else self.peak.breakdown.by_kind()
 
 
 @dataclass(frozen=True)
 class Better:
-    """The answer of the planner."""
+    """A better plan than the file's, if the planner has found one."""
 
     plan: Outlook | None
+    """The better plan; None if there is none."""
     reason: str
-    """Why it is better; or why there is none."""
+    """Why the plan is better, or why there is no better plan."""
     limit: int
     """Bytes that the tensors of a rank may take."""
 
@@ -65,14 +69,16 @@ def forecast_file(
     """Forecast the plan of a file.
 
     Args:
-        request: settled; gets a finding for what the model refuses.
+        request: the request, with settled strategy and batch. If the model refuses a key, the key
+            is removed and a finding is added.
         ranks: the number of ranks.
-        cluster: its rates give the seconds.
-        words: the job, see `settle.forecast_words`.
-        pasted: the job to run, without strategy and batch.
+        cluster: the devices; their rates determine the seconds.
+        words: the keys of the job that is forecast; see `settle.forecast_words`.
+        pasted: the keys of the job to run, without strategy and batch; see
+            `settle.pasted_words`.
 
     Returns:
-        The forecast; without a peak, its note says why.
+        The forecast. If it has no peak, its note contains the reason.
     """
     for _ in range(_MOST_TRIES):
         own = _own_words(request, words, pasted)
@@ -81,7 +87,7 @@ def forecast_file(
             return Outlook(request.words, own, peak, seconds, note)
         except ConfigError as error:
             reason = str(error)
-            # A refusal begins with the key, or names it in brackets after a parameter.
+            # A refusal begins with the key, or has it in parentheses after a parameter.
             refused = next(
                 (key for key in _REPLACED if reason.startswith(key) or f"({key}" in reason), None
             )
@@ -105,7 +111,7 @@ _REPLACED: dict[str, str | None] = {
     "model.lora.quantize": None,
     "model.chunked_loss": None,
 }
-"""Keys that a strategy or a model may refuse, and the word with which a plan is forecast then."""
+"""Keys that a strategy or a model may refuse, each with the override for the forecast instead."""
 _MOST_TRIES = 4
 
 
@@ -140,7 +146,7 @@ def _forecast(
 def _own_words(
     request: ToolRequest, words: Sequence[str], pasted: Sequence[str]
 ) -> tuple[str, ...]:
-    """The words that run the file's plan."""
+    """Return the options and keys that run the file's plan."""
     batch = [
         unquoted_word(key, request.keys[key].value)
         for key in ("train.global_batch_size", "train.micro_batch_size")
@@ -164,15 +170,18 @@ def find_better(
     memory: str | None,
     pasted: Sequence[str],
 ) -> Better:
-    """Search a plan for the same model, batch and devices that is faster, or fits where it did not.
+    """Search for a better plan for the same model, batch and devices.
+
+    A plan is better if it is faster, smaller, or fits the devices where the file's plan does not.
 
     Args:
         file: the forecast of the file's plan.
         job: the job without a strategy.
         ranks: the number of devices.
         cluster: the devices.
-        memory: the memory of a device, as typed; None for the cluster's.
-        pasted: the job to run, without strategy and batch.
+        memory: the memory of a device, a size such as 40GiB; None for the cluster's.
+        pasted: the keys of the job to run, without strategy and batch; see
+            `settle.pasted_words`.
 
     Raises:
         ConfigError: a size is wrong, or the cluster has too few devices.
@@ -199,7 +208,7 @@ def find_better(
 
 
 def _choose(file: Outlook, planned: PlannedAnswer) -> tuple[EvaluatedPlan | None, str]:
-    """Return the better plan and the reason, or None and why there is none."""
+    """Return a better plan and the reason, or None and why no plan is better."""
     best, limit = planned.result.best[0], planned.question.limit
     if file.peak is None:
         return best, "the file's plan could not be forecast"
@@ -218,7 +227,12 @@ def _choose(file: Outlook, planned: PlannedAnswer) -> tuple[EvaluatedPlan | None
 
 
 def plan_words(found: EvaluatedPlan, pasted: Sequence[str]) -> list[str]:
-    """Return the options and keys that run a plan: presets where they say the same."""
+    """Return the options and keys that run a plan, with presets where they set the same values.
+
+    Args:
+        found: the plan.
+        pasted: the keys of the job to run, without strategy and batch.
+    """
     label, roles = found.label, found.job.strategy.roles()
     named = _named_roles(label)
     if not named.keys() <= roles.keys():
@@ -241,7 +255,7 @@ def plan_words(found: EvaluatedPlan, pasted: Sequence[str]) -> list[str]:
 
 
 def _named_roles(label: str) -> Mapping[Role, RoleConfig]:
-    """The roles that the words of a label set; those of `single` if they are no presets."""
+    """Return the roles that the presets of a label set, or `single`'s roles for unknown presets."""
     try:
         return load_job(None, label).strategy.roles()
     except ConfigError:

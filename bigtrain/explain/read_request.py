@@ -1,4 +1,4 @@
-"""Tell the four kinds of files apart, and read each by its own module."""
+"""Distinguish the four kinds of files, and read each with its own module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MARKS = {
     "TRL": trl_file.TRL_MARKS,
     "DeepSpeed": deepspeed_file.DEEPSPEED_MARKS,
 }
-"""Keys that only files of one kind have."""
+"""By tool, keys that only its files have."""
 _KEYS = {
     "Accelerate": accelerate_file.ACCELERATE_KEYS.known,
     "axolotl": axolotl_keys.AXOLOTL_KEYS.known,
@@ -36,12 +36,15 @@ _KEYS = {
     "DeepSpeed": deepspeed_file.DEEPSPEED_KEYS,
 }
 _LEAST_KNOWN = 2
-"""Known keys that a file without a mark needs to be taken for one of a kind."""
+"""The number of a tool's keys that identify its file, if the file has no key of `_MARKS`."""
 _SHOWN = 5
 
 
 def read_request(path: str) -> ToolRequest:
     """Read a file of any of the four kinds.
+
+    Args:
+        path: the path of the file.
 
     Raises:
         ConfigError: there is no such file, it is of another kind, or a value is impossible.
@@ -54,7 +57,7 @@ def tool_of(file: ConfigFile) -> str:
     """Return the tool that a file is for.
 
     Raises:
-        ConfigError: it is of none of the four kinds.
+        ConfigError: the file is of none of the four kinds.
     """
     for tool, marks in _MARKS.items():
         if any(mark in file.values for mark in marks):

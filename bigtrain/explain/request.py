@@ -1,4 +1,4 @@
-"""The requests of a file, in bigtrain's words, and its faults."""
+"""The settings that a file of another tool requests, as keys of a job, and its faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigtrain.job.deepspeed_sections import is_true
 
 FindingKind = Literal["contradiction", "no effect", "not forecast"]
 TYPED = "the command line"
-"""The reason for a value that the user has typed."""
+"""The reason for a value from the command line."""
 FINDING_KINDS: tuple[FindingKind, ...] = ("contradiction", "no effect", "not forecast")
 
 
@@ -21,9 +21,12 @@ class WrittenKey:
     """One key of a file with its value and its line."""
 
     path: str
+    """The path of the file."""
     key: str
+    """The dotted key."""
     value: Any = field(compare=False)  # lists have no hash
     line: int | None
+    """The line of the key, from 1; None if it is unknown."""
 
     def __str__(self) -> str:
         return f"{self.key}={shown_value(self.value)}"
@@ -31,26 +34,33 @@ class WrittenKey:
 
 @dataclass(frozen=True)
 class Asked:
-    """A value of a job, and where it comes from."""
+    """A value for a key of a job, and where it comes from."""
 
     value: Any
     written: tuple[WrittenKey, ...] = ()
-    """The keys that ask for it; empty if it is assumed."""
+    """The keys of the file that set the value; empty if it is assumed."""
     why: str = ""
-    """For a value that no key gives: the reason for it."""
+    """The reason for a value that no key sets; or a remark on a value that keys set."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A key that contradicts others, does nothing, or cannot be forecast."""
+    """Keys that contradict each other, do nothing, or cannot be forecast."""
 
     kind: FindingKind
     written: tuple[WrittenKey, ...]
+    """The keys."""
     reason: str
+    """The fault, without a full stop."""
     fix: str = ""
+    """The remedy, as a sentence; empty if there is none."""
 
     def line(self, file: str) -> str:
-        """Return it as one line; keys of other files than `file` are named with their path."""
+        """Return the finding as one line.
+
+        Args:
+            file: the path of the explained file. Keys of other files are shown with their path.
+        """
         numbers: dict[str, list[str]] = {}
         for each in self.written[:_LISTED]:
             if each.line is not None and str(each.line) not in numbers.setdefault(each.path, []):
@@ -68,32 +78,37 @@ class Finding:
 
 
 _LISTED = 6
-"""Keys that one line names."""
+"""The largest number of keys that one line names."""
 
 
 @dataclass
 class ToolRequest:
-    """The keys of a job that a file asks for. The reader of its kind fills it."""
+    """The settings that a file requests, as keys of a job. The module of the tool fills it."""
 
     tool: str
+    """The name of the tool, for messages."""
     file: ConfigFile
+    """The explained file."""
     strategy: Asked = field(default_factory=lambda: Asked("ddp", why="nothing is sharded"))
-    """The word of the technique that shares the model and its states among ranks."""
+    """The preset that distributes the model and its states over the ranks."""
     added: dict[str, Asked] = field(default_factory=dict)
-    """Words that are added to it by `+`: full, offload_cpu, ..."""
+    """Presets that are added to `strategy` by `+`: full, offload_cpu, ..."""
     keys: dict[str, Asked] = field(default_factory=dict)
     """Keys of the job, dotted."""
     ranks: Asked | None = None
+    """The number of ranks; None if the file does not set it."""
     model: Asked | None = None
+    """The name of the model; None if the file does not set it."""
     deepspeed: dict[str, Any] | None = None
-    """The part of a DeepSpeed configuration that decides its buffers."""
+    """The part of a DeepSpeed configuration for DeepSpeed's engine; None without a ZeRO stage."""
     deepspeed_path: str | None = None
-    """The DeepSpeed file, if it is the file that is explained."""
+    """The path of the DeepSpeed file, if it is the explained file."""
     layer_classes: Asked | None = None
-    """Names of the classes of layers that FSDP wraps."""
+    """Names of the layer classes that FSDP wraps; None if the file does not set them."""
     on_cpu: bool = False
-    """Whether the file asks for CPUs."""
+    """Whether the file requests training on CPUs."""
     findings: list[Finding] = field(default_factory=list)
+    """The faults of the file."""
     outside: list[str] = field(default_factory=list)
     """Keys that change neither the memory nor the seconds of a step."""
 
@@ -105,13 +120,20 @@ class ToolRequest:
     def find(
         self, kind: FindingKind, written: Sequence[WrittenKey], reason: str, fix: str = ""
     ) -> None:
-        """Add a finding; nothing is added for no key."""
+        """Add a finding about keys. Without a key, nothing is added.
+
+        Args:
+            kind: the kind of fault.
+            written: the keys.
+            reason: the fault, without a full stop.
+            fix: the remedy, as a sentence.
+        """
         if written:
             self.findings.append(Finding(kind, tuple(written), reason, fix))
 
     @property
     def usable_file(self) -> str | None:
-        """The DeepSpeed file, if a job can use it unchanged and nothing in it is contradictory."""
+        """The path of the DeepSpeed file, if a job can use the file unchanged; otherwise None."""
         faulty = ("contradiction", "not forecast")
         is_faulty = any(finding.kind in faulty for finding in self.findings)
         return None if is_faulty else self.deepspeed_path
@@ -122,11 +144,11 @@ class ToolRequest:
 
 
 class FileSection:
-    """The keys of a file, or of one of its sections, as a reader asks for them.
+    """Access to the keys of a file, or of one of its sections.
 
     Args:
         file: the file.
-        values: the section.
+        values: the values of the section.
         above: the dotted key of the section with a dot at its end; empty for the whole file.
     """
 
@@ -134,7 +156,7 @@ class FileSection:
         self.file, self.values, self._above = file, values, above
 
     def get(self, key: str) -> Any:
-        """Return the value of a dotted key; None if it is not set."""
+        """Return the value of a dotted key; None if it is not set, empty, or the word none."""
         value: Any = self.values
         for part in key.split("."):
             if not isinstance(value, Mapping):
@@ -143,14 +165,14 @@ class FileSection:
         return None if value in ("", "none", "None", "null") else value
 
     def is_on(self, key: str) -> bool:
-        """Whether a key switches something on."""
+        """Whether a key has a value other than false, no, off, 0 or an empty one."""
         value = self.get(key)
         if isinstance(value, str):
             return value.lower() not in ("false", "no", "off", "0")
         return bool(value)
 
     def written(self, *keys: str) -> list[WrittenKey]:
-        """Return those keys that are written with a value."""
+        """Return those of the keys that are written with a value."""
         return [
             WrittenKey(
                 self.file.path,
@@ -163,11 +185,16 @@ class FileSection:
         ]
 
     def asked(self, key: str, value: Any = None) -> Asked:
-        """Return the value of a key, or what it means."""
+        """Return a key of the file as a value for a job.
+
+        Args:
+            key: the key of the file.
+            value: the value for the job; None for the value in the file.
+        """
         return Asked(self.get(key) if value is None else value, tuple(self.written(key)))
 
     def inner(self, key: str) -> FileSection | None:
-        """Return an inner section; None if it is no mapping."""
+        """Return an inner section; None if the key is not a mapping."""
         values = self.get(key)
         if not isinstance(values, Mapping):
             return None
@@ -182,8 +209,12 @@ class FileSection:
     def count(self, key: str, least: int = 1) -> Asked | None:
         """Return a whole number; None if the key is not set or is `auto`.
 
+        Args:
+            key: the key of the file.
+            least: the smallest number that is accepted.
+
         Raises:
-            ConfigError: the value is no such number.
+            ConfigError: the value is not a whole number, or is less than `least`.
         """
         return self._number(key, least, whole=True)
 
@@ -191,7 +222,7 @@ class FileSection:
         """Return a number, which YAML may have read as text (1e-4); see `count`.
 
         Raises:
-            ConfigError: the value is no number.
+            ConfigError: the value is not a number, or is less than `least`.
         """
         return self._number(key, least, whole=False)
 
@@ -215,13 +246,13 @@ class FileSection:
         return self.asked(key, int(number) if number == int(number) else number)
 
     def place(self, key: str) -> str:
-        """Return the path with the line of a key."""
+        """Return the path of the file with the line of a key, PATH:LINE."""
         line = self.file.line_of(f"{self._above}{key}")
         return self.file.path if line is None else f"{self.file.path}:{line}"
 
 
 def shown_value(value: object) -> str:
-    """Return a value as YAML writes it, in one short line."""
+    """Return a value as YAML, in one short line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -234,5 +265,5 @@ def shown_value(value: object) -> str:
 
 
 def said_true(value: object) -> bool:
-    """Whether a tool takes a value for true; `auto` counts, as the tool then chooses."""
+    """Whether a tool may take a value for true. `auto` counts, because the tool then chooses."""
     return value == "auto" or is_true(value)

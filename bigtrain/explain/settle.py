@@ -1,4 +1,4 @@
-"""Ranks and batch of a request, and the words of the job that it means."""
+"""Settle the ranks, strategy and batch of a request, and return the keys of its job."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _STEPS = "train.accumulation_steps"
 _GLOBAL = "train.global_batch_size"
 _LENGTH = "data.args.sequence_length"
 DATA_PLACEHOLDER = "DATA.jsonl"
-"""The path of the data in a command, which the user replaces."""
+"""The path of the data in a command; the user replaces it."""
 _SCHEDULES = ("optim.warmup", "optim.schedule", "train.epochs", "train.steps")
-"""The length of a run changes neither its memory nor the seconds of a step."""
+"""Keys of the length of a run, which changes neither its memory nor the seconds of a step."""
 
 
 def settle_ranks(request: ToolRequest, devices: int | None) -> Asked:
-    """Find the number of ranks: from the command, the file, or the file's batch.
+    """Return the number of ranks: from the command line, the file, or the file's batch.
 
     Args:
-        request: what the file asks for.
-        devices: the number on the command line.
+        request: the settings that the file requests.
+        devices: the number on the command line; None without one.
 
     Raises:
-        ConfigError: no number is known anywhere.
+        ConfigError: neither the command line nor the file determines the number.
     """
     if devices is not None:
         said = request.ranks
@@ -53,7 +53,13 @@ def settle_ranks(request: ToolRequest, devices: int | None) -> Asked:
 
 
 def settle_strategy(request: ToolRequest, ranks: int, cluster: Cluster) -> None:
-    """Adapt words that depend on the number of ranks, or on those of a node."""
+    """Adapt strategies that depend on the number of ranks, or on the ranks of a node.
+
+    Args:
+        request: the settings that the file requests; its strategy and keys may change.
+        ranks: the number of ranks.
+        cluster: the devices.
+    """
     asked, node = request.strategy, min(ranks, cluster.node.devices)
     if asked.value == "hybrid":
         word = "fsdp" if node == ranks else f"hybrid_{node}"
@@ -70,12 +76,20 @@ def settle_strategy(request: ToolRequest, ranks: int, cluster: Cluster) -> None:
 
 
 def settle_batch(request: ToolRequest, ranks: int) -> None:
-    """Complete the three keys of the batch, and report those that do not fit together."""
+    """Complete the three keys of the batch, and report values that contradict each other.
+
+    Args:
+        request: the settings that the file requests; its keys and findings change.
+        ranks: the number of ranks.
+
+    Raises:
+        ConfigError: the global batch of the command line does not fit the other keys.
+    """
     sizes = [request.keys[key].value for key in ("mesh.tp", "mesh.pp") if key in request.keys]
     replicas = max(1, ranks // max(1, _product(sizes)))
     total, micro, steps = (request.keys.get(key) for key in (_GLOBAL, _MICRO, _STEPS))
     if total is not None and total.why == TYPED and steps and steps.why != TYPED:
-        steps = None  # the user's batch goes before the file's accumulation
+        steps = None  # the command line overrides the file's accumulation
     if total is not None and micro is None:
         share = max(1, total.value // replicas)
         made = max(1, share // (steps.value if steps is not None else 1))
@@ -123,7 +137,7 @@ def forecast_words(request: ToolRequest, subject: ExplainedModel) -> list[str]:
     """Return the keys of the job that is forecast, KEY=VALUE.
 
     Args:
-        request: settled; the user's own keys are among its own.
+        request: the request, with settled strategy and batch; keys of the command line are in it.
         subject: the model.
     """
     made = [f"model.name={subject.name}"]
@@ -139,7 +153,12 @@ def forecast_words(request: ToolRequest, subject: ExplainedModel) -> list[str]:
 
 
 def pasted_words(request: ToolRequest, subject: ExplainedModel) -> list[str]:
-    """Return the keys of the job that a user would run, KEY=VALUE, without strategy and batch."""
+    """Return the keys of the job to run, KEY=VALUE, without strategy, mesh and batch.
+
+    Args:
+        request: the request, with settled strategy and batch.
+        subject: the model.
+    """
     made, keys = [f"model.name={subject.name}"], _keys(request, subject)
     left_out = [_MICRO, _STEPS, _GLOBAL, "model.chunked_loss", "mesh."]
     if subject.is_language and subject.data:
@@ -161,12 +180,12 @@ def _words(keys: Mapping[str, Asked], left_out: Sequence[str]) -> list[str]:
 
 
 def _keys(request: ToolRequest, subject: ExplainedModel) -> dict[str, Asked]:
-    """The keys that this model has."""
+    """Return the keys of the request that apply to the model and the optimizer."""
     keys = dict(request.keys)
     if not (subject.is_language and subject.name.startswith("hf:")):
         keys.pop("model.chunked_loss", None)
     if keys.get("model.chunked_loss") is not None and keys["model.chunked_loss"].value is True:
-        del keys["model.chunked_loss"]  # it is chosen where the model's head allows it
+        del keys["model.chunked_loss"]  # chunks are the default if the head allows it
     if keys.get("optim.implementation") is not None and keys["optim.name"].value not in (
         "adamw",
         "sgd",
@@ -176,14 +195,21 @@ def _keys(request: ToolRequest, subject: ExplainedModel) -> dict[str, Asked]:
 
 
 def command(ranks: int, cluster: Cluster, words: Sequence[str]) -> str:
-    """Return a command that can be pasted into a shell."""
+    """Return the command that starts a run, quoted for a shell.
+
+    Args:
+        ranks: the number of ranks.
+        cluster: the devices, which determine the ranks of a node.
+        words: the options and keys of `bigtrain/train.py`.
+    """
     node = cluster.node.devices
     if ranks == 1:
         launcher = ["python", "bigtrain/train.py"]
     elif ranks <= node:
         launcher = ["deepspeed", "--num_gpus", str(ranks), "bigtrain/train.py"]
     else:
-        nodes = -(-ranks // node)
+        # torchrun starts the same number of ranks on each node.
+        nodes = next(n for n in range(-(-ranks // node), ranks + 1) if ranks % n == 0)
         launcher = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}"]
         launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29400", "bigtrain/train.py"]
     return shlex.join([*launcher, *words])

@@ -1,4 +1,4 @@
-"""The explanation of a file as text, and as one JSON document."""
+"""Show the explanation of a file as text, or as one JSON document."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ _GLOBAL, _LENGTH = "train.global_batch_size", "data.args.sequence_length"
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that is known of a file."""
+    """The settings of a file, its forecast, and a better plan."""
 
     request: ToolRequest
+    """The settings that the file requests."""
     subject: ExplainedModel
+    """The model."""
     ranks: Asked
+    """The number of ranks."""
     cluster: Cluster
+    """The devices."""
     cluster_note: str
-    """Why this cluster, if the user named none."""
+    """Where the devices come from; empty if the user has named them."""
     file: Outlook
+    """The forecast of the file's plan."""
     better: Better
+    """The better plan, if there is one."""
 
     @property
     def command(self) -> str:
@@ -42,7 +48,7 @@ class Explanation:
 
     @property
     def better_command(self) -> str | None:
-        """The command that runs the better plan."""
+        """The command that runs the better plan; None without one."""
         if self.better.plan is None:
             return None
         return command(self.ranks.value, self.cluster, self.better.plan.words)
@@ -54,7 +60,7 @@ class Explanation:
 
 
 def text_lines(told: Explanation) -> Iterator[str]:
-    """Yield the lines for a person."""
+    """Yield the lines of the explanation for a person."""
     request, subject = told.request, told.subject
     note = f" ({told.cluster_note})" if told.cluster_note else ""
     yield (
@@ -92,7 +98,7 @@ def text_lines(told: Explanation) -> Iterator[str]:
 
 
 def asked_rows(told: Explanation) -> Iterator[tuple[str, str, str]]:
-    """Yield name, value and source of each part that the file asks for."""
+    """Yield name, value and source of each setting that the file requests."""
     request, keys = told.request, told.request.keys
     words = [request.strategy, *request.added.values()]
     yield "strategy", request.words, _source(told, *words)
@@ -139,7 +145,7 @@ def asked_rows(told: Explanation) -> Iterator[tuple[str, str, str]]:
 
 
 def _source(told: Explanation, *parts: Asked) -> str:
-    """Where values come from: lines of the file, or the reasons for them."""
+    """Return where values come from: lines of a file, or the reasons for the values."""
     written = dict.fromkeys(each for part in parts for each in part.written)
     path = told.request.file.path
     words = []
@@ -152,7 +158,7 @@ def _source(told: Explanation, *parts: Asked) -> str:
 
 
 def _figures(told: Explanation) -> Iterator[str]:
-    """Yield the table of the file's forecast beside the better plan's."""
+    """Yield the table with the forecasts of the file's plan and of the better plan."""
     plans = [("this file", told.file)]
     if told.better.plan is not None:
         plans.append((f"better: {told.better.plan.label}", told.better.plan))

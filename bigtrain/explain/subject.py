@@ -1,4 +1,4 @@
-"""The model that a file is explained for, and what the file says about its layers."""
+"""The model that a file is explained for, and a check of the layers that the file names."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class ExplainedModel:
-    """A model with samples for it."""
+    """A model, and overrides for samples of its form."""
 
     name: str
     """`model.name` of a job."""
     spec: ModelSpec
+    """The description of the model."""
     model: nn.Module
-    """On the meta device, without adapters."""
+    """The model on the meta device, without adapters."""
     data: tuple[str, ...]
-    """Words that give samples of the file's length; empty if the user's words do."""
+    """Overrides for samples of the file's length; empty if the command line names the data."""
     is_language: bool
+    """Whether the model is a causal language model."""
 
     @property
     def class_name(self) -> str:
@@ -45,15 +47,15 @@ class ExplainedModel:
 
     @property
     def parameters(self) -> int:
-        """Elements of the parameters."""
+        """The number of elements of all parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
 
 def job_name_of(model: str) -> str:
-    """Return `model.name` for the argument MODEL: a folder and an id of the Hub get `hf:`.
+    """Return `model.name` for the argument MODEL: folders and ids of the Hub get `hf:`.
 
     Raises:
-        ConfigError: it looks like a path, and there is no such folder.
+        ConfigError: the argument looks like a path, and there is no such folder.
     """
     if model.startswith(HF) or ":" in model:
         return model
@@ -68,18 +70,19 @@ def job_name_of(model: str) -> str:
 
 
 def open_subject(request: ToolRequest, model: str, words: Sequence[str]) -> ExplainedModel:
-    """Describe the model, and choose samples for it.
+    """Return the model on the meta device, and choose samples for it.
 
     Args:
-        request: what the file asks for; gets the sequence length if it has none.
+        request: the settings that the file requests. A missing sequence length is added, and keys
+            that do not apply to the model are removed.
         model: the argument MODEL.
-        words: the user's own keys, KEY=VALUE.
+        words: the overrides on the command line, KEY=VALUE.
 
     Raises:
         ConfigError: there is no such model, or no samples for it are known.
     """
     name = job_name_of(model)
-    if not name.startswith(HF):  # the file's fields are those of transformers
+    if not name.startswith(HF):  # the file's arguments are for transformers
         request.keys = {
             key: asked
             for key, asked in request.keys.items()
@@ -108,12 +111,12 @@ def open_subject(request: ToolRequest, model: str, words: Sequence[str]) -> Expl
 
 
 def _initial(name: str) -> str | None:
-    """`model.pretrained` for a forecast, which reads no weights."""
+    """Return `model.pretrained` for a forecast, which reads no weights."""
     return "none" if name.startswith(HF) else None
 
 
 def _length(request: ToolRequest, spec: ModelSpec) -> int:
-    """Return the tokens of a sample; an assumption is added to the request."""
+    """Return the tokens of a sample; add an assumed or corrected length to the request."""
     known = request.keys.get(_LENGTH)
     most = spec.sequence_length
     if spec.hub is not None:
@@ -146,7 +149,7 @@ def _vocabulary(spec: ModelSpec) -> int | None:
 def _samples(
     spec: ModelSpec, name: str, length: int | None, vocabulary: int | None
 ) -> tuple[str, ...]:
-    """Return the words for samples of the right form, which need no files.
+    """Return overrides for synthetic samples of the form that the model needs.
 
     Raises:
         ConfigError: the form is not known.
@@ -170,7 +173,12 @@ def _samples(
 
 
 def check_layers(request: ToolRequest, subject: ExplainedModel) -> None:
-    """Compare the names of layers in the file with those of the model."""
+    """Report names of layers in the file that the model does not have.
+
+    Args:
+        request: the settings that the file requests; its keys and findings change.
+        subject: the model.
+    """
     if request.layer_classes is not None:
         classes = {type(module).__name__ for module in subject.model.modules()}
         missing = [name for name in request.layer_classes.value if name not in classes]
@@ -192,7 +200,7 @@ def check_layers(request: ToolRequest, subject: ExplainedModel) -> None:
 
 
 def _take_default_targets(request: ToolRequest, subject: ExplainedModel) -> None:
-    """Take peft's targets for this kind of model, as it does if a file names none."""
+    """Set the targets to peft's default for the kind of model, as peft does without targets."""
     kind = subject.spec.hub.folder.settings.get("model_type") if subject.spec.hub else None
     constants = import_library("peft.utils.constants", "model.lora")
     known: Mapping[str, list[str]] = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -210,7 +218,7 @@ def _take_default_targets(request: ToolRequest, subject: ExplainedModel) -> None
 
 
 def _check_names(request: ToolRequest, subject: ExplainedModel, key: str) -> None:
-    """Report names that fit no module, and drop them; patterns are replaced by what they fit."""
+    """Report and drop names that fit no module; replace patterns by the modules that they fit."""
     asked = request.keys.get(key)
     if asked is None:
         return
@@ -249,7 +257,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _fits(name: str, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Return the words of a job for a name or regular expression; empty if nothing fits."""
+    """Return the names in a job for a name or regular expression; empty if no layer fits."""
     if name == ALL_LINEAR:
         return [name]
     if any(layer == name or layer.endswith(f".{name}") for layer in layers):

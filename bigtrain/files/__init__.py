@@ -1,6 +1,6 @@
-"""Reading files, folders and environment variables that others wrote: bounded and checked.
+"""Read files, folders and environment variables that others wrote, with limits and checks.
 
-Decides what counts as a file, how large and how deeply nested its content may be, the form of
-safetensors headers, and how a cache is read, replaced and discarded. Every reader raises the same
-error, `errors.UnreadableError`.
+This package decides which paths count as files, how large and how deeply nested their content may
+be, and which safetensors headers are accepted. It also decides how a cache is read, replaced and
+discarded. Every reader raises the same error, `errors.UnreadableError`.
 """

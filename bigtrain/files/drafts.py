@@ -1,8 +1,8 @@
 """Atomic replacement of files, and caches that are rebuilt when they are damaged.
 
 A file is written as a draft in the target's folder and then renamed. The writing process locks its
-draft. The system releases the lock when the process ends, for whatever reason, so the next writer
-in the folder recognizes abandoned drafts and removes them.
+draft. The system releases the lock when the process ends, for whatever reason. So the next writer
+in the folder recognizes abandoned drafts, and removes them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,25 @@ _OWN = re.compile(r"\..+\.draft-[a-z0-9_]{8}")
 _UNLOCKED = re.compile(
     r"\.text-[0-9a-f]{24}\.bin\.[a-z0-9_]{8}|(rates|blocks|residuals)-[a-z0-9_]{8}"
 )
-"""Drafts of versions up to 1.0, which held no lock: they count as abandoned after a day."""
+"""The names of drafts that versions up to 1.0 write, without a lock."""
 _OLD_S = 86400
+"""The seconds after which a draft without a lock counts as abandoned."""
 _OTHER_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SAID: set[str] = set()
-"""Paths of damaged caches that this process has already reported."""
+"""The paths of damaged caches that this process has reported."""
 
 
 @contextlib.contextmanager
 def replacing_file(target: Path) -> Iterator[BinaryIO]:
-    """Open a draft for writing that replaces `target` when the block ends without an error.
+    """Open a draft for writing that replaces a file when the `with` block ends without an error.
 
     Abandoned drafts in the same folder are removed first.
 
+    Args:
+        target: the file to replace. Its folder is made if it is missing.
+
     Raises:
-        OSError: the file cannot be written; the draft is removed and `target` is unchanged.
+        OSError: the file cannot be written. The draft is removed, and `target` is unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_left_drafts(target.parent)
@@ -50,7 +54,7 @@ def replacing_file(target: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()  # a full disk raises here, before the old file is replaced
-            os.replace(draft, target)  # while the lock is held
+            os.replace(draft, target)  # while the draft is locked, so that nobody removes it
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
@@ -59,16 +63,16 @@ def replacing_file(target: Path) -> Iterator[BinaryIO]:
 def _locked_draft(target: Path) -> tuple[int, str]:
     while True:
         descriptor, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}{_MARK}")
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_same(descriptor, draft):
             return descriptor, draft
-        # Between creation and lock another process took the draft for an abandoned one.
+        # Before the draft was locked, another process has taken it for abandoned and removed it.
         os.close(descriptor)
 
 
 def remove_left_drafts(folder: Path) -> None:
-    """Remove the drafts of processes that have ended."""
+    """Remove the drafts of ended processes from a folder; errors are ignored."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(folder)):
             if _OWN.fullmatch(entry.name) or _UNLOCKED.fullmatch(entry.name):
@@ -83,7 +87,7 @@ def _remove_left(entry: os.DirEntry[str]) -> None:
         return
     descriptor = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: it is being written
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: another process writes
         if _is_same(descriptor, entry.path):
             os.unlink(entry.path)
     finally:
@@ -103,8 +107,8 @@ def read_cache(path: Path) -> dict[str, Any]:
     Damage is reported once per process, and the next writer replaces the file.
 
     Raises:
-        UnreadableError: the file exists but the system refuses to read it, so it must not be
-            replaced.
+        UnreadableError: the file exists, but the system refuses to read it. The caller must not
+            replace it.
     """
     try:
         return read_json_object(path)
@@ -118,7 +122,12 @@ def read_cache(path: Path) -> dict[str, Any]:
 
 
 def say_damaged(path: Path, reason: str) -> None:
-    """Report a damaged cache on stderr, once per process and on one rank only."""
+    """Report a damaged cache on standard error, once per process and on rank 0 only.
+
+    Args:
+        path: the path of the cache.
+        reason: the reason why the cache cannot be read.
+    """
     others = any(os.environ.get(name, "0") != "0" for name in _OTHER_RANKS)
     if not others and str(path) not in _SAID:
         _SAID.add(str(path))
@@ -130,8 +139,13 @@ def say_damaged(path: Path, reason: str) -> None:
 def write_cache(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:
     """Replace the entries of a cache file.
 
+    Args:
+        path: the path of the file.
+        values: the entries, as JSON values.
+        indent: see `json.dumps`.
+
     Raises:
-        OSError: the file cannot be written; it keeps its old entries.
+        OSError: the file cannot be written. It still has its old entries.
     """
     text = json.dumps(values, indent=indent)
     with replacing_file(path) as file:

@@ -1,7 +1,7 @@
-"""JSON and YAML that others wrote, with bounded nesting and repetition and without double keys.
+"""Parse JSON and YAML that others wrote, with limits on nesting and repetition.
 
 In both languages a few hundred bytes can describe a value that exhausts memory or the recursion
-limit: brackets within brackets, and in YAML aliases that repeat values within each other.
+limit: by brackets within brackets, and in YAML by aliases that repeat values within each other.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from bigtrain.errors import UnreadableError, plain_text
 from bigtrain.files.regular import MOST_TEXT, read_bytes
 
 MOST_DEPTH = 64
-"""Levels of nested collections."""
+"""The most levels of nested collections."""
 MOST_REPEATED = 10_000
-"""Values that the aliases of a YAML file may expand to, in addition to those that are written."""
+"""The most values that the aliases of a YAML file may add to the values that are written."""
 MOST_YAML = 8 << 20
+"""The most bytes of a YAML file."""
 
 
 def parse_json(data: bytes | str, source: object, fix: str = "") -> Any:
@@ -30,7 +31,7 @@ def parse_json(data: bytes | str, source: object, fix: str = "") -> Any:
 
     Args:
         data: the text, or its UTF-8 bytes.
-        source: the file or variable it comes from, for the message.
+        source: the file or variable that contains the text, for the message.
         fix: advice for the message, as a sentence.
 
     Raises:
@@ -44,7 +45,7 @@ def parse_json(data: bytes | str, source: object, fix: str = "") -> Any:
         raise UnreadableError(shown, f"it is not JSON ({error.msg})", fix) from None
     except RecursionError:
         raise UnreadableError(source, _deep("its values are"), fix) from None
-    except ValueError as error:  # a key twice, an endless number, no UTF-8
+    except ValueError as error:  # a key twice, too many digits in a number, or no UTF-8
         raise UnreadableError(source, plain_text(error), fix) from None
     fault = _json_fault(value)
     if fault is not None:
@@ -54,6 +55,11 @@ def parse_json(data: bytes | str, source: object, fix: str = "") -> Any:
 
 def read_json(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT) -> Any:
     """Return the value in a JSON file.
+
+    Args:
+        path: the path of the file.
+        fix: advice for the message, as a sentence.
+        most: limit in bytes; a larger file is refused.
 
     Raises:
         UnreadableError: see `read_bytes` and `parse_json`.
@@ -66,15 +72,24 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Return the object in a JSON file.
 
+    Args:
+        path: see `read_json`.
+        fix: see `read_json`.
+        most: see `read_json`.
+
     Raises:
-        UnreadableError: the file holds another kind of value; see also `read_bytes` and
-            `parse_json`.
+        UnreadableError: the file has another kind of value; see also `read_bytes` and `parse_json`.
     """
     return as_object(read_json(path, fix, most), path, fix)
 
 
 def as_object(value: Any, source: object, fix: str = "") -> dict[str, Any]:
     """Return a JSON value that must be an object.
+
+    Args:
+        value: the value.
+        source: see `parse_json`.
+        fix: see `parse_json`.
 
     Raises:
         UnreadableError: the value is not an object.
@@ -95,7 +110,10 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_fault(root: Any) -> str | None:
-    """Return the reason to refuse a JSON value, or None. Without recursion, as it may be deep."""
+    """Return the reason to refuse a JSON value, or None.
+
+    The search does not recurse, because the value may be nested deeply.
+    """
     level: list[Any] = [[root]]
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
@@ -123,7 +141,7 @@ def _deep(subject: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with bounded depth, whose errors name the line of the value at fault."""
+    """A SafeLoader with a limit of depth, whose errors name the line of the wrong value."""
 
     depth = 0
 
@@ -150,11 +168,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """Return the nodes of a YAML text, which know their lines, and its value.
+    """Return the root node of a YAML text, and its value; (None, None) for an empty text.
+
+    Nodes contain their lines, which a value does not.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, is nested too deeply, its aliases expand to too many
-            values, a value does not fit its tag, or a text has a character that no name has.
+        yaml.YAMLError: the text is not YAML; it is nested more than `MOST_DEPTH` deep; its aliases
+            add more than `MOST_REPEATED` values; a value does not fit its tag; or a text contains a
+            NUL or half of a surrogate pair.
     """
     loader = _Loader(text)
     try:
@@ -170,7 +191,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Refuse aliases that expand to too much or contain themselves, and odd characters."""
+    """Refuse aliases that add too many values or contain themselves, and wrong characters."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
     written = 0

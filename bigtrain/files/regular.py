@@ -1,6 +1,6 @@
-"""Opening files without ever waiting for something that is not a regular file.
+"""Open and read regular files only, without ever waiting for another kind of file.
 
-Reading a pipe without a writer, or some devices, would block forever. So each file is opened
+To read a pipe without a writer, or some devices, would block forever. So each file is opened
 without blocking, and its kind is checked before its first byte is read.
 """
 
@@ -22,16 +22,16 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 MOST_TEXT = 64 << 20
-"""Default limit in bytes for a file that is read as a whole."""
+"""The default limit in bytes for a file that is read as a whole."""
 MOST_LINES = 1 << 36
-"""Limit in bytes for a file that grows with every step of a run, or with the model."""
+"""The limit in bytes for a file that grows with every step of a run, or with the model."""
 
 
 def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:
-    """Open a file to read its bytes, without a buffer.
+    """Open a regular file to read its bytes, without a buffer.
 
     Args:
-        path: the path of a regular file, or of a link to one.
+        path: the path of a regular file, or of a link to a regular file.
         fix: advice for the message, as a sentence.
 
     Raises:
@@ -100,7 +100,7 @@ def read_text(
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether anything of this name exists, including files that may not be inspected."""
+    """Whether something exists at a path; also true if the system denies the access to it."""
     try:
         os.stat(path)
     except ValueError:
@@ -119,7 +119,11 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 
 
 def names_in(folder: str | os.PathLike[str], fix: str = "") -> list[str]:
-    """Return the sorted names in a folder; an empty list if there is no folder.
+    """Return the sorted names in a folder; an empty list if the path does not exist.
+
+    Args:
+        folder: the path of the folder.
+        fix: advice for the message, as a sentence.
 
     Raises:
         UnreadableError: the path is not a folder, or may not be read.
@@ -133,7 +137,10 @@ def names_in(folder: str | os.PathLike[str], fix: str = "") -> list[str]:
 
 
 def read_pointer(path: str | os.PathLike[str]) -> str:
-    """Return the first line of a small file that names another; empty if it cannot be read."""
+    """Return the first line of a file of at most 4096 bytes, which names another file.
+
+    Empty if the file cannot be read.
+    """
     try:
         text = read_text(path, most=4096, errors="replace")
     except UnreadableError:
@@ -146,10 +153,11 @@ def check_name(text: str, asked: str) -> None:
 
     Args:
         text: the path.
-        asked: the job key or command option that gives it, for the message.
+        asked: the job key or command option whose value is the path, for the message.
 
     Raises:
-        UnreadableError: the path is impossible; the message names the key and the reason.
+        UnreadableError: the path has a character that is not allowed, or is too long. The message
+            names the key and the reason.
     """
     fault = None
     if "\0" in text:
@@ -174,7 +182,13 @@ def check_name(text: str, asked: str) -> None:
 def unreadable(
     path: str | os.PathLike[str], error: OSError | ValueError, fix: str = ""
 ) -> UnreadableError:
-    """Turn an error of the operating system into an `UnreadableError`."""
+    """Return an error of the operating system as an `UnreadableError`.
+
+    Args:
+        path: the path of the file or folder.
+        error: the error that the system, or Python, raised for the path.
+        fix: advice for the message, as a sentence.
+    """
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         missing = error.errno in _ABSENT

@@ -1,8 +1,8 @@
-"""The header of a safetensors file, checked before any byte of a tensor is read.
+"""Read the header of a safetensors file, and check it before any byte of a tensor is read.
 
-The first eight bytes give the header's length. The header is a JSON object. The tensors' bytes
-follow it, without gaps or overlaps, to the end of the file. A header that breaks these rules could
-present arbitrary bytes as weights, so it is refused.
+The first eight bytes of the file are the length of the header. The header is a JSON object. The
+bytes of the tensors follow the header, without gaps or overlaps, to the end of the file. A header
+that breaks these rules could present arbitrary bytes as weights, so it is refused.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from bigtrain.files.parse import as_object, parse_json
 from bigtrain.files.regular import open_regular, unreadable
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header: the format's own limit."""
+"""The most bytes of a header, which is a limit of the format."""
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MOST_DIMS, _MOST_COUNT = 64, 1 << 63
-"""torch's limits for a shape: beyond them the product of sizes only takes time."""
+"""torch's limits for a shape. They also keep the product of the sizes fast to compute."""
 
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """One tensor, as a header describes it."""
+    """The description of one tensor in a header."""
 
     code: str
     """The format's name of the element type, such as `BF16`."""
     shape: tuple[int, ...]
     begin: int
-    """Offset of its first byte from the beginning of the file."""
+    """The offset of the tensor's first byte from the beginning of the file."""
 
 
 def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, HeaderEntry]:
-    """Return the tensors that a safetensors file describes, by name.
+    """Return the descriptions of the tensors in a safetensors file, by name.
 
     Args:
         path: the path of the file.
         itemsizes: bytes per element, by the code of each known element type.
 
     Raises:
-        UnreadableError: the file is not safetensors, or its header breaks the format.
+        UnreadableError: the file cannot be read, is not safetensors, or its header breaks the
+            format.
     """
     with open_regular(path) as file:
         try:
@@ -88,10 +89,16 @@ def _read_exactly(descriptor: int, length: int) -> bytes:
 def _entries(
     header: Mapping[str, Any], itemsizes: Mapping[str, int], start: int, size: int
 ) -> dict[str, HeaderEntry]:
-    """Check every entry, then that the tensors fill the file without gaps.
+    """Return the entries of a header, after a check of each and of the gaps between tensors.
+
+    Args:
+        header: the JSON object of the header.
+        itemsizes: see `read_tensor_header`.
+        start: the offset of the first byte after the header.
+        size: the bytes of the file.
 
     Raises:
-        ValueError: an entry is wrong; the message names the tensor.
+        ValueError: an entry is wrong, or the tensors do not fill the file.
     """
     about = header.get(_METADATA, {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):

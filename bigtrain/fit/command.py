@@ -1,4 +1,4 @@
-"""`bigtrain fit`: from the name of a model to the memory and the plan of fine-tuning it."""
+"""`bigtrain fit`: the memory and the plan of fine-tuning a model that is given by its name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from bigtrain.planner.ask import engine_margins, rank_limits
 from bigtrain.planner.command import read_engines, this_machine
 
 DEFAULT_CLUSTER = "a100-node"
-"""The devices that are assumed on a machine without a GPU."""
+"""The cluster that is assumed on a machine without a GPU."""
 DEFAULT_BATCH = 16
 
 
 def main(arguments: list[str]) -> int:
-    """Run `bigtrain fit`; returns the exit status: 1 if no way of fine-tuning fits.
+    """Run `bigtrain fit` and return the exit status: 0, or 1 if no way of fine-tuning fits.
 
     Raises:
         ConfigError: the model, the devices or a number is wrong.
@@ -65,14 +65,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> list[MethodReport]:
-    """Plan each way of fine-tuning: each in its own process if there are several cores.
+    """Plan each way of fine-tuning, in parallel processes if there are several cores.
 
-    The processes are forked, so that libraries are imported once. If this process has used a GPU,
-    or has run a backward pass where torch sees one, forked processes cannot run a backward pass;
-    the plans are then made here, one after the other.
+    The processes are forked, so that libraries are imported only once. Forked processes cannot run
+    a backward pass if this process has used a GPU, or has run a backward pass where torch sees a
+    GPU. The plans are then made in this process, one after the other.
 
     Raises:
-        BigtrainError: a process was ended.
+        BigtrainError: one of the processes was killed.
     """
     report = partial(_report, subject, setting)
     processes = min(len(chosen), usable_cores())
@@ -82,7 +82,7 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
-            # QLoRA, the last one, takes longest: it begins first.
+            # QLoRA, the last method, takes longest, so it begins first.
             return list(pool.map(report, reversed(chosen)))[::-1]
     except BrokenProcessPool:
         raise BigtrainError(
@@ -126,7 +126,7 @@ def _check_numbers(options: FitOptions) -> None:
     """Refuse numbers that no run can have.
 
     Raises:
-        ConfigError: with the number and the fix.
+        ConfigError: a number is below 1, or the batch is smaller than the number of devices.
     """
     numbers = {
         "--devices": (options.devices, "--devices 8"),
@@ -147,14 +147,14 @@ def _check_numbers(options: FitOptions) -> None:
 
 
 def _cluster(options: FitOptions) -> Cluster:
-    """The named cluster, or this machine's GPUs, or the default."""
+    """Return the named cluster, or else this machine's GPUs, or else `DEFAULT_CLUSTER`."""
     if options.cluster is not None:
         return load_cluster(options.cluster)
     return this_machine(options.devices) if device_names() else load_cluster(DEFAULT_CLUSTER)
 
 
 def _setting(options: FitOptions, cluster: Cluster, batch: int) -> tuple[Setting, list[str]]:
-    """The devices and the batch, and lines on assumptions.
+    """Return the setting, and lines about assumptions.
 
     Raises:
         ConfigError: an engine or a size is wrong.

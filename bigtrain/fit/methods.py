@@ -24,7 +24,7 @@ from bigtrain.planner.ask import (
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
 
 MOST_DEVICES = 64
-"""The most devices that are tried if a model does not fit."""
+"""Largest number of devices that is tried if a model does not fit."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,18 @@ class Method:
     """One way of fine-tuning."""
 
     name: str
+    """The name in the JSON document: full, lora or qlora."""
     title: str
+    """The name in the table."""
     words: tuple[str, ...] = ()
-    """Keys of the job."""
+    """Keys of the job, as KEY=VALUE."""
 
 
 def methods(rank: int) -> list[Method]:
-    """Return the ways that are compared.
+    """Return the ways of fine-tuning that are compared: full, LoRA and QLoRA.
 
     Args:
-        rank: of the adapters.
+        rank: the rank of the adapters.
     """
     lora, own = f"model.lora.rank={rank}", f"r {rank}"
     return [
@@ -53,17 +55,20 @@ def methods(rank: int) -> list[Method]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a question fixes, except the model and the way of fine-tuning."""
+    """The parts of a question that do not depend on the model and the way of fine-tuning."""
 
     cluster: Cluster
     devices: int
     memory: Limit
+    """The memory limit of each rank."""
     global_batch_size: int
+    """Samples of a step, over all ranks."""
     rows: int | None
-    """Rows of a micro-batch; None to search for them."""
+    """Rows of a micro-batch; None to search for the number."""
     margins: dict[str, float]
+    """See `Question.margins`."""
     overrides: tuple[str, ...]
-    """Keys of the job that the user sets."""
+    """Keys of the job that the user sets, as KEY=VALUE."""
     every_plan: bool = False
     """Whether pipelines and tensor slices are searched even if a plan of replicas fits: that takes
     a minute."""
@@ -74,10 +79,11 @@ class FittingChange:
     """A change that makes a method fit."""
 
     words: tuple[str, ...]
-    """Options of `bigtrain fit` or keys of the job."""
+    """Options of `bigtrain fit`, or keys of the job as KEY=VALUE."""
     label: str
-    """The plan that fits."""
+    """The label of the plan that fits."""
     peak_bytes: int
+    """The predicted peak of a step on a device, without the engine's margin."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +92,22 @@ class FitAnswer:
 
     method: Method
     planned: PlannedAnswer | None = None
+    """The planner's answer; None if the question was refused."""
     shown: EvaluatedPlan | None = None
-    """The fastest plan that fits; if none does, or in training only, the one with the least
-    memory."""
+    """The fastest plan, if it fits in all phases; otherwise the plan with the least memory. None if
+    there is no plan."""
     fits: bool = False
+    """Whether `shown` fits in all phases."""
     phases: PhasePeaks | None = None
+    """The peaks of `shown`."""
     refused: str | None = None
-    """Why there is no answer."""
+    """Why there is no answer; None if there is one."""
     remedies: tuple[FittingChange, ...] = field(default=())
+    """Changes that make the method fit, if no plan fits in training."""
 
     @property
     def highest(self) -> tuple[str, int]:
-        """The phase of `shown` with the highest peak on a device, and its bytes."""
+        """The phase of `shown` with the highest peak on a device, and the bytes of this peak."""
         phases = self.phases.by_name if self.phases is not None else {}
         peaks = {name: peak.bytes for name, peak in phases.items() if peak is not None}
         if self.shown is not None:
@@ -106,7 +116,7 @@ class FitAnswer:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of memory that the device lacks for all phases of `shown`; 0 if it fits."""
+        """Bytes of memory that a device lacks for the phases of `shown`; 0 if they fit."""
         if self.planned is None or self.shown is None:
             return 0
         question = self.planned.question
@@ -115,7 +125,7 @@ class FitAnswer:
 
 
 def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
-    """Find the fastest plan of a method that fits, or what would make it fit."""
+    """Return the fastest plan of a method that fits, or the changes that would make it fit."""
     try:
         question = method_question(subject, method, setting)
         check_question(question)
@@ -146,13 +156,13 @@ def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
 def method_question(
     subject: Subject, method: Method, setting: Setting, words: Sequence[str] = ()
 ) -> Question:
-    """Make the planner's question.
+    """Return the question to the planner for one way of fine-tuning.
 
     Args:
         subject: the model.
-        method: how it is fine-tuned.
+        method: the way of fine-tuning.
         setting: the devices and the batch.
-        words: further keys of the job.
+        words: further keys of the job, as KEY=VALUE.
 
     Raises:
         ConfigError: a key or its value is wrong.
@@ -172,7 +182,7 @@ def method_question(
             *words,
         ],
     )
-    # Plans of replicas need no further runs of the model, and no search over cuts.
+    # Plans of replicas alone need no further runs of the model, and no search over cuts.
     only_replicas = not setting.every_plan
     return Question(
         job=job,
@@ -190,7 +200,7 @@ def method_question(
 
 
 def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
-    """The plan with the least memory, as it would be with just that memory."""
+    """Return the plan with the least memory, evaluated under a limit that it just meets."""
     found = planned.search.smallest()
     if not isinstance(found, RejectedPlan) or found.peak is None:
         return found if isinstance(found, EvaluatedPlan) else None
@@ -204,9 +214,9 @@ def _smallest(planned: PlannedAnswer) -> EvaluatedPlan | None:
 def _remedies(
     subject: Subject, method: Method, setting: Setting, planned: PlannedAnswer
 ) -> list[FittingChange]:
-    """Changes that make a method fit: fewer bytes of each number, then more devices."""
+    """Return changes that make a method fit: fewer bytes per parameter, then more devices."""
     found = []
-    # Parameters and their gradients are on the device, whatever is offloaded.
+    # Parameters and gradients in bf16 are on the devices, whatever is offloaded.
     least = 4 * planned.num_parameters // setting.devices
     if not method.words and least <= setting.memory.for_tensors:
         low = ("optim.master_weights=false",)
@@ -222,7 +232,7 @@ def _remedies(
 def _with_words(
     subject: Subject, method: Method, setting: Setting, words: tuple[str, ...]
 ) -> FittingChange | None:
-    """The change of keys of the job, if a plan fits with it."""
+    """Return the change of these keys of the job; None if no plan fits with it."""
     try:
         planned = ask(method_question(subject, method, setting, words))
     except ConfigError:
@@ -234,7 +244,7 @@ def _with_words(
 
 
 def _with_devices(setting: Setting, planned: PlannedAnswer) -> FittingChange | None:
-    """The fewest devices on which full shards fit, if the number is doubled; None if none do."""
+    """Double the devices until a plan with fully sharded states fits; None if none does."""
     evaluator, cluster = planned.search.evaluator, setting.cluster
     limit, devices = setting.memory.for_tensors, 2 * setting.devices
     while devices <= MOST_DEVICES:

@@ -22,18 +22,20 @@ from bigtrain.tensors.shards import COPIED_BYTES
 
 @dataclass(frozen=True)
 class PhasePeaks:
-    """The highest peaks of all ranks; `host_bytes` are in addition to those of an accelerator."""
+    """The peaks of each phase, the highest over all ranks, on the device and on its host."""
 
     load: StatePeak
     """While the parameters get their values: a rank's share of them, and at most one tensor."""
     train: StatePeak
+    """During the steps of training."""
     save: StatePeak | None
-    """None if the optimizer does not run on tensors without values. So for `resume`."""
+    """During a save; None if the optimizer cannot be run on tensors without values."""
     resume: StatePeak | None
+    """During a resume; None in the same case as `save`."""
 
     @property
     def by_name(self) -> Mapping[str, StatePeak | None]:
-        """The peaks in the order of a run."""
+        """The peaks by the names of the phases, in the order of a run."""
         return {
             "load": self.load,
             "train": self.train,
@@ -43,11 +45,11 @@ class PhasePeaks:
 
 
 def phase_peaks(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> PhasePeaks:
-    """Forecast all phases of a plan.
+    """Predict the peaks of all phases of a plan.
 
     Args:
-        planned: the answer to a question.
-        evaluated: one of its plans.
+        planned: the planner's answer.
+        evaluated: one of the plans of the answer.
 
     Raises:
         ConfigError: a stage or a slice cannot be made.
@@ -83,10 +85,10 @@ def phase_peaks(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> PhasePeaks:
 
 
 def _load(planned: PlannedAnswer, forecast: Forecast) -> StatePeak:
-    """The peak while a rank's parameters and buffers get their values, as docs/pretrained.md says.
+    """Return the peak while a rank's parameters and buffers get their values.
 
-    A tensor is read in pieces straight to its place, where it may be cast to another dtype; one
-    that no file has is made on the host.
+    A tensor is read from a file in pieces, directly into its memory on the device, where it may be
+    cast to another dtype. A tensor that no file has is made on the host. See docs/pretrained.md.
     """
     setup, states = planned.setup, forecast.states
     tensors = first_named_tensors(setup.workload.model)
@@ -102,6 +104,6 @@ def _load(planned: PlannedAnswer, forecast: Forecast) -> StatePeak:
 
 
 def _is_read(planned: PlannedAnswer, name: str) -> bool:
-    """Whether a tensor of the model is in the files of a run's model."""
+    """Whether a tensor of the model is read from the files of the model, not made on the host."""
     from_files = planned.setup.model.hub is not None
     return from_files and ".lora_" not in name

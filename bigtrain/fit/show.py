@@ -1,4 +1,4 @@
-"""Show the answers of `bigtrain fit`: one table, lines to paste, a JSON document."""
+"""Show the answers of `bigtrain fit`: a table, lines with commands, or a JSON document."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ PHASES = ("load", "train", "save", "resume")
 
 @dataclass(frozen=True)
 class MethodReport:
-    """The parts of an answer that are shown; they can be sent from another process."""
+    """The parts of an answer that are shown; unlike the answer, they can be pickled."""
 
     title: str
     fits: bool
     refused: str | None
-    """Why there is no answer."""
+    """Why there is no answer; None if there is one."""
     parameters: int
-    """Of the whole model; 0 if there is no answer."""
+    """Number of parameters of the whole model; 0 if there is no answer."""
     cells: Mapping[str, str]
-    """The cells of a column, by the name of their row."""
+    """The cells of the method's column in the table, by the names of their rows."""
     notes: tuple[str, ...]
-    """Lines on adapters."""
+    """Lines about adapters."""
     lines: tuple[str, ...]
+    """Lines with the command, the changes that would make the method fit, or a refusal."""
     document: Mapping[str, Any]
     """The answer as JSON values."""
 
@@ -54,7 +55,7 @@ def method_report(subject: Subject, setting: Setting, found: FitAnswer) -> Metho
 
 
 def fit_table(subject: Subject, setting: Setting, reports: Sequence[MethodReport]) -> Table:
-    """One column for each way of fine-tuning; peaks are of the fullest rank."""
+    """Return a table with a column for each method; peaks are the highest over all ranks."""
     device, batch = setting.cluster.device, setting.global_batch_size
     tokens = f" of {subject.length} tokens" if subject.length else ""
     size = next((report.parameters for report in reports if report.parameters), 0)
@@ -73,7 +74,7 @@ def fit_table(subject: Subject, setting: Setting, reports: Sequence[MethodReport
 
 
 def _column(found: FitAnswer) -> dict[str, str]:
-    """The cells of one way of fine-tuning, by the name of their row."""
+    """Return the cells of one way of fine-tuning, by the names of their rows."""
     if found.planned is None or found.shown is None:
         return {"fits": "no answer, see below"}
     shown, planned = found.shown, found.planned
@@ -108,7 +109,7 @@ def _peak(peak: StatePeak | None) -> str:
 
 
 def fit_lines(reports: Sequence[MethodReport]) -> Iterator[str]:
-    """Notes on adapters, then for each way its command, what would make it fit, or a refusal."""
+    """Yield the notes of all reports without repetitions, then the lines of each report."""
     yield from dict.fromkeys(note for report in reports for note in report.notes)
     for report in reports:
         yield from report.lines
@@ -125,7 +126,7 @@ def _answer_lines(subject: Subject, setting: Setting, found: FitAnswer) -> Itera
 
 
 def _adapter_notes(found: FitAnswer) -> tuple[str, ...]:
-    """Lines on what has adapters, and what is in 4 bits; both may be a small part of a model."""
+    """Return lines on the modules that have adapters or are in 4 bits, which may be few."""
     notes = () if found.planned is None else found.planned.setup.workload.notes
     return tuple(note for note in notes if note.startswith("model.lora"))
 
@@ -156,7 +157,7 @@ def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) 
 
 
 def run_command(subject: Subject, setting: Setting, found: FitAnswer) -> str:
-    """The command that trains the model by the planner's choice on the devices themselves."""
+    """Return the command that trains the model with a plan that is chosen on the devices."""
     lora = bool(found.method.words)
     own = [w for w in setting.overrides if lora or not w.startswith("model.lora.")]
     words = [
@@ -173,7 +174,7 @@ def run_command(subject: Subject, setting: Setting, found: FitAnswer) -> str:
 def fit_document(
     subject: Subject, setting: Setting, reports: Sequence[MethodReport]
 ) -> dict[str, Any]:
-    """All answers as JSON values. Bytes are integers, seconds floats."""
+    """Return all answers as JSON values; bytes are integers, and seconds are floats."""
     return {
         "name": subject.name,
         "devices": setting.devices,

@@ -1,4 +1,4 @@
-"""The model that a user names, with samples of the shapes that it is trained on."""
+"""The model that a user names, with samples of the shapes on which it is trained."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from bigtrain.models import list_models, sequence_length, task_of
 from bigtrain.models.gpt import PRESETS
 
 SAMPLE_TOKENS = 2048
-"""Tokens of a sample, unless the model has fewer positions."""
+"""Number of tokens of a sample, unless the model has fewer positions."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _IMAGES = "ForImageClassification"
 _TORCHVISION_SIDE, _SEGMENTATION_SIDE = 224, 520
-"""Pixels of the images that torchvision's weights were trained with."""
+"""Pixels on a side of the images on which torchvision's weights were trained."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and words that set its job's keys."""
+    """A model, and the keys of the jobs for it, as KEY=VALUE."""
 
     name: str
-    """As the user has written it."""
+    """The name that the user gave, without `hf:`."""
     model_words: tuple[str, ...]
-    """For the forecast: the model, without its weights."""
+    """Keys of the model for the forecast, which does not read weights."""
     data_words: tuple[str, ...]
-    """For the forecast: random samples; empty if the user names data."""
+    """Keys of the data for the forecast: random samples. Empty if the user names data."""
     run_words: tuple[str, ...]
-    """For a run: the model with its weights, and data to be named."""
+    """Keys for a run: the model with its weights, and data with a path for the user to replace."""
     length: int | None = None
-    """Tokens of a sample; None for other samples."""
+    """Number of tokens of a sample; None if samples are not tokens or the length is not known."""
 
 
 def find_subject(
     name: str, *, length: int | None, args: Mapping[str, Any], has_data: bool, samples: int
 ) -> Subject:
-    """Find out which model a name stands for, and the shapes of its samples.
+    """Return the model that a name stands for, with the shapes of its samples.
 
     Args:
         name: `hf:ID_OR_FOLDER`, a folder, an id of the Hub (`OWNER/NAME`), `timm:NAME`, a built-in
             name, or `package.module:Class`.
-        length: tokens of a sample; None for `SAMPLE_TOKENS` or the model's own length.
+        length: number of tokens of a sample; None for `SAMPLE_TOKENS` or the model's own length.
         args: the arguments of the model that the user sets (`model.args`).
-        has_data: whether the user names data, whose shapes are used then.
-        samples: random samples to have.
+        has_data: whether the user names data; random samples are then not needed.
+        samples: number of random samples in `data_words`.
 
     Raises:
         ConfigError: nothing has this name, its configuration is not cached and cannot be fetched,
@@ -102,10 +102,10 @@ def _of_hub(
 
 
 def _length(name: str, architecture: Architecture, length: int | None) -> int:
-    """The tokens of a sample.
+    """Return the number of tokens of a sample.
 
     Raises:
-        ConfigError: the model has fewer positions.
+        ConfigError: the model has fewer positions than `length`.
     """
     positions = getattr(architecture.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:

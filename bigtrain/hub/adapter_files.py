@@ -1,8 +1,8 @@
-"""Adapters in the files of the library peft, and merged into the weights of their model.
+"""Write adapters to the files of the library peft, or merge them into the weights of their model.
 
 adapter_config.json          peft's settings
 adapter_model.safetensors    A and B of each adapter, and the modules that are trained themselves
-adapters.json                the layers that have adapters: written by a run for `export`
+adapters.json                the layers that have adapters, which a run records for `export`
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 RECORD = "adapters.json"
 BASE_CONFIG = "base_config.json"
-"""The configuration of the model that has the adapters."""
+"""The file with the configuration of the model that the adapters belong to."""
 _FORMAT = 1
 _PREFIX = "base_model.model."
-"""peft writes it before the name of each tensor."""
+"""The prefix of the name of each tensor in peft's files."""
 _MATRICES = re.compile(
     rf"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])\.{ADAPTER}(?P<end>\.weight)?"
 )
@@ -54,12 +54,16 @@ _MATRICES = re.compile(
 
 @dataclass(frozen=True)
 class AdapterRecord:
-    """The adapters of a checkpoint: everything that its tensors do not tell."""
+    """The facts about a checkpoint's adapters that its tensors do not contain."""
 
     targets: tuple[str, ...]
+    """Names of the modules that have adapters."""
     trained: tuple[str, ...]
+    """Names of the modules whose own weights are trained."""
     transposed: tuple[str, ...]
+    """See `Adapters.transposed`."""
     scale: float
+    """See `Adapters.scale`."""
     settings: Mapping[str, Any]
     """The content of adapter_config.json."""
     quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
@@ -130,7 +134,7 @@ def peft_settings(adapters: Adapters) -> dict[str, Any]:
 
 
 def _task_type(class_name: str | None) -> str | None:
-    """Return peft's word for a class of transformers; None where it would add a head."""
+    """Return peft's task type for a class of transformers; None if the type would add a head."""
     if class_name is None:
         return None
     if class_name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -139,12 +143,15 @@ def _task_type(class_name: str | None) -> str | None:
 
 
 def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[str, KeptFile]:
-    """Add the files of adapters to those that a checkpoint has besides its tensors.
+    """Return the files that a checkpoint has in addition to its tensors, with those of adapters.
+
+    A model without adapters has no further files. With adapters, config.json is renamed: if a
+    checkpoint had a file of this name, transformers would load the checkpoint's tensors as those of
+    the model without adapters.
 
     Args:
         model: the model of a run.
-        files: the files of the model by name. Its configuration gets another name: beside one,
-            transformers would take the checkpoint's own tensors for those of the plain model.
+        files: the files of the model by name.
     """
     adapters = adapters_of(model)
     if adapters is None:
@@ -165,7 +172,12 @@ def with_adapter_files(model: nn.Module, files: Mapping[str, KeptFile]) -> dict[
 
 
 def read_model_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, StateTensor]:
-    """Return the tensors of a checkpoint's model by name."""
+    """Return the tensors of a checkpoint's model by name.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype: the dtype of floating-point tensors; None for that of the checkpoint.
+    """
     return {
         name.removeprefix("model."): saved_state(tensor, dtype)
         for name, tensor in checkpoint.tensors.items()
@@ -174,7 +186,7 @@ def read_model_state(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[
 
 
 def peft_state(record: AdapterRecord, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-    """Return the trained tensors of a model under the names of peft's file."""
+    """Return the trained tensors of a model under the names that they have in peft's file."""
     found = {}
     for name, tensor in state.items():
         matrix = _MATRICES.fullmatch(name)
@@ -189,14 +201,15 @@ def peft_state(record: AdapterRecord, state: Mapping[str, StateTensor]) -> dict[
 def merged_state(
     record: AdapterRecord, state: Mapping[str, StateTensor], dtype: torch.dtype | None = None
 ) -> dict[str, StateTensor]:
-    """Return a model's tensors with the adapters added to their weights, under the plain names.
+    """Return a model's tensors with the adapters added to the weights, under the plain names.
 
-    The sum is computed in fp32, a tensor at a time, when it is read.
+    A sum is computed in fp32 when its tensor is read.
 
     Args:
         record: the adapters.
-        state: the tensors of the model.
-        dtype: of weights that are in 4 bits in `state`; None for the dtype that they came in.
+        state: the tensors of the model with adapters.
+        dtype: the dtype for weights that are in 4 bits in `state`; None for the dtype that they had
+            before they were quantized.
     """
     found = {}
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""The class of transformers that a configuration means, made with initial weights."""
+"""Find the class of transformers for a configuration, and make it with initial weights."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ class Architecture:
     """A class of transformers with a configuration."""
 
     build: Callable[[Any], nn.Module]
+    """Constructs the model from a configuration, with parameters in fp32."""
     name: str
+    """The name of the class."""
     config: Any
+    """A PretrainedConfig of transformers."""
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of tokens that the model knows; None if it has no vocabulary."""
+        """Number of tokens in the model's vocabulary; None if it has no vocabulary."""
         size = getattr(self.config.get_text_config(), "vocab_size", None)
         return size if isinstance(size, int) else None
 
     def make(self) -> nn.Module:
         """Construct the model with initial weights in fp32, on torch's default device."""
         transformers = import_library("transformers", "model.name")
-        # Constructing a model prints its whole generation configuration as a warning.
+        # Constructing a model may print its whole generation configuration as a warning.
         level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
         try:
             model = self.build(copy.deepcopy(self.config))
-            # On the meta device a constructor of transformers leaves its initialisation out.
+            # On the meta device a constructor of transformers skips the initialisation of weights.
             model.initialize_weights()  # type: ignore[operator]
         finally:
             transformers.logging.set_verbosity(level)
@@ -55,7 +58,8 @@ def read_architecture(folder: HubFolder, args: Mapping[str, Any]) -> Architectur
 
     Args:
         folder: the opened folder.
-        args: fields that replace those of config.json, and `architecture`, another class.
+        args: `model.args`: fields that replace those of config.json, and `architecture`, the name
+            of another class than the one in config.json.
 
     Raises:
         ConfigError: transformers has no such class, the folder needs code of its own, or a field
@@ -116,7 +120,7 @@ def _unknown_kind(
 
 
 def _configured(folder: HubFolder, transformers: Any, fields: Mapping[str, Any]) -> Any:
-    """The configuration of the folder, with the fields of `model.args`."""
+    """Return the configuration of the folder, with the fields of `model.args`."""
     for name in _PRECISIONS:
         if name in fields:
             raise ConfigError(
@@ -128,7 +132,7 @@ def _configured(folder: HubFolder, transformers: Any, fields: Mapping[str, Any])
             str(folder.path), return_unused_kwargs=True, trust_remote_code=False, **fields
         )
     except Exception as error:
-        # Each configuration class checks its fields by its own code.
+        # Each configuration class checks its fields by its own code, and may raise any error.
         said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(
             f"{folder.key}: {folder.path}/config.json{' with model.args' if fields else ''} is not "
@@ -146,7 +150,7 @@ def _configured(folder: HubFolder, transformers: Any, fields: Mapping[str, Any])
 
 
 def _named(folder: HubFolder, transformers: Any) -> str | None:
-    """The class that config.json names; None if it names none of transformers."""
+    """Return the class that config.json names; None if none, or one of the folder's own code."""
     names = folder.settings.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     # A folder with code of its own for a known type names classes that only that code has.
@@ -156,7 +160,7 @@ def _named(folder: HubFolder, transformers: Any) -> str | None:
 
 
 def _by_kind(folder: HubFolder, config: Any, transformers: Any) -> Architecture:
-    """The first kind of model that has a class for a configuration; else the one without a head."""
+    """Return the class of the first kind in `_FALLBACKS` that has one; else that of AutoModel."""
     for auto in (*_FALLBACKS, "AutoModel"):
         mapping = getattr(transformers, auto)._model_mapping
         if type(config) in mapping:

@@ -1,9 +1,9 @@
-"""Which tensors of a folder's files make each tensor of a model, by transformers' own rules.
+"""Find the tensors in files that make each tensor of a model, by the rules of transformers.
 
-transformers keeps some tensors otherwise in memory than in files: the experts of a layer are
-stacked, names differ between a model with and without a head, old files have other names. Its
-rules are renamings and converters (its conversion_mapping); this module applies them to
-names alone, so that each tensor can be read when, and where, it is needed.
+In transformers, some tensors of a model differ from those in its files: the experts of a layer are
+stacked, names differ between a model with and without a head, and old files have other names. The
+rules are renamings and converters (conversion_mapping of transformers). This module applies the
+rules to names alone, so that each tensor is read only on the rank that needs it, when it is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rules:
 
     @classmethod
     def of(cls, transforms: Iterable[Any]) -> Rules:
-        """Separate renamings and converters."""
+        """Return transforms of transformers, separated into renamings and converters."""
         loading = import_library(_LOADING, "model.name")
         transforms = list(transforms)
         return cls(
@@ -41,11 +41,11 @@ class Rules:
         )
 
     def renamed(self, name: str) -> str:
-        """Apply every renaming to a name."""
+        """Return a name after all renamings."""
         return str(import_library(_LOADING, "model.name").apply_renamings(name, self.renamings))
 
     def converter(self, pattern: str) -> Any:
-        """A fresh copy of the converter that has a source pattern."""
+        """Return a fresh copy of the converter that has a source pattern."""
         return copy.deepcopy(next(c for c in self.converters if pattern in c.source_patterns))
 
 
@@ -54,11 +54,11 @@ class Group:
     """Tensors of files that together make one or several tensors of the model."""
 
     name: str
-    """The first name that the converter is called with."""
+    """The name of the group's tensor by the rules; the converter is called with this name."""
     converter: Any = None
-    """None for a single tensor that is only renamed."""
+    """A WeightConverter of transformers; None for a single tensor that is only renamed."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """For each pattern of the converter the names in the files, in natural order."""
+    """By pattern of the converter, the names of the tensors that it converts, in natural order."""
 
 
 def loading_rules(model: nn.Module) -> list[Any]:
@@ -70,8 +70,8 @@ def loading_rules(model: nn.Module) -> list[Any]:
 def saving_rules(model: nn.Module) -> list[Any]:
     """Return the rules to reverse for a model that was not loaded from files.
 
-    As in transformers: without names of old files, and without prefixes, as nothing says whether
-    the files have them.
+    As in transformers, renamings of old files are left out. Changes of prefixes are also left out,
+    because it is not known whether files of such a model have the prefixes.
     """
     mapping = import_library("transformers.conversion_mapping", "model.name")
     loading = import_library(_LOADING, "model.name")
@@ -80,12 +80,12 @@ def saving_rules(model: nn.Module) -> list[Any]:
 
 
 def reverse_grouped(names: Iterable[str], reverse: Rules) -> list[Group]:
-    """Assign a model's names to those in files, by reversed rules.
+    """Group the tensors of a model that together make tensors of files, by reversed rules.
 
     Args:
         names: the names in the model.
-        reverse: the reversed rules. A converter comes before renamings, so the names that a group
-            with a converter makes have to be renamed afterwards.
+        reverse: the reversed rules. Converters are applied before renamings, so the names that the
+            converter of a group makes have to be renamed afterwards.
     """
     loading = import_library(_LOADING, "model.name")
     groups: dict[str, Group] = {}
@@ -102,12 +102,12 @@ def reverse_grouped(names: Iterable[str], reverse: Rules) -> list[Group]:
 
 
 def grouped(model: nn.Module, names: Iterable[str], rules: Rules) -> tuple[list[Group], list[str]]:
-    """Assign names in files to tensors of a model.
+    """Group the tensors in files that together make tensors of a model.
 
     Args:
         model: a model of transformers, on any device.
         names: the names in the files.
-        rules: the rules; they note which of them were used.
+        rules: the rules for loading; each rule records that it was used.
 
     Returns:
         The groups, and the names that no tensor of the model needs.
@@ -121,7 +121,7 @@ def grouped(model: nn.Module, names: Iterable[str], rules: Rules) -> tuple[list[
         renamed, pattern = loading.rename_source_key(
             name, rules.renamings, rules.converters, prefix, wanted
         )
-        if renamed not in wanted and name in wanted:  # its own name needs no rule
+        if renamed not in wanted and name in wanted:  # the name is that of a tensor of the model
             renamed, pattern = loading.rename_source_key(
                 name, [], [], base_model_prefix=prefix, meta_state_dict=wanted
             )
@@ -137,7 +137,10 @@ def grouped(model: nn.Module, names: Iterable[str], rules: Rules) -> tuple[list[
 
 
 class ConvertedTensors:
-    """The tensors that converters make of those in files; the last group's wait to be taken.
+    """The tensors that converters make of tensors in files, when they are read.
+
+    A converter makes all tensors of its group at once. Those of the last group that are not read
+    yet are cached.
 
     Args:
         model: a model of transformers; some converters read its configuration.
@@ -153,7 +156,7 @@ class ConvertedTensors:
         """Describe the tensors that a group makes, by name.
 
         Raises:
-            Exception: of any kind, if the converter does not take these tensors.
+            Exception: an exception of any class, if the converter does not fit these tensors.
         """
         if group.converter is None:
             return {group.name: self._saved[next(iter(group.sources.values()))[0]]}
@@ -183,7 +186,7 @@ class ConvertedTensors:
         return {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
 
     def _take(self, group: Group, name: str) -> Tensor:
-        """Return one tensor of a group, and let go of it: the next group's replace those left."""
+        """Return one tensor of a group, and remove it from the cache of the last group."""
         if group is not self._group or name not in self._waiting:
             self._waiting.clear()
             self._waiting = self._convert(group, lambda t: t.values().view(t.shape))
@@ -219,7 +222,10 @@ class ConvertedTensors:
         return _of_runs(shape, ordered)
 
     def _apart(self, group: Group) -> dict[str, StateTensor] | None:
-        """Describe the parts of a stacked tensor as boxes in it: the reverse of `_joined`."""
+        """Describe the parts of a stacked tensor as boxes in it: the reverse of `_joined`.
+
+        None if the converter does more than to split a tensor along dims 0 and 1.
+        """
         loading = import_library(_LOADING, "model.name")
         converter, (names, *others) = group.converter, group.sources.values()
         operations = list(converter.operations)
@@ -241,7 +247,7 @@ class ConvertedTensors:
         if len(made) != number * count:
             return None
         parts = {}
-        # The order in which the operations make them: pattern by pattern, then by number.
+        # The operations make the parts in this order: by pattern, then by number.
         for position, name in enumerate(made):
             column, row = divmod(position, number)
             local = (1, height, *stacked.shape[2:])
@@ -252,7 +258,7 @@ class ConvertedTensors:
 
 
 def _of_box(stacked: StateTensor, shape: tuple[int, ...], box: tuple[Extent, ...]) -> StateTensor:
-    """Describe a part of a tensor whose elements are a box of it."""
+    """Describe a tensor whose elements are a box of another tensor."""
     whole, inner = whole_extents(shape), stacked.read
 
     def values() -> Tensor:
@@ -288,7 +294,7 @@ def _read(part: StateTensor, extent: Extent) -> Tensor:
 
 
 def ignored(model: nn.Module, attribute: str, names: Iterable[str]) -> set[str]:
-    """Return the names that a class of transformers declares to be absent, or to be spare.
+    """Return the names that a class of transformers allows files to lack, or to have in excess.
 
     Args:
         model: a model of transformers.
@@ -297,7 +303,7 @@ def ignored(model: nn.Module, attribute: str, names: Iterable[str]) -> set[str]:
     """
     patterns = list(getattr(model, attribute, None) or ())
     if attribute.endswith("unexpected"):
-        # Buffers of every layer in old files, which newer versions compute once.
+        # Old files have these buffers for every layer; transformers computes them once.
         buffers = [name for name, _ in model.named_buffers()]
         for end, pattern in (
             ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),

@@ -1,22 +1,20 @@
-"""A checkpoint as a folder that from_pretrained opens, with the names of the source's files."""
+"""Export a checkpoint as a folder that from_pretrained opens, with the names of the source."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from bigtrain.checkpoint.folders import write_text
+from bigtrain.checkpoint.folders import replacing, write_text
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.write import write_tensors
-from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_regular, read_bytes
 from bigtrain.hub.adapter_files import (
@@ -44,7 +42,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 FILE_BYTES = 5_000_000_000
-"""The most bytes of tensors in one file; a larger tensor has a file to itself."""
+"""Largest number of bytes of tensors in one file; a larger tensor has a file of its own."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,15 @@ class Exported:
     """The result of an export."""
 
     path: Path
+    """The new folder."""
     tensors: int
+    """Number of tensors."""
     nbytes: int
+    """Bytes of all tensors."""
     notes: tuple[str, ...] = ()
+    """Sentences about tensors that differ from those of the source."""
     opened_by: str = "transformers"
-    """The library whose function from_pretrained opens it."""
+    """The library whose function from_pretrained opens the folder."""
 
 
 def export_folder(
@@ -67,16 +69,17 @@ def export_folder(
     merge: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write a folder that from_pretrained of transformers opens; of adapters, that of peft.
+    """Write a checkpoint's model as a folder that from_pretrained of transformers opens.
 
-    Memory holds one tensor of the model and the pieces that are being written.
+    If a model has adapters that are not merged, only they are written, and from_pretrained of peft
+    opens the folder. Memory holds one tensor of the model and the pieces that are being written.
 
     Args:
-        checkpoint: a checkpoint of a run whose model was `hf:`, or is one of transformers.
+        checkpoint: a checkpoint of an `hf:` model, or of any other model of transformers.
         output: the new folder.
         dtype: dtype of floating-point tensors; None for that of the checkpoint.
-        merge: add adapters to the weights, and write the model; otherwise they are written alone.
-        file_bytes: the most bytes of tensors in one file.
+        merge: whether to add adapters to the weights, and to write the whole model.
+        file_bytes: largest number of bytes of tensors in one file.
 
     Raises:
         ConfigError: there are no adapters to merge; the checkpoint has no configuration of a model
@@ -94,7 +97,8 @@ def export_folder(
         state = merged_checkpoint(checkpoint, state, dtype)
     names = None if origin is None else origin.names
     saved, notes = reverted(model, _with_ties(model, state, names), names)
-    with _replacing(output) as draft:
+    with replacing(output) as draft:
+        draft.mkdir()
         size = _write_files(draft, saved, file_bytes)
         dtypes = {name: tensor.dtype for name, tensor in state.items()}
         text = configuration_text(architecture.config, architecture.name, main_dtype(dtypes))
@@ -105,30 +109,12 @@ def export_folder(
     return Exported(output, len(saved), size, notes)
 
 
-@contextlib.contextmanager
-def _replacing(output: Path) -> Iterator[Path]:
-    """A folder that gets its name at the end of the `with` block, or is removed.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    draft = output.with_name(f".{output.name}.draft")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        yield draft
-        draft.replace(output)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{output} could not be written: {error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 def _export_adapters(
     checkpoint: Checkpoint, record: AdapterRecord, output: Path, dtype: torch.dtype | None
 ) -> Exported:
     state = peft_state(record, read_model_state(checkpoint, dtype))
-    with _replacing(output) as draft:
+    with replacing(output) as draft:
+        draft.mkdir()
         write_tensors(draft / WEIGHTS, state, RunContext.alone())
         write_text(draft / SETTINGS, json.dumps(record.settings, indent=2))
         for name in COMPANIONS:
@@ -146,8 +132,9 @@ def merged_checkpoint(
 
     Args:
         checkpoint: the checkpoint.
-        state: the tensors of its model.
-        dtype: of weights that are in 4 bits there; None for the dtype that they came in.
+        state: the tensors of the checkpoint's model, by name.
+        dtype: dtype for weights that are in 4 bits; None for the dtype that they had before they
+            were quantized.
 
     Raises:
         ConfigError: the checkpoint has no adapters.
@@ -170,7 +157,7 @@ def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
             "file that ends in .safetensors or .pt."
         )
     settings, content = read_json_object(path), read_bytes(path)
-    with tempfile.TemporaryDirectory() as name:  # transformers reads the usual name only
+    with tempfile.TemporaryDirectory() as name:  # transformers reads only a file of this name
         (Path(name) / CONFIG).write_bytes(content)
         folder = HubFolder(f"export {checkpoint.path}", Path(name), settings)
         return read_architecture(folder, {}), Origin.read(checkpoint.path)
@@ -179,7 +166,7 @@ def _described(checkpoint: Checkpoint) -> tuple[Architecture, Origin | None]:
 def _with_ties(
     model: nn.Module, state: Mapping[str, StateTensor], names: Sequence[str] | None
 ) -> dict[str, StateTensor]:
-    """Return the tensors under the names that a file has; a tied one under several if asked for.
+    """Return all tensors of a model by name; without `names`, tied tensors by one name only.
 
     Raises:
         ConfigError: the checkpoint lacks a tensor of the model.
@@ -205,21 +192,23 @@ def _with_ties(
 def reverted(
     model: nn.Module, state: Mapping[str, StateTensor], names: Sequence[str] | None
 ) -> tuple[dict[str, StateTensor], tuple[str, ...]]:
-    """Return a model's tensors under the names of files, stacked ones taken apart.
+    """Return a model's tensors under the names that files have; stacked tensors are separated.
 
     Args:
         model: the model of transformers, on any device.
-        state: all of its tensors by its own names; tied ones under each name if `names` is given.
-        names: the names in the files that it was loaded from; None to follow transformers.
+        state: all tensors of the model by their names in the model; tied tensors under each of
+            their names if `names` is given.
+        names: the names in the files that the model was loaded from; None for the names that
+            transformers would write.
 
     Returns:
-        The tensors, and sentences about names that differ from the source's.
+        The tensors, and sentences about names that only the source or only the model has.
     """
     if names is None:
         rules = saving_rules(model)
     else:
         used = loading_rules(model)
-        grouped(model, names, Rules.of(used))  # marks those that were used
+        grouped(model, names, Rules.of(used))  # marks the rules that were used
         rules = [rule for rule in used if rule.was_used()]
     converted = ConvertedTensors(model, state)
     found: dict[str, StateTensor] = {}
@@ -245,16 +234,17 @@ def _as_named(
     own_names: Mapping[str, str],
     names: Sequence[str],
 ) -> tuple[dict[str, StateTensor], tuple[str, ...]]:
-    """Keep the tensors that the source had, under its names, and those of new modules.
+    """Return the tensors that the source has, under its names, and those of new modules.
 
     Args:
         model: the model.
         found: the tensors, by the names that the reversed rules give.
-        own_names: the model's names of those that were only renamed; ties are known by them.
+        own_names: the model's names of the tensors that were only renamed. Tied tensors are
+            recognized by these names.
         names: the names in the source's files.
 
     Returns:
-        The tensors, and sentences on those that only one of the two has.
+        The tensors, and sentences about names that only the source or only the model has.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     wanted, tied = set(names), getattr(model, "all_tied_weights_keys", None) or {}
@@ -270,7 +260,7 @@ def _as_named(
         elif own_names.get(name, name) not in {*tied, *tied.values()}:
             made[name] = tensor
             added.append(name)
-    for name, tensor in found.items():  # of a tied tensor that the source lacked, its first name
+    for name, tensor in found.items():  # a tied tensor that the source lacks gets its first name
         source = own_names.get(name, name)
         group = {source, *(target for target, other in tied.items() if other == source)}
         if source in tied.values() and not group & taken:

@@ -1,7 +1,8 @@
 """Find the folder of a model of the Hub: a folder on this machine, or an id in the Hub's cache.
 
-Nothing is fetched with HF_HUB_OFFLINE=1; without it an id that the cache lacks is downloaded, the
-configuration first. Several processes may do so at once: huggingface_hub locks each file.
+With HF_HUB_OFFLINE=1 nothing is downloaded. Otherwise the files of an id that are missing in the
+cache are downloaded, the small files first. Several processes may download at once, because
+huggingface_hub locks each file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bigtrain.files.regular import is_regular, names_in, read_bytes
 from bigtrain.hub.libraries import import_library
 
 HF, TIMM = "hf:", "timm:"
-"""Beginnings of `model.name`."""
+"""Prefixes of `model.name`: for a model of the Hub, and for a model of timm."""
 CONFIG = "config.json"
 _ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -29,7 +30,7 @@ COMPANIONS = (
     *("spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
     *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
 )
-"""Files beside the weights that a trained model needs to be used; a checkpoint keeps them."""
+"""Files other than the weights that a user of the trained model needs; checkpoints have copies."""
 _MOST_COMPANION = 256 << 20
 _ADAPTER = "adapter_config.json"
 
@@ -39,15 +40,16 @@ class HubFolder:
     """A folder in the Hub's layout."""
 
     key: str
-    """The job's key and value that named it, for messages."""
+    """The job's key and value that named the folder, for messages."""
     path: Path
     settings: Mapping[str, Any]
     """The content of config.json."""
 
     def companions(self) -> dict[str, bytes]:
-        """Read the tokenizer, the chat template and the like; those that cannot be read are left.
+        """Return the contents of the folder's files in `COMPANIONS`, by name.
 
-        A missing tokenizer must not end a run that trains on token ids.
+        Files that cannot be read are left out: a damaged tokenizer must not end a run that trains
+        on token ids.
         """
         found = {}
         for name in COMPANIONS:
@@ -61,13 +63,15 @@ class HubFolder:
 
 
 def find_folder(name: str, key: str, *, weights: bool, config_alone: bool = False) -> HubFolder:
-    """Find a folder, or an id in the cache, and read its configuration.
+    """Find a folder, or an id in the Hub's cache, and read its configuration.
+
+    Files of an id that the cache lacks are downloaded first, unless HF_HUB_OFFLINE is set.
 
     Args:
         name: the path of a folder, or `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hub.
         key: the job's key and value, for messages.
         weights: whether the weights are needed, too. Otherwise only small files are fetched.
-        config_alone: fetch `config.json` and nothing else; `weights` is false then.
+        config_alone: whether config.json is the only small file that is fetched.
 
     Raises:
         ConfigError: there is no such folder, the id is not cached and cannot be fetched, or the
@@ -101,7 +105,7 @@ def _fetched(
         revision: a branch, tag or commit; None for the main branch.
         key: the job's key and value, for messages.
         small: patterns of the small files.
-        weights: patterns of the weights; the files of the first that has any are enough.
+        weights: patterns of the weights; files of the first pattern that has any are enough.
     """
     hub = import_library("huggingface_hub", key)
     errors = import_library("huggingface_hub.errors", key)
@@ -146,7 +150,7 @@ def _first(error: Exception) -> str:
 
 
 def _opened(path: Path, key: str) -> HubFolder:
-    """Read the configuration of a folder, and refuse kinds of folders that cannot be trained."""
+    """Read the configuration of a folder, and refuse models that cannot be trained."""
     config = path / CONFIG
     if not config.is_file():
         names = names_in(path)

@@ -22,14 +22,16 @@ INITIAL = "none"
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the Hub. Nothing is read before it is needed, and each file once."""
+    """A model of the Hub. Its files are read when they are first needed, and only once."""
 
     name: str
     """The path of a folder, or an id."""
     args: Mapping[str, Any]
+    """`model.args`."""
     pretrained: str | None
     """Another source of values (a folder or a file), or `none`; None for the folder itself."""
     excluded: Sequence[str] = ()
+    """Modules or tensors that keep initial values (`model.pretrained_except`)."""
 
     @property
     def key(self) -> str:
@@ -43,7 +45,7 @@ class HubModel:
 
     @cached_property
     def folder(self) -> HubFolder:
-        """The folder, found or fetched.
+        """The folder, after a download of files that the Hub's cache lacks.
 
         Raises:
             ConfigError: see `find_folder`.
@@ -53,13 +55,13 @@ class HubModel:
 
     @property
     def source(self) -> str:
-        """The folder's path from the root, or the id."""
+        """The absolute path of the folder, or the id."""
         path = Path(self.name).expanduser()
         return str(path.resolve()) if path.exists() else self.name
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The class and its configuration.
+        """The class and the configuration of the model.
 
         Raises:
             ConfigError: see `read_architecture`.
@@ -67,13 +69,13 @@ class HubModel:
         return read_architecture(self.folder, self.args)
 
     def check(self, vocabulary: int | None) -> None:
-        """Refuse data with more tokens than the model knows.
+        """Refuse data with more different tokens than the model's vocabulary.
 
         Args:
-            vocabulary: the number of tokens of the data; None if they are no tokens.
+            vocabulary: the number of different tokens of the data; None if the data are not tokens.
 
         Raises:
-            ConfigError: with both numbers.
+            ConfigError: the data have too many; the message has both numbers.
         """
         known = self.architecture.vocabulary
         if known is not None and vocabulary is not None and vocabulary > known:
@@ -83,10 +85,10 @@ class HubModel:
             )
 
     def values(self, model: nn.Module) -> SavedModel:
-        """Describe the values of a model's tensors; see `read_values`.
+        """Describe the saved values of a model's tensors; see `read_values`.
 
         Raises:
-            ConfigError: the weights are missing, or are not the model's.
+            ConfigError: the weights are missing, or do not fit the model.
         """
         if self.pretrained is None:
             return read_values(model, self.folder.path, self.key, self.excluded)
@@ -100,15 +102,19 @@ class HubModel:
         return read_values(model, path, key, self.excluded)
 
     def saved_files(self, saved: SavedModel | None) -> SavedFiles:
-        """Return the files that every checkpoint keeps."""
+        """Return the files that every checkpoint has in addition to its tensors.
+
+        Args:
+            saved: the saved values that the model began with; None for initial weights.
+        """
         names = None if saved is None else saved.names
         origin = Origin(self.name, self.architecture.name, names)
         return SavedFiles(self.folder, self.architecture, origin)
 
     def classes(self, num_classes: int | None) -> dict[str, Any]:
-        """Return the arguments that follow from the number of classes of the data.
+        """Return the arguments of `model.args` that follow from the number of classes of the data.
 
-        A head for other classes than those of the files is refused later, with the fix.
+        If the head in the files then has another shape, `read_values` refuses it.
         """
         counts = self.architecture.name.endswith("Classification") and num_classes is not None
         differs = getattr(self.architecture.config, "num_labels", num_classes) != num_classes

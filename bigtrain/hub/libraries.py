@@ -9,7 +9,7 @@ from typing import Any
 from bigtrain.errors import ConfigError
 
 EXTRA = "pip install 'bigtrain[hub]'"
-"""Installs every library that this package imports."""
+"""The command that installs every library that this package imports."""
 
 
 def import_library(name: str, key: str) -> Any:
@@ -20,9 +20,9 @@ def import_library(name: str, key: str) -> Any:
         key: the job's key and value that need it, for the message.
 
     Raises:
-        ConfigError: it is not installed, or its import fails.
+        ConfigError: the library is not installed, or its import fails.
     """
-    # transformers imports torchao if it is there, whose enumerations torch warns of.
+    # transformers imports torchao if it is installed, and torch warns of torchao's enumerations.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         return importlib.import_module(name)

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA) on a model, with the modules of the library peft; QLoRA.
 
-peft's layers are used as they are: they hold the frozen layer as `base_layer`, and the matrices A
-and B. Its wrapper for `modules_to_save` is not: it keeps a second, frozen copy of each such module,
-which nothing reads.
+peft's layers are used unchanged: they contain the frozen layer as `base_layer`, and the matrices A
+and B. peft's wrapper for `modules_to_save` is not used, because it has a second, frozen copy of
+each of these modules, which no code reads.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 ALL_LINEAR = "all-linear"
 """The target that means every linear layer but the head."""
 BASE = "base_layer"
-"""The attribute of an adapted layer that holds the frozen one."""
+"""The attribute of an adapted layer that is the frozen layer."""
 ADAPTER = "default"
 """The name of the only adapter of a run."""
 _KEY = "model.lora"
 QUANTIZE = f"{_KEY}.quantize=nf4"
-"""The job's key and value that ask for weights in 4 bits."""
+"""The job's key and value that select weights in 4 bits."""
 _QUANTIZED = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
-"""The classes whose layers are quantized; one derived from them may use its weight otherwise."""
+"""The classes that are quantized. A derived class may use its weight in another way."""
 _TORCHAO = (0, 18)
-"""The first version whose package `quantization` has NF4."""
+"""The first version of torchao whose package `quantization` has NF4."""
 
 
 def word_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch."""
+    """Return the name of a dtype in torch, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 DTYPES = {word_of(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES[word_of(torch.float64)] = torch.float64
-"""The dtypes that a weight may come in."""
+"""The dtypes that a saved weight may have, by name."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +66,31 @@ class QuantizedLayer:
     transposed: bool
     """Whether the model without adapters stores the transpose (Conv1D)."""
     dtype: str = "float32"
-    """The dtype that the weight came in, as in torch."""
+    """The name of the dtype that the weight had before it was quantized."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The modules of a model that have adapters, and those that are trained themselves."""
+    """The modules of a model that have adapters, and the modules whose own weights are trained."""
 
     config: LoraConfig
     targets: tuple[str, ...]
+    """Names of the modules that have adapters."""
     trained: tuple[str, ...]
+    """Names of the modules whose own weights are trained (`modules_to_save`)."""
     transposed: tuple[str, ...]
     """The targets whose weight is stored as its transpose (Conv1D)."""
     shortest: tuple[str, ...]
-    """The targets for peft: ends of names, if they name the same modules."""
+    """The targets in peft's file: the last parts of their names, if these match no other module,
+    otherwise the whole names."""
     base: str | None = None
-    """The folder or id of the model without adapters."""
+    """The folder or id of the model without adapters; None if it is not known."""
     class_name: str | None = None
-    """Its class, if it is one of transformers."""
+    """The class of the model, if it is one of transformers."""
     quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
     """The layers whose weights are in 4 bits, by their names in the model without adapters."""
     unquantized: tuple[str, ...] = ()
-    """The linear layers, besides the head, that keep their weights in a job that quantizes."""
+    """The linear layers, except the head, that are not quantized; empty without quantization."""
 
     @property
     def alpha(self) -> float:
@@ -97,11 +100,11 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor of the product B A, which is added to a weight."""
         return self.alpha / self.config.rank
 
     def adapted_name(self, name: str) -> str:
-        """Return the name in the adapted model of a tensor of the model without adapters."""
+        """Return the adapted model's name of a tensor from that in the model without adapters."""
         module, _, own = name.rpartition(".")
         own = CARRIER if own == "weight" and module in self.quantized else own
         return f"{module}.{BASE}.{own}" if module in self.targets else f"{module}.{own}".strip(".")
@@ -113,13 +116,13 @@ def attach(
     """Freeze a model and add adapters to the layers that the job names.
 
     Args:
-        model: the model, on any device; it is changed.
+        model: the model, on any device, which is changed in place.
         config: the section `model.lora`.
         base: the folder or id of the model, for peft's file.
-        class_name: its class, if it is one of transformers.
+        class_name: the class of the model, if it is one of transformers.
 
     Returns:
-        `model`. Its attribute `lora_adapters` says which modules were changed.
+        `model`. Its attribute `lora_adapters`, an `Adapters`, names the modules that were changed.
 
     Raises:
         ConfigError: peft is not installed, a name or pattern does not fit the model, or a weight
@@ -150,7 +153,7 @@ def attach(
         target_modules="|".join(re.escape(name) for name in targets),
     )
     with warnings.catch_warnings():
-        # It warns of each Conv1D whose weight is transposed, and does the right thing.
+        # peft warns of each Conv1D because its weight is transposed, but adapts it correctly.
         warnings.simplefilter("ignore")
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     for name in saved:
@@ -164,11 +167,11 @@ def attach(
 def _quantized_layers(
     model: nn.Module, config: LoraConfig, saved: Sequence[str], shared: Mapping[str, str]
 ) -> tuple[dict[str, QuantizedLayer], list[str]]:
-    """Return the layers whose weights become 4 bits, and the other linear layers but the head.
+    """Return the layers to quantize, and the names of the other linear layers but the head.
 
     Raises:
         ConfigError: torchao is not installed, a weight cannot be divided into blocks, or there is
-            none to quantize.
+            no layer to quantize.
     """
     if config.quantize is None:
         if config.quantize_except:
@@ -211,7 +214,7 @@ def _quantized_layers(
 
 
 def _check_torchao() -> None:
-    """Refuse without a torchao that has NF4; it is not imported, which takes seconds."""
+    """Check that a torchao with NF4 is installed, without importing it, which takes seconds."""
     version = installed_version("torchao")
     if version is None:
         raise ConfigError(f"{QUANTIZE} needs torchao, which is not installed. Run: {EXTRA}")
@@ -224,7 +227,7 @@ def _check_torchao() -> None:
 
 
 def _shortest(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return ends of names that name just these modules, as peft compares them; else the names."""
+    """Return the last parts of names if peft matches only these modules by them; else the names."""
     ends = dict.fromkeys(name.rpartition(".")[2] for name in targets)
     meant = {name for name in modules if name.rpartition(".")[2] in ends}
     return list(ends) if meant == set(targets) else list(targets)
@@ -242,7 +245,7 @@ def name_without_adapter(name: str) -> str:
 
 
 def quantized_value(weight: StateTensor, layer: QuantizedLayer) -> StateTensor:
-    """Return a weight in 4 bits: it is read, a piece at a time, and quantized when it is needed."""
+    """Return the bytes of a weight in 4 bits; the weight is read and quantized on demand."""
     layout = Nf4Layout(layer.shape)
     shape = (layout.nbytes,)
 
@@ -261,7 +264,7 @@ def quantized_value(weight: StateTensor, layer: QuantizedLayer) -> StateTensor:
 
 
 def dequantized_value(carrier: StateTensor, layer: QuantizedLayer) -> StateTensor:
-    """Return a weight that is in 4 bits as the model without adapters has it, in fp32."""
+    """Return a weight as in the model without adapters, in fp32; it is dequantized on demand."""
     shape = layer.shape[::-1] if layer.transposed else layer.shape
 
     def values() -> Tensor:
@@ -272,7 +275,7 @@ def dequantized_value(carrier: StateTensor, layer: QuantizedLayer) -> StateTenso
 
 
 def _check_saved(saved: Sequence[str], shared: Mapping[str, str]) -> None:
-    """Refuse to train one of the two uses of a tied parameter."""
+    """Refuse to train a tied parameter as the weight of only one of its modules."""
     for module, other in shared.items():
         holder = next((one for one in saved if module == one or module.startswith(f"{one}.")), None)
         if holder is not None:
@@ -307,9 +310,10 @@ def _targets(
 
 
 def _adaptable(modules: Mapping[str, nn.Module], names: Sequence[str], pattern: str) -> list[str]:
-    """Return those that can take an adapter.
+    """Return the names of the modules that can have an adapter.
 
-    A pattern with wildcards passes over others; the name of a single kind of module does not.
+    Other modules are skipped if the pattern has wildcards and also fits a module that can have an
+    adapter. Otherwise they are refused.
     """
     fitting = [name for name in names if _kind(modules[name]) is not None]
     others = [name for name in names if name not in fitting]
@@ -330,7 +334,7 @@ def _is_wild(pattern: str) -> bool:
 
 
 def _kind(module: nn.Module) -> str | None:
-    """Return the kind of a layer that can take an adapter; None for all others."""
+    """Return the kind of a layer that can have an adapter; None for any other module."""
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Embedding):
@@ -340,7 +344,7 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[str]:
-    """The names of the linear layers but the head, and but those that are not called as layers."""
+    """Yield the names of the linear layers, except the head and the layers in `_uncalled`."""
     head = _head_of(model)
     uncalled = _uncalled(model)
     for name, module in model.named_modules():
@@ -349,7 +353,7 @@ def _linear_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:
-    """Return the output layer: the one that transformers names, else the last linear layer."""
+    """Return the output layer that transformers names, or else the last linear child of a model."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
@@ -359,7 +363,7 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 def _uncalled(model: nn.Module) -> set[str]:
-    """The names of linear layers whose weights nn.MultiheadAttention reads without calling them."""
+    """Return the names of linear layers that nn.MultiheadAttention does not call, but reads."""
     return {
         f"{name}.out_proj" if name else "out_proj"
         for name, module in model.named_modules()
@@ -368,7 +372,7 @@ def _uncalled(model: nn.Module) -> set[str]:
 
 
 def _shared_modules(model: nn.Module) -> dict[str, str]:
-    """For each module with a tied parameter, another name of that parameter."""
+    """Return, for each module with a tied parameter, another name of that parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -415,7 +419,7 @@ def _check_target(
 
 
 def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Return the names of modules that fit any pattern, without those inside another of them.
+    """Return the names of modules that fit a pattern, without modules inside another result.
 
     Raises:
         ConfigError: a pattern fits no module.

@@ -1,19 +1,19 @@
 """Weights of frozen linear layers in 4 bits: NF4 with double quantisation, as in torchao.
 
 QLoRA (Dettmers et al. 2023, arXiv 2305.14314): each block of 64 elements has one scale, and an
-element is one of 16 values times the scale. The scales are in 8 bits themselves, with one factor
-for a block of scales and one mean for all. The library torchao gives the table, and decides the
-codes and scales.
+element is one of 16 values times the scale. The scales are quantised to 8 bits, with one factor for
+a block of scales and one mean for all scales. The table of values, the codes and the scales are
+those of the library torchao.
 
-A weight is one flat tensor of bytes, not torchao's NF4Tensor. So whatever moves tensors (shards of
-any number of ranks, broadcasts, checkpoints) moves these too, and nothing casts them to another
-precision. The bytes of a weight of `n` elements:
+A weight is one flat tensor of bytes, not torchao's NF4Tensor. So all code that moves tensors
+(shards of any number of ranks, broadcasts, checkpoints) moves these bytes, too, and no code casts
+them to another precision. The bytes of a weight of `n` elements:
 
     64      the table, 16 values in fp32
     4       the mean of the scales, in fp32
     4 each  the factors of the blocks of scales, in fp32
     n / 64  the scales, in int8
-    n / 2   the codes, two to a byte, the first one in the upper half
+    n / 2   the codes, two in a byte, the first of them in the upper half
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ from bigtrain.hub.libraries import import_library
 from bigtrain.tensors.op_cost import loop_starts
 
 CARRIER = "weight_nf4"
-"""The name of the parameter with the bytes, in the layer that had `weight`."""
+"""The name of the parameter with the bytes, which replaces `weight` in a layer."""
 BLOCK = 64
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 SCALE_BLOCK = 256
-"""The most scales that share a factor."""
+"""Largest number of scales that share a factor."""
 PIECE = 1 << 22
-"""Elements that are dequantised at a time."""
+"""Number of elements that are dequantised at a time."""
 _MOST, _LEAST = 1 << 18, 1 << 10
-"""Elements that are quantised at a time: an eighth of the weight, within these limits."""
+"""Limits of the elements that are quantised at a time, which are an eighth of the weight."""
 _TABLE = 16
 _FP32 = torch.float32.itemsize
 _ZERO_CODES = 0x77
 """Two codes of the value 0."""
 _CELLS = 1 << 12
-"""Equal parts of [-1, 1], in which a scaled element is looked up."""
+"""Number of equal cells of [-1, 1]; the code of most elements is looked up by their cell."""
 _MARGIN = 1e-6
-"""Far more than the rounding of fp32 at an element or at the edge of a cell."""
+"""A distance far above the rounding errors of fp32 at elements and at the edges of cells."""
 _UNCLEAR = 255
-"""Stands for the code of a cell with several ones: torchao's own comparison decides there."""
+"""Marks a cell whose elements have different codes; torchao's comparison finds these codes."""
 
 
 @dataclass(frozen=True)
 class Nf4Layout:
-    """The places of the parts of a weight in its bytes."""
+    """The layout of the bytes of a weight."""
 
     shape: tuple[int, int]
     """Output and input features."""
 
     @cached_property
     def blocks(self) -> int:
-        """The number of blocks, and of scales."""
+        """Number of blocks of elements, each of which has one scale."""
         return math.prod(self.shape) // BLOCK
 
     @cached_property
     def scale_block(self) -> int:
-        """Scales that share a factor: the largest divisor of their number up to 256."""
+        """Number of scales that share a factor: the largest divisor of `blocks` up to 256."""
         sizes = range(min(SCALE_BLOCK, self.blocks), 0, -1)
         return next(size for size in sizes if self.blocks % size == 0)
 
     @cached_property
     def factors(self) -> int:
-        """The number of factors."""
+        """Number of factors."""
         return self.blocks // self.scale_block
 
     @property
@@ -106,22 +106,23 @@ class Nf4Layout:
 
 
 def is_packed(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of this name is the bytes of a weight."""
+    """Whether a parameter with this name has the bytes of a weight in 4 bits."""
     return name.rpartition(".")[2] == CARRIER and parameter.dtype == torch.uint8
 
 
 def fits_blocks(shape: tuple[int, ...]) -> bool:
-    """Whether a weight can be divided into blocks."""
+    """Whether a weight of this shape can be divided into blocks."""
     return len(shape) == 2 and math.prod(shape) > 0 and math.prod(shape) % BLOCK == 0
 
 
 def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -> Tensor:
-    """Return the bytes of a weight: those of `torchao.quantization.to_nf4` in fp32.
+    """Return the bytes of a weight, with the values of `torchao.quantization.to_nf4` in fp32.
 
-    Host memory holds half of the weight in fp32, or a few MiB, besides them.
+    In addition, host memory holds at most the size of half the weight in fp32, or a few MiB if that
+    is less.
 
     Args:
-        read: returns the elements [begin, end) of the flat weight, of any dtype; they are quantised
+        read: returns the elements [begin, end) of the flat weight, in any dtype. They are quantised
             in fp32.
         layout: the layout of the weight.
         key: the job's key and value that need torchao, for messages.
@@ -170,7 +171,9 @@ def _formats(key: str) -> Any:
 
 
 def _cells(table: Tensor) -> Tensor:
-    """Return the code of each cell: comparing every element with 16 values takes 20 times longer.
+    """Return the code of each cell, uint8, or `_UNCLEAR`.
+
+    Comparing every element with the 16 values instead would take 20 times as long.
 
     Args:
         table: the values, in ascending order.
@@ -186,12 +189,12 @@ def _cells(table: Tensor) -> Tensor:
 def dequantized(carrier: Tensor, layout: Nf4Layout, dtype: torch.dtype) -> Tensor:
     """Return a weight as its layer uses it, [output features, input features].
 
-    The values are those of torchao's get_original_weight in fp32, rounded to `dtype`. Memory
-    holds 24 MiB besides the result at the most.
+    The values are those of torchao's get_original_weight in fp32, rounded to `dtype`. Memory holds
+    at most 24 MiB in addition to the result.
 
     Args:
         carrier: the bytes of the weight.
-        layout: its layout.
+        layout: the layout of the bytes.
         dtype: the dtype of the result.
     """
     table, mean, factors, scales, codes = layout.parts(carrier)
@@ -216,7 +219,7 @@ def _values(codes: Tensor, scales: Tensor, pairs: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The product with a weight that is dequantised for it, and again for the backward pass."""
+    """The product with a weight that is dequantised in the forward and in the backward pass."""
 
     shows_its_leaves = True
     """See `tracing.unreached.graph_leaves`."""
@@ -238,7 +241,7 @@ class _Product(torch.autograd.Function):
 class Nf4Linear(nn.Module):
     """A frozen linear layer whose weight is in 4 bits.
 
-    The gradient goes to its input alone: neither weight nor bias is trained.
+    Only its input gets a gradient: neither the weight nor the bias is trained.
     """
 
     weight_nf4: Tensor
@@ -250,11 +253,11 @@ class Nf4Linear(nn.Module):
 
     @staticmethod
     def convert(layer: nn.Module, *, transposed: bool, key: str) -> None:
-        """Change a layer in place: it keeps its hooks, its bias and its place in the model.
+        """Convert a layer in place, so that its hooks, its bias and its parents stay the same.
 
         Args:
-            layer: a Linear, or a Conv1D of transformers; its weight is contiguous.
-            transposed: whether its weight is stored as [input features, output features].
+            layer: a Linear, or a Conv1D of transformers, with a contiguous weight.
+            transposed: whether the weight is stored as [input features, output features].
             key: see `quantized`.
         """
         weight = layer._parameters.pop("weight")
@@ -262,7 +265,7 @@ class Nf4Linear(nn.Module):
             raise ValueError("the layer has no weight")
         rows, columns = weight.shape[::-1] if transposed else weight.shape
         layout = Nf4Layout((rows, columns))
-        # While a constructor is recorded, `is_meta` may not be asked.
+        # While a constructor is recorded, `is_meta` may not be read.
         if weight.device.type == "meta":
             carrier = torch.empty(layout.nbytes, dtype=torch.uint8, device=weight.device)
         else:
@@ -279,12 +282,12 @@ class Nf4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values in fp32, for code that reads the weight of a layer itself."""
+        """The dequantised values in fp32, for code that reads the weight of a layer directly."""
         values = dequantized(self.weight_nf4, self.layout, torch.float32)
         return values.t() if self.transposed else values
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply in the dtype of the inputs, or in that of autocast."""
+        """Return the layer's output, computed in the dtype of autocast, or else of the inputs."""
         kind, dtype = inputs.device.type, inputs.dtype
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
@@ -295,7 +298,7 @@ class Nf4Linear(nn.Module):
 
 @torch.no_grad()
 def invent_weights(model: nn.Module, generator: torch.Generator) -> None:
-    """Give the weights in 4 bits of a model some values that keep its numbers in range."""
+    """Fill a model's weights in 4 bits with random values that keep its activations in range."""
     for module in model.modules():
         if not isinstance(module, Nf4Linear):
             continue
@@ -309,7 +312,7 @@ def invent_weights(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def parameter_elements(model: nn.Module) -> dict[str, int]:
-    """Return the elements of each parameter by its first name; of one in 4 bits, of its weight."""
+    """Return the number of elements of each parameter; for bytes in 4 bits, that of the weight."""
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         name = f"{path}.{CARRIER}".strip(".")

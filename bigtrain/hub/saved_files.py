@@ -1,4 +1,4 @@
-"""The files beside the weights that make a checkpoint a folder of the Hub."""
+"""The files, in addition to the weights, that make a checkpoint a folder in the Hub's layout."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Origin:
     source: str
     """The folder or id that the job named."""
     class_name: str
+    """The model's class in transformers."""
     names: Sequence[str] | None
     """The names of the tensors in the source's files; None for a model with initial weights."""
 
@@ -40,7 +41,7 @@ class Origin:
 
     @classmethod
     def read(cls, folder: Path) -> Origin | None:
-        """Read the file of a checkpoint; None if it has none.
+        """Read the file `ORIGIN` of a checkpoint; None if the checkpoint has no such file.
 
         Raises:
             ConfigError: the file is damaged.
@@ -72,15 +73,15 @@ class SavedFiles:
         """Return the contents by name.
 
         Args:
-            dtype: of the saved parameters; from_pretrained opens the model in it. None if there
-                is none.
+            dtype: the dtype of the saved parameters, in which from_pretrained opens the model; None
+                if no parameter has a floating-point dtype.
         """
         text = configuration_text(self.architecture.config, self.architecture.name, dtype)
         return {**self.folder.companions(), CONFIG: text, ORIGIN: self.origin.text()}
 
 
 def configuration_text(config: Any, class_name: str, dtype: torch.dtype | None) -> str:
-    """Return config.json for a class of transformers and the dtype of its saved parameters."""
+    """Return the text of config.json for a class of transformers and its saved dtype."""
     config = copy.deepcopy(config)
     config.architectures = [class_name]
     if dtype is not None:

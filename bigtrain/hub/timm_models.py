@@ -18,7 +18,7 @@ def check_timm(name: str, args: Mapping[str, Any]) -> None:
     """Refuse a name that timm does not have, or an argument that asks for weights.
 
     Raises:
-        ConfigError: with the key and the fix.
+        ConfigError: timm is not installed, or the name or an argument is refused.
     """
     timm = import_library("timm", f"model.name={TIMM}{name}")
     if not timm.is_model(name):
@@ -36,7 +36,7 @@ def check_timm(name: str, args: Mapping[str, Any]) -> None:
 
 
 def image_shape(name: str) -> tuple[int, ...]:
-    """Return the shape of one input of a model: channels, height, width.
+    """Return the shape of one input of a model: (channels, height, width).
 
     Raises:
         ConfigError: timm is not installed, or has no such model.
@@ -51,7 +51,7 @@ def make_timm(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Construct a model of timm with initial weights, on torch's default device.
 
     Raises:
-        ConfigError: the model does not take these arguments.
+        ConfigError: see `check_timm`; or the model does not accept these arguments.
     """
     check_timm(name, args)
     timm = import_library("timm", f"model.name={TIMM}{name}")

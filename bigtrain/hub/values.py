@@ -15,7 +15,7 @@ from bigtrain.hub.conversion import ConvertedTensors, Rules, grouped, ignored, l
 from bigtrain.tensors.shards import StateTensor
 
 _COMPARED = 1 << 22
-"""Elements of two tensors that are compared at a time."""
+"""Number of elements of two tensors that are compared at a time."""
 
 _WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -25,11 +25,11 @@ class SavedModel:
     """The weights in a folder, as the tensors of a model."""
 
     values: Mapping[str, StateTensor]
-    """By the first names of the model's tensors."""
+    """The saved tensors, by the first names of the model's tensors."""
     names: tuple[str, ...]
-    """The names in the files of those that were taken."""
+    """The names in the files of the tensors that the model uses."""
     dtypes: tuple[str, ...]
-    """The dtypes in the files: bf16, fp32, ..."""
+    """The floating-point dtypes of these tensors in the files: bf16, fp32, ..."""
 
 
 def read_values(model: nn.Module, path: Path, key: str, excluded: Sequence[str]) -> SavedModel:
@@ -38,7 +38,7 @@ def read_values(model: nn.Module, path: Path, key: str, excluded: Sequence[str])
     Args:
         model: the model, usually on the meta device.
         path: a folder in the Hub's layout, or a single file with a state dict.
-        key: the job's key and value that named it, for messages.
+        key: the job's key and value that named `path`, for messages.
         excluded: modules or tensors that keep initial values (`model.pretrained_except`).
 
     Raises:
@@ -55,7 +55,7 @@ def read_values(model: nn.Module, path: Path, key: str, excluded: Sequence[str])
         try:
             made = converted.of_group(group)
         except Exception as error:
-            # The converters are many, and say by any exception that their inputs do not fit.
+            # A converter may raise any exception if its inputs do not fit.
             first = next(iter(group.sources.values()))[0]
             raise ConfigError(
                 f"{key}: {first} and the tensors of the files that make {group.name} do not fit "
@@ -141,7 +141,7 @@ def _check_names(
         for name in model.state_dict(keep_vars=True)
         if not any(other in values or _is_in(other, excluded) for other in same[name])
     ]
-    # A counter that files from before torch 0.4.1 lack.
+    # Files of torch versions before 0.4.1 lack this counter.
     missing = [name for name in missing if not name.endswith(".num_batches_tracked")]
     missing = sorted(
         set(missing) - ignored(model, "_keys_to_ignore_on_load_missing", missing), key=missing.index
@@ -174,7 +174,7 @@ def _more(names: Sequence[str]) -> str:
 
 
 def _same_tensors(model: nn.Module) -> dict[str, list[str]]:
-    """Return for each name all names of the same tensor: a tied tensor has several."""
+    """Return for each name all names of the same tensor; a tied tensor has several names."""
     names: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():

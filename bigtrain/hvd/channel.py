@@ -1,8 +1,8 @@
 """A thread that runs exchanges one at a time, in the order in which the script requested them.
 
-Every exchange begins with an all-gather of numbers that describe it. So ranks that request
-different exchanges are refused by name before any tensor moves, and a rank that has joined learns
-which exchange to take part in. The script continues until it synchronizes.
+Every exchange begins with an all-gather of numbers that describe it. So if ranks request different
+exchanges, an error names the exchanges before any tensor is sent, and a rank that has joined learns
+which exchange to take part in. The script does not wait for an exchange until it synchronizes.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ _FAREWELL_S = 5.0
 
 @dataclass(frozen=True)
 class Request:
-    """Description of an exchange; the same on every rank, except for `rows`."""
+    """The description of an exchange, equal on every rank except for `rows`."""
 
     kind: RequestKind
     name: str | None
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Shape that must be equal on all ranks; without the first dim if that may differ."""
+    """The part of the shape that must be equal on all ranks: without the first dim if the rows may
+    differ."""
     on_host: bool
     op: str = ""
     root: int = -1
     detail: str = ""
     """Further text that must be equal on all ranks."""
     rows: int = 0
-    """Size of the first dim, if it may differ between ranks."""
+    """The size of the first dim, if it may differ between ranks."""
     numel: int = 0
-    """Elements of the buffer, for ranks that have joined."""
+    """The number of elements of an all-reduce, which joined ranks need for their zeros."""
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -89,7 +90,7 @@ class Request:
 
 
 class UnequalRequestsError(ConfigError, RuntimeError):
-    """Ranks request different exchanges. A RuntimeError too, as Horovod's scripts catch that."""
+    """Ranks request different exchanges. As with Horovod, scripts can catch a RuntimeError."""
 
 
 class RequestRow(NamedTuple):
@@ -106,7 +107,15 @@ class RequestRow(NamedTuple):
 
 
 class Members:
-    """The process groups of some ranks: gloo for host tensors, the device's backend for others."""
+    """The process groups of some ranks: gloo for host tensors, the device's backend for others.
+
+    Making it is collective among all ranks of the run.
+
+    Args:
+        context: the context of this process.
+        members: the ranks, ascending. There are no groups if there is only one rank.
+        is_global: whether they are all ranks of the run.
+    """
 
     def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
         self.members = tuple(members)
@@ -127,24 +136,28 @@ class Members:
             self.host = cast("dist.ProcessGroup", host)
             self.own = cast("dist.ProcessGroup | None", own_group)
             context.recorder.traffic.leave_out(self.host)
-            self.all_gather_rows([0])  # no rank may leave before all are connected
+            self.all_gather_rows([0])  # no rank may end before all are connected
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.members)
 
     @property
     def place(self) -> int:
-        """Index of this rank among them."""
+        """The index of this rank among the members."""
         return self.members.index(self.rank)
 
     def group(self, *, on_host: bool) -> dist.ProcessGroup | None:
-        """Return the group for tensors on the host, or on the device."""
+        """Return the group for tensors on the host or on the device; None for a single rank."""
         return self.host if on_host or self.own is None else self.own
 
     def all_gather_rows(self, numbers: Sequence[int]) -> list[list[int]]:
-        """All-gather integers; every rank gives the same count. Collective."""
+        """Return the integers of every rank, in rank order. Collective.
+
+        Args:
+            numbers: the integers of this rank, of the same count on every rank.
+        """
         if self.host is None:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -154,7 +167,11 @@ class Members:
 
 
 class ChannelWork(ABC):
-    """One exchange: the channel's thread calls `begin`, the script's thread calls `finish`."""
+    """One exchange: the channel's thread calls `begin`, the script's thread calls `finish`.
+
+    Args:
+        call: the description of the exchange.
+    """
 
     def __init__(self, call: Request) -> None:
         self.call = call
@@ -162,15 +179,15 @@ class ChannelWork(ABC):
 
     @abstractmethod
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Start the exchange, and append the works to wait for to `works`.
+        """Start the exchange, and set `works` to the works to wait for.
 
         Args:
-            link: the ranks; it has no groups if there is only one.
-            rows: each rank's request.
+            link: the ranks. It has no process groups if there is only one rank.
+            rows: the request of each rank.
         """
 
     def finish(self) -> Any:
-        """Assemble the result, after `works` are done."""
+        """Return the result of the exchange; called after all `works` are done."""
         return None
 
 
@@ -179,7 +196,7 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `result` does not wait any more."""
+        """Whether `result` would return without waiting."""
 
     @abstractmethod
     def result(self) -> Any:
@@ -191,7 +208,11 @@ class Handle(ABC):
 
 
 class Pending(Handle):
-    """One exchange of a channel."""
+    """The handle of one exchange of a channel.
+
+    Args:
+        exchange: the exchange.
+    """
 
     def __init__(self, exchange: ChannelWork) -> None:
         self.exchange = exchange
@@ -202,7 +223,7 @@ class Pending(Handle):
         self._is_finished = False
 
     def done(self) -> bool:
-        """Whether `result` does not wait any more."""
+        """Whether `result` would return or raise without waiting."""
         if not self.begun.is_set():
             return False
         return self.error is not None or all(work.is_completed() for work in self.exchange.works)
@@ -224,17 +245,17 @@ class Pending(Handle):
         return self._result
 
     def fail(self, error: BaseException) -> None:
-        """Have `result` raise it."""
+        """Let `result` raise an error."""
         self.error = error
         self.begun.set()
 
 
 class Several(Handle):
-    """Several exchanges with one result.
+    """The handle of several exchanges with one result.
 
     Args:
-        parts: their handles.
-        joins: combines their results.
+        parts: the handles of the exchanges.
+        joins: combines the results of the exchanges.
     """
 
     def __init__(self, parts: Sequence[Handle], joins: Callable[[list[Any]], Any]) -> None:
@@ -271,22 +292,23 @@ class Channel:
 
     Args:
         context: the context of this process.
-        members: the ranks, ascending; this rank is among them.
-        is_global: whether they are all ranks.
+        members: the ranks, ascending, which include this rank.
+        is_global: whether they are all ranks of the run.
     """
 
     timeline: Callable[[str, str, float, float], None] | None = None
-    """Called for each exchange with its kind, its name, and two times of `time.time`."""
+    """Called twice for each exchange, with a kind, the name, and start and end as `time.time`
+    returns them: for the agreement of the ranks and for the exchange. None to record nothing."""
 
     def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
         self.link = Members(context, members, is_global=is_global)
         self._queue: SimpleQueue[tuple[Pending, torch.Stream | None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
-        self._joined: list[int] = []  # after the last exchange; the same on all ranks
+        self._joined: list[int] = []  # as of the last exchange; equal on all ranks
 
     def submit(self, exchange: ChannelWork) -> Pending:
-        """Queue an exchange behind the earlier ones; does not wait. Collective."""
+        """Queue an exchange behind the earlier ones, without waiting for it. Collective."""
         pending = Pending(exchange)
         if self.link.host is None:
             exchange.begin(self.link, [RequestRow(*exchange.call.numbers())])
@@ -302,14 +324,14 @@ class Channel:
         return pending
 
     def join(self) -> int:
-        """Contribute zeros until all ranks joined; return the last rank to join. Collective."""
+        """Contribute zeros until all ranks have joined; return the last to join. Collective."""
         if self.link.host is None:
             return self.link.rank
         call = Request("barrier", "join", torch.int64, (), True)
         return int(self.submit(_Join(call)).result())
 
     def close(self) -> None:
-        """End the thread if it is idle."""
+        """End the thread after the queued exchanges; wait for it for a few seconds at most."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_FAREWELL_S)
@@ -326,7 +348,7 @@ class Channel:
             try:
                 with _on(stream):
                     self._do(pending)
-            except BigtrainError as error:  # raised on every rank, which all continue
+            except BigtrainError as error:  # every rank raises it, so the channel stays usable
                 pending.fail(error)
             except BaseException as error:
                 self._broken = _in_words(error, pending.exchange.call)
@@ -354,7 +376,7 @@ class Channel:
         return rows
 
     def _agreed(self, call: Request) -> list[RequestRow]:
-        """Return every rank's row if all request the same exchange."""
+        """Return every rank's row; refuse exchanges that differ, or that joined ranks cannot do."""
         rows = self._rows(call.numbers())
         active = [row for row in rows if row.state == _ACTIVE]
         if len({row.digest for row in active}) > 1:
@@ -364,7 +386,7 @@ class Channel:
         return rows
 
     def _differing(self, text: str, rows: Sequence[RequestRow]) -> UnequalRequestsError:
-        """Return the error of ranks that request different exchanges. Collective."""
+        """Return the error for ranks that request different exchanges. Collective."""
         texts: list[Any] = [None] * self.link.size
         dist.all_gather_object(texts, text, group=self.link.host)
         first = next(n for n, row in enumerate(rows) if row.state == _ACTIVE)
@@ -398,7 +420,7 @@ class Channel:
 
 
 def _in_words(error: BaseException, call: Request) -> BaseException:
-    """Add the exchange to the error if it failed because another rank has ended."""
+    """Return an error that names the exchange, if the error means that another rank has ended."""
     if not is_peer_failure(error):
         return error
     first = str(error).splitlines()[0]
@@ -426,7 +448,7 @@ def _check_joined(call: Request, joined: list[int]) -> None:
 
 
 def _on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Run the block on a stream, after the work that it has queued; no effect on a CPU."""
+    """Make a stream current inside of a `with` block; None has no effect."""
     if stream is None:
         return nullcontext()
     return _OnStream(stream)
@@ -445,7 +467,7 @@ class _OnStream:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes, so that backends exchange any element type."""
+    """Return a contiguous tensor viewed as bytes, so that backends exchange any element type."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -458,7 +480,16 @@ _open: list[Channel] = []
 
 
 def open_channel(members: Sequence[int]) -> Channel:
-    """Connect some ranks. Collective among all ranks of the run, not only among these."""
+    """Connect some ranks, and return their channel.
+
+    Collective among all ranks of the run, not only among these.
+
+    Args:
+        members: the ranks, ascending.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     context = session.opened()
     channel = Channel(context, members, is_global=len(members) == context.world_size)
     _open.append(channel)

@@ -1,4 +1,4 @@
-"""Compression of tensors for an exchange."""
+"""Compression of tensors before an exchange."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from bigtrain.errors import ConfigError
 
 
 class Compressor(Protocol):
-    """Compresses tensors before an exchange and restores them after it; a script may define one."""
+    """Compresses tensors before an exchange and restores them after it.
+
+    A script may define its own compressor.
+    """
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor to exchange, and the context for `decompress`."""
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """Restore an exchanged tensor."""
+        """Restore an exchanged tensor.
+
+        Args:
+            tensor: the result of the exchange.
+            ctx: the context that `compress` returned.
+        """
 
 
 class NoneCompressor:
@@ -35,16 +43,16 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Floating-point numbers as float16: half the bytes of fp32, with rounding."""
+    """Converts floating-point tensors to float16: half the bytes of fp32, with rounding."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor in float16, and the type that it had."""
+        """Return the tensor in float16 and its original dtype. Other dtypes are not converted."""
         return tensor.to(torch.float16) if tensor.is_floating_point() else tensor, tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor in the type that it had."""
+        """Return the tensor in its original dtype."""
         return tensor.to(ctx)
 
 
@@ -56,10 +64,10 @@ class Compression:
 
 
 def compressor_of(compression: Any) -> Compressor:
-    """Return the compressor that an exchange's argument `compression` names.
+    """Check the argument `compression` of an exchange, and return it.
 
     Raises:
-        ConfigError: it lacks `compress` or `decompress`.
+        ConfigError: the argument lacks `compress` or `decompress`.
     """
     if callable(getattr(compression, "compress", None)) and callable(
         getattr(compression, "decompress", None)

@@ -1,4 +1,4 @@
-"""Exchanges without arithmetic: allgather, broadcast and alltoall of tensors and objects."""
+"""Exchanges without arithmetic: allgather, broadcast and alltoall; also barrier and join."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALL = global_process_set
 
 
 def _source(tensor: Any, where: str, *, rows: bool = True) -> Tensor:
-    """Check a tensor, and return it contiguous for sending."""
+    """Check a tensor, and return it detached and contiguous for sending."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
             f"hvd.{where}: {type(tensor).__name__} is no tensor. Give torch.tensor(...), or use "
@@ -62,7 +62,7 @@ class _AllGather(ChannelWork):
             return
         longest = max(self._counts)
         mine = self._source
-        if mine.shape[0] < longest:  # gloo needs the same size from each rank, so pad
+        if mine.shape[0] < longest:  # padded, because gloo needs the same size from each rank
             padded = mine.new_zeros((longest, *mine.shape[1:]))
             padded[: mine.shape[0]] = mine
             mine = padded
@@ -78,14 +78,14 @@ class _AllGather(ChannelWork):
         return torch.cat(parts)
 
     def counts(self) -> list[int]:
-        """Number of rows of each rank."""
+        """Return the number of rows of each rank, after `begin`."""
         return self._counts
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Start an `allgather`; its gradient is not computed."""
+    """Start an `allgather` without a gradient; `synchronize` returns its result. Collective."""
     exchange = _AllGather(_source(tensor, "allgather"), name)
     return set_of(process_set).channel().submit(exchange)
 
@@ -93,23 +93,24 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Start `allgather_async` of several tensors; the result of the handle is a list."""
+    """Start an `allgather_async` of several tensors; the handle's result is a list. Collective."""
     return Several([allgather_async(tensor, name, process_set) for tensor in tensors], list)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL) -> Tensor:
-    """Return the tensors of all ranks, one below the other. Collective.
+    """Return the tensors of all ranks, concatenated along the first dim. Collective.
 
-    Its gradient is what Horovod's is: the *average* over the ranks of that of this rank's rows.
+    The gradient follows Horovod: it is the *average* over the ranks of the gradients of this rank's
+    rows, not their sum.
 
     Args:
-        tensor: a tensor with at least one dim. The first dim may differ between ranks, and may be
-            0.
-        name: the name in messages.
+        tensor: a dense tensor with at least one dim. The first dim may differ between ranks, and
+            may be 0.
+        name: the name of the exchange, the same on every rank.
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: the tensor has no dims, or other dims differ between the ranks.
+        ConfigError: the tensor has no dims or is sparse, or other dims differ between the ranks.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -117,7 +118,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> list[Tensor]:
-    """`allgather` of several tensors. Collective."""
+    """Return the `allgather` of each of several tensors. Collective."""
     outputs = _Gathered.apply((name, process_set), *tensors)
     return list(outputs)
 
@@ -148,7 +149,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(ChannelWork):
-    """A sum of gradients over ranks, in place."""
+    """An in-place sum of a gradient over the ranks."""
 
     def __init__(self, buffer: Tensor, name: str | None) -> None:
         shape, on_host = tuple(buffer.shape), is_on_host(buffer)
@@ -170,7 +171,7 @@ class _Summed(ChannelWork):
 
 
 def average_over(channel: Any, gradient: Tensor, name: str | None) -> Tensor:
-    """Return the average of a gradient over the ranks of a channel. Collective."""
+    """Return the average of a gradient over the ranks of a channel, as a new tensor. Collective."""
     summed: Tensor = channel.submit(_Summed(gradient.detach().clone(), name)).result()
     count: int = channel.link.size
     return summed / count
@@ -210,7 +211,7 @@ def _start_broadcast(
         )
     source = _source(tensor, "broadcast", rows=False)
     if in_place:
-        # A view of the same memory, if the tensor is contiguous.
+        # If the tensor is contiguous, `source` is a view of the same memory.
         return channel.submit(_Broadcast(source, root_rank, name, tensor))
     return channel.submit(_Broadcast(source.clone(), root_rank, name))
 
@@ -218,21 +219,31 @@ def _start_broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Start a `broadcast`; its gradient is not computed."""
+    """Start a `broadcast` without a gradient; `synchronize` returns its result. Collective."""
     return _start_broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Start a `broadcast_`: the tensor is overwritten when `synchronize` returns."""
+    """Start a `broadcast_`: the tensor is overwritten when `synchronize` returns. Collective."""
     return _start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Overwrite a tensor with that of `root_rank`, and return it. Collective."""
+    """Overwrite a tensor with that of `root_rank`, and return it. Collective.
+
+    Args:
+        tensor: a dense tensor of the same shape on every rank.
+        root_rank: the sender, numbered among all ranks of the run.
+        name: the name of the exchange, the same on every rank.
+        process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: `root_rank` is not among the ranks, or the shapes differ.
+    """
     broadcast_async_(tensor, root_rank, name, process_set).result()
     return tensor
 
@@ -242,13 +253,17 @@ def broadcast(
 ) -> Tensor:
     """Return a rank's tensor on every rank. Collective.
 
-    The gradient follows Horovod: the sender gets the average over the ranks, others get zeros.
+    The gradient follows Horovod: the sender gets the average of the ranks' gradients, and the other
+    ranks get zeros.
 
     Args:
-        tensor: a tensor of the same shape on every rank; it is not changed.
+        tensor: a dense tensor of the same shape on every rank; it is not changed.
         root_rank: the sender, numbered among all ranks of the run.
-        name: the name in messages.
+        name: the name of the exchange, the same on every rank.
         process_set: the ranks that take part.
+
+    Raises:
+        ConfigError: `root_rank` is not among the ranks, or the shapes differ.
     """
     output: Tensor = _Broadcasted.apply(tensor, root_rank, name, process_set)
     return output
@@ -308,7 +323,7 @@ class _AllToAll(ChannelWork):
 
 
 def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
-    """Return the number of rows for each rank."""
+    """Check the argument `splits`, and return the number of rows for each rank."""
     rows = tensor.shape[0]
     if splits is None:
         if rows % count:
@@ -329,7 +344,10 @@ def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Start an `alltoall`; the result is always the rows and the number from each rank."""
+    """Start an `alltoall` without a gradient. Collective.
+
+    The handle's result is always a pair: the received rows, and the number from each rank.
+    """
     channel = set_of(process_set).channel()
     source = _source(tensor, "alltoall")
     exchange = _AllToAll(source, _splits_of(source, splits, channel.link.size), name)
@@ -345,19 +363,21 @@ def alltoall_async(
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Any:
-    """Send rows to each rank, and return those that the ranks send here. Collective.
+    """Send rows to each rank, and return the rows that the ranks send to this one. Collective.
 
     Args:
-        tensor: a tensor with at least one dim; the first dim may differ between ranks.
-        splits: the number of rows for each rank; None gives every rank the same number.
-        name: the name in messages.
+        tensor: a dense tensor with at least one dim; the first dim may differ between ranks.
+        splits: the number of rows for each rank, as a list or a tensor; None to send the same
+            number to every rank.
+        name: the name of the exchange, the same on every rank.
         process_set: the ranks that take part.
 
     Returns:
-        The received rows in rank order; with `splits` also the number from each rank.
+        The received rows in rank order. With `splits`, a pair: these rows, and a tensor with the
+        number from each rank.
 
     Raises:
-        ConfigError: the splits do not add up to the rows.
+        ConfigError: the splits do not add up to the rows, or the rows do not divide by the ranks.
     """
     rows, received = _Swapped.apply(tensor, splits, name, process_set)
     return rows if splits is None else (rows, received)
@@ -381,37 +401,45 @@ class _Swapped(torch.autograd.Function):
 
 class _Barrier(ChannelWork):
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Send nothing: all ranks have exchanged their requests already."""
+        """Send nothing: the ranks have waited for each other when they exchanged the requests."""
 
 
 def barrier(process_set: ProcessSet = _ALL) -> None:
-    """Wait until every rank calls it. Collective."""
+    """Wait until every rank of the set calls this function. Collective."""
     call = Request("barrier", None, torch.int64, (), True)
     set_of(process_set).channel().submit(_Barrier(call)).result()
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's: zeros are made where they are needed
-    """Report that this rank has no more data, and wait until all ranks have. Collective.
+    """Report that this rank has no more data, and wait until all ranks report it. Collective.
 
-    Until then this rank contributes zeros to the others' `allreduce`; averages still divide by all
-    ranks. Exchanges other than sums are refused on the other ranks in the meantime.
+    Until then this rank contributes zeros to sums and averages by `allreduce`; an average still
+    divides by the number of all ranks. On the other ranks, exchanges other than these and `barrier`
+    raise a ConfigError.
+
+    Args:
+        device: not used.
 
     Returns:
-        The last rank to join.
+        The last rank that has joined.
     """
     return _ALL.channel().join()
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an exchange is done, so that `synchronize` does not wait."""
+    """Whether an exchange is done, so that `synchronize` would not wait."""
     return _handle(handle).done()
 
 
 def wait_for(handle: Handle) -> Any:
-    """Wait for an exchange, and return the result of the function without `async`.
+    """Wait for an exchange, and return its result: that of the function without `async`.
+
+    Args:
+        handle: the result of a function with `async` in its name.
 
     Raises:
         ConfigError: the ranks requested different exchanges, or the argument is not a handle.
+        ConnectionError: another rank has ended.
     """
     return _handle(handle).result()
 
@@ -431,9 +459,9 @@ def broadcast_object(
     """Return a rank's object on every rank. Collective.
 
     Args:
-        obj: a picklable object; ignored on the other ranks.
-        root_rank: the sender, numbered among all ranks.
-        name: the name in messages.
+        obj: a picklable object; it is ignored on ranks other than `root_rank`.
+        root_rank: the sender, numbered among all ranks of the run.
+        name: the name of the exchange, the same on every rank.
         process_set: the ranks that take part.
     """
     link = set_of(process_set).channel().link
@@ -455,12 +483,12 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> list[Any]:
-    """Return the objects of all ranks, in their order. Collective.
+    """Return the objects of all ranks, in rank order. Collective.
 
     Args:
-        obj: can be pickled.
-        name: the name in messages.
-        process_set: among whom.
+        obj: a picklable object.
+        name: the name of the exchange, the same on every rank.
+        process_set: the ranks that take part.
     """
     channel = set_of(process_set).channel()
     if channel.link.size == 1:

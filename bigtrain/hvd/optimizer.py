@@ -1,7 +1,8 @@
 """An optimizer whose gradients are exchanged while they are computed.
 
-Horovod negotiates the order of exchanges between ranks. Here the order is fixed: gradients go in
-buckets, the last parameters first, each bucket once it is full and the earlier ones were sent.
+Horovod negotiates the order of exchanges between ranks. Here the order is fixed: gradients are sent
+in buckets, the last parameters first. A bucket is sent when all its gradients are computed and all
+earlier buckets were sent.
 
 Source: Sergeev and Del Balso 2018, Horovod (arXiv 1802.05799), section 3 (Ring-AllReduce), section
 5 (Tensor Fusion).
@@ -30,7 +31,7 @@ from bigtrain.hvd.reductions import (
 from bigtrain.units import MIB
 
 FUSION_BYTES = 64 * MIB
-"""Approximate bytes of gradients in one message: Horovod's default."""
+"""The approximate bytes of gradients in one message, which are Horovod's default."""
 _ALL = global_process_set
 
 
@@ -46,29 +47,33 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     sparse_as_dense: bool = False,
     process_set: ProcessSet = _ALL,
 ) -> Any:
-    """Return the optimizer, changed to exchange gradients while they are computed.
+    """Change an optimizer so that gradients are exchanged while they are computed, and return it.
 
     Its class becomes a subclass with the methods `synchronize`, `skip_synchronize` and
-    `set_backward_passes_per_step`. Call the first two to clip the averaged gradients before `step`.
+    `set_backward_passes_per_step`. To clip the averaged gradients, call `synchronize`, clip them,
+    and call `step` inside of `with optimizer.skip_synchronize()`.
 
     Args:
         optimizer: an optimizer of the same parameters, in the same order, on every rank.
-        named_parameters: names for messages; parameters go in the optimizer's order.
-        compression: `hvd.Compression.fp16` halves the bytes, and changes the numbers.
-        backward_passes_per_step: backward passes whose gradients are added up before they are
-            exchanged. Sums, not means, as in Horovod: divide the loss by it.
+        named_parameters: pairs of a name and a parameter; the names are used in messages. The order
+            of the exchanges is that of the optimizer's parameters.
+        compression: a compressor. `hvd.Compression.fp16` halves the bytes and rounds gradients.
+        backward_passes_per_step: the number of backward passes whose gradients are added up before
+            they are exchanged. They are not averaged, as in Horovod: divide the loss by the number.
         op: the reduction over ranks; see `hvd.allreduce`.
         gradient_predivide_factor: gradients are divided by it before the sum over the ranks, and
             multiplied by it afterwards.
-        num_groups: the older name of `groups`.
-        groups: the number of messages, or lists of parameters that share one. By default messages
-            have about 64 MiB.
-        sparse_as_dense: exchange sparse gradients as dense ones.
+        num_groups: the older form of `groups`, for a number of messages.
+        groups: the number of messages, or lists of the parameters that share a message. By default
+            messages have about 64 MiB.
+        sparse_as_dense: whether to exchange sparse gradients as dense ones.
         process_set: the ranks that take part; the others step with their local gradients.
 
     Raises:
-        ConfigError: `op` is Adasum, `backward_passes_per_step` is less than 1, names are missing
-            or twice, or groups are not of these parameters.
+        ConfigError: `op` is Adasum or not known, `backward_passes_per_step` is less than 1,
+            `gradient_predivide_factor` is used without an average, names are missing or occur
+            twice, `groups` is neither a number above 0 nor lists of parameters, or the optimizer
+            is wrapped already.
     """
     if backward_passes_per_step < 1:
         raise ConfigError(
@@ -88,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
         raise ConfigError(
             "hvd.DistributedOptimizer: the optimizer is one already. Wrap it once, on every rank."
         )
-    # A scheduler made earlier has replaced `step` on the instance, bound to the old class.
+    # A scheduler that was made earlier has set `step` on the instance, bound to the old class.
     vars(optimizer).pop("step", None)
     optimizer.__class__ = type(kind.__name__, (_Exchanging, kind), {})
     wrapped = cast("_Exchanging", optimizer)
@@ -108,7 +113,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
 def _names(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> dict[Tensor, str]:
-    """Return the names of an optimizer's parameters."""
+    """Return the names of an optimizer's parameters; refuse missing and equal names."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named is None:
         return {p: f"parameter {n}" for n, p in enumerate(parameters)}
@@ -146,11 +151,15 @@ class _Exchanging(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Backward passes before a step."""
+        """The number of backward passes before a step."""
         return self.exchange.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per step, from the next step on."""
+        """Set the number of backward passes per step; call it between steps.
+
+        Raises:
+            ConfigError: the number is less than 1.
+        """
         if passes < 1:
             raise ConfigError(
                 f"hvd: set_backward_passes_per_step({passes}), and a step needs at least 1 "
@@ -159,12 +168,12 @@ class _Exchanging(torch.optim.Optimizer):
         self.exchange.passes = passes
 
     def synchronize(self) -> None:
-        """Wait until all gradients are exchanged. Collective."""
+        """Exchange the remaining gradients, and wait until all are reduced. Collective."""
         self.exchange.finish()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` inside the `with` block skip `synchronize`, which was called before."""
+        """Let `step` skip `synchronize` inside of a `with` block, as it was called before."""
         self.exchange.skipped = True
         try:
             yield
@@ -172,7 +181,14 @@ class _Exchanging(torch.optim.Optimizer):
             self.exchange.skipped = False
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Exchange the remaining gradients, and step."""
+        """Call `synchronize`, unless it is to be skipped, and step. Collective.
+
+        Args:
+            closure: has to be None.
+
+        Raises:
+            ConfigError: there is a closure.
+        """
         if closure is not None:
             raise ConfigError(
                 "hvd: step(closure) computes gradients that are not exchanged between the ranks. "
@@ -186,7 +202,7 @@ class _Exchanging(torch.optim.Optimizer):
         """Clear the gradients.
 
         Raises:
-            ConfigError: gradients are being exchanged.
+            ConfigError: there are gradients that are not exchanged yet.
         """
         if self.exchange.is_open():
             raise ConfigError(
@@ -196,7 +212,7 @@ class _Exchanging(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; gradients that were accumulated but not exchanged are dropped."""
+        """Load a state. Gradients that were accumulated but not exchanged are dropped."""
         self.exchange.forget()
         super().load_state_dict(state_dict)
 
@@ -243,7 +259,11 @@ class _Buckets:
 
 
 def bucket_limit(groups: Any) -> float:
-    """Return the bytes of a bucket; infinite for groups that the script has formed."""
+    """Return the most bytes of a bucket: infinite if the script chooses the groups.
+
+    Args:
+        groups: see `DistributedOptimizer`.
+    """
     return FUSION_BYTES if groups is None else float("inf")
 
 
@@ -252,7 +272,7 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _grouped(parameters: list[Tensor], groups: Any) -> list[list[Tensor]]:
-    """Return parameters by the script's groups, ordered by each group's first parameter."""
+    """Return the parameters divided into groups, which are ordered by their first parameter."""
     if groups is None:
         return [parameters]
     if type(groups) is int and groups > 0:
@@ -289,14 +309,15 @@ class _GradientExchange:
     """Reduces gradients over the ranks in buckets, all ranks in one order.
 
     Args:
-        buckets: the gradients of each message.
-        passes: backward passes per step.
+        buckets: the parameters whose gradients share a message.
+        passes: the number of backward passes per step.
         compressor: converts gradients for the exchange.
         op: the reduction.
         factor: gradients are divided by it before the sum, and multiplied by it afterwards.
         dense: whether sparse gradients are exchanged as dense ones.
         process_set: the ranks that take part.
-        groups: the optimizer's parameter groups, looked up at each step.
+        groups: the optimizer's parameter groups, which are checked for added parameters at each
+            step.
     """
 
     skipped = False
@@ -325,14 +346,14 @@ class _GradientExchange:
             hook(self._arrived)
 
     def forget(self) -> None:
-        """Drop all gradients, and begin the next step."""
+        """Reset the record of this step's gradients, and begin the next step."""
         self._seen = dict.fromkeys(self._buckets.number, 0)
         self._missing = [len(bucket) for bucket in self._buckets.buckets]
         self._open: list[tuple[list[Tensor], list[tuple[Handle, Any]]]] = []
         self._is_over = False
 
     def is_open(self) -> bool:
-        """Whether gradients of this step exist that are not exchanged yet."""
+        """Whether this step has gradients and they are not all exchanged."""
         return not self._is_over and any(self._seen.values())
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -404,7 +425,7 @@ class _GradientExchange:
         return parameter.grad
 
     def finish(self) -> None:
-        """Send incomplete buckets, wait for all, and store the reduced gradients. Collective."""
+        """Send the remaining buckets, wait for all, and store the reduced gradients. Collective."""
         if self._alone or self._is_over:
             return
         self._refuse_later_ones()
@@ -417,7 +438,7 @@ class _GradientExchange:
         self._is_over = True
 
     def _refuse_later_ones(self) -> None:
-        """Refuse gradients of parameters that were added later and would not be reduced."""
+        """Refuse gradients of parameters that were added or unfrozen too late to be reduced."""
         for n, group in enumerate(self._groups):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._buckets.number:

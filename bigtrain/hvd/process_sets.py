@@ -14,10 +14,10 @@ class ProcessSet:
     """A set of ranks, for `init` or `add_process_set`.
 
     Args:
-        ranks: numbers among all ranks of the run.
+        ranks: the ranks, numbered among all ranks of the run.
 
     Raises:
-        ConfigError: the argument is not a list of numbers, or has a number twice.
+        ConfigError: the argument is not a list of numbers, or contains a number twice.
     """
 
     process_set_id: int | None = None
@@ -39,11 +39,11 @@ class ProcessSet:
         self._channel: Channel | None = None
 
     def size(self) -> int | None:
-        """Number of ranks; None if the set is not connected."""
+        """Return the number of ranks; None if the set is not connected."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Index of this process in the set, from 0; None if the set is not connected.
+        """Return the index of this process in the set, from 0; None if the set is not connected.
 
         Raises:
             ConfigError: this process is not in the set.
@@ -53,7 +53,11 @@ class ProcessSet:
         return self._checked().index(rank())
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None if nothing is connected."""
+        """Whether this process is in the set; None for the set of all ranks before `init`.
+
+        Raises:
+            LaunchError: `init` was not called, and the set has ranks.
+        """
         return None if self.ranks is None else rank() in self.ranks
 
     def __str__(self) -> str:
@@ -69,12 +73,17 @@ class ProcessSet:
         return ranks
 
     def connect(self, number: int, ranks: Sequence[int]) -> None:
-        """Connect the set. Collective among all ranks of the run."""
+        """Connect the set. Collective among all ranks of the run.
+
+        Args:
+            number: the id of the set.
+            ranks: the ranks of the set, ascending.
+        """
         self.ranks, self.process_set_id = list(ranks), number
         self._channel = open_channel(ranks)
 
     def disconnect(self) -> None:
-        """Disconnect the set; it may be added again."""
+        """Disconnect the set. It may be connected again."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self.process_set_id = None
@@ -84,7 +93,7 @@ class ProcessSet:
 
         Raises:
             ConfigError: the set is not connected, or this process is not in it.
-            LaunchError: the ranks are not connected at all.
+            LaunchError: `init` was not called.
         """
         session.opened()
         if self._channel is None:
@@ -97,7 +106,7 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
-    """The set of all ranks, connected at the first exchange."""
+    """The set of all ranks, which `init` connects."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -115,10 +124,14 @@ _sets: dict[int, ProcessSet] = {}
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Connect some ranks and return the set. Collective among all ranks.
+    """Connect some ranks, and return their set. Collective among all ranks of the run.
+
+    Args:
+        process_set: a set, or the ranks of a new one.
 
     Raises:
-        ConfigError: the ranks are not of this run, or are those of another set.
+        ConfigError: there are no ranks, a rank is not of this run, or another set has the same
+            ranks.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = added.ranks or []
@@ -140,9 +153,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Disconnect a set, and return whether it was connected. Collective.
+    """Disconnect a set, and return whether it was connected. Every rank has to call this.
 
-    The set of all ranks is never disconnected.
+    The set of all ranks is not disconnected; the result is then False.
     """
     number = process_set.process_set_id
     if number is None or _sets.pop(number, None) is None:
@@ -152,7 +165,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of every set by its id; 0 is the set of all ranks."""
+    """Return the ranks of every connected set by its id; 0 is the set of all ranks."""
     session.opened()
     ranks_by_id = {0: list(range(size()))}
     return ranks_by_id | {
@@ -161,7 +174,7 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def forget_process_sets() -> None:
-    """Disconnect every set of `init` and `add_process_set`."""
+    """Disconnect every set, that of all ranks included."""
     for process_set in (global_process_set, *_sets.values()):
         process_set.disconnect()
     global_process_set.ranks = None
@@ -172,7 +185,7 @@ def set_of(process_set: Any) -> ProcessSet:
     """Check the argument `process_set` of an exchange, and return it.
 
     Raises:
-        ConfigError: it is not a process set.
+        ConfigError: the argument is not a process set.
     """
     if isinstance(process_set, ProcessSet):
         return process_set

@@ -26,7 +26,7 @@ from bigtrain.hvd.process_sets import ProcessSet, global_process_set, set_of
 Average: Literal["average"] = "average"
 Sum: Literal["sum"] = "sum"
 Adasum: Literal["adasum"] = "adasum"
-"""Refused; defined for scripts that offer it as an option."""
+"""This operation is refused; it is defined for scripts that offer it as an option."""
 Min: Literal["min"] = "min"
 Max: Literal["max"] = "max"
 Product: Literal["product"] = "product"
@@ -43,7 +43,12 @@ _ALL = global_process_set
 
 
 def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce") -> ReduceOp:
-    """Return the operation that `op`, or its older form `average`, names.
+    """Return the operation of `op`, or of its older form `average`.
+
+    Args:
+        op: the operation; None for `average`.
+        average: False for the sum; True or None for the average.
+        where: the name of the public function, for messages.
 
     Raises:
         ConfigError: both are given, or the operation is not supported.
@@ -66,7 +71,7 @@ def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce"
 
 
 def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -> None:
-    """Refuse reductions that would truncate integers, or that need an order which is missing."""
+    """Refuse reductions that would truncate integers, or that are not defined for a dtype."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     if is_whole and (op == Average or factor != 1.0):
         operation = "an average" if op == Average else "a factor"
@@ -85,12 +90,12 @@ class Reduction(ChannelWork):
     """An in-place all-reduce of one buffer.
 
     Args:
-        buffer: contiguous; of the same shape on every rank.
-        call: the request.
+        buffer: a contiguous tensor of the same shape on every rank.
+        call: the description of the exchange.
         op: the operation.
-        before: factor applied before the reduction.
-        after: factor applied after it.
-        divisor: the reduced values are divided by it.
+        before: the factor that is applied before the reduction.
+        after: the factor that is applied after the reduction.
+        divisor: the number by which the reduced values are divided.
     """
 
     def __init__(
@@ -134,17 +139,20 @@ def start_reduction(
     shape: tuple[int, ...] | None = None,
     detail: str = "",
 ) -> Handle:
-    """Start an in-place all-reduce of a contiguous buffer.
+    """Start an in-place all-reduce of a contiguous buffer. Collective.
 
     Args:
-        buffer: overwritten; of a type that gloo supports.
+        buffer: the tensor to overwrite, of a dtype that gloo supports.
         op: the operation.
         process_set: the ranks that take part.
         name: the name of the exchange, the same on every rank.
-        before: factor applied before the reduction.
-        after: factor applied after it.
+        before: the factor that is applied before the reduction.
+        after: the factor that is applied after the reduction.
         shape: the shape in messages; by default the buffer's.
         detail: further text that must be equal on all ranks.
+
+    Returns:
+        A handle whose result is the buffer.
     """
     channel = process_set.channel()
     factors = "" if (before, after) == (1.0, 1.0) else f"factors {before:g} and {after:g}"
@@ -164,7 +172,7 @@ def start_reduction(
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a tensor is reduced, as gloo does not support every type."""
+    """Return the dtype in which a tensor is reduced, as gloo does not support every dtype."""
     return {torch.int16: torch.int32, torch.bool: torch.uint8}.get(dtype, dtype)
 
 
@@ -179,17 +187,17 @@ def _reduce(
     after: float,
     where: str,
 ) -> Handle:
-    """Start an all-reduce of several tensors; those of one type and device share a message.
+    """Start an all-reduce of several tensors; those of one dtype and device share a message.
 
     Args:
-        tensors: not changed.
-        into: tensors for the results; new ones if None.
+        tensors: the tensors, which are not changed.
+        into: the tensors to write the results to; None for new ones.
         op: the operation.
         process_set: the ranks that take part.
         name: the name of the exchange.
-        before: factor applied before the reduction.
-        after: factor applied after it.
-        where: name of the public function, for messages.
+        before: the factor that is applied before the reduction.
+        after: the factor that is applied after the reduction.
+        where: the name of the public function, for messages.
 
     Returns:
         A handle whose result is a list of tensors.
@@ -257,7 +265,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Start an `allreduce` for `poll` and `synchronize`; its gradient is not computed."""
+    """Start an `allreduce` without a gradient; `synchronize` returns its result. Collective."""
     chosen = checked_op(op, average)
     factors = {"before": prescale_factor, "after": postscale_factor}
     return _only(
@@ -274,7 +282,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Start an `allreduce_`: the tensor is overwritten when `synchronize` returns."""
+    """Start an `allreduce_`: the tensor is overwritten when `synchronize` returns. Collective."""
     chosen = checked_op(op, average)
     factors = {"before": prescale_factor, "after": postscale_factor}
     return _only(
@@ -291,7 +299,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Tensor:
-    """Reduce a tensor in place, without a gradient, and return it. Collective."""
+    """Overwrite a tensor with its `allreduce`, without a gradient, and return it. Collective."""
     factors = (prescale_factor, postscale_factor)
     output: Tensor = allreduce_async_(tensor, average, name, op, *factors, process_set).result()
     return output
@@ -309,21 +317,21 @@ def allreduce(
 ) -> Tensor:
     """Return the average of a tensor over the ranks, or another reduction. Collective.
 
-    Its gradient is reduced in the same way; `Min`, `Max` and `Product` have no gradient.
+    The gradient is reduced over the ranks in the same way. `Min`, `Max` and `Product` have none.
 
     Args:
-        tensor: a tensor of the same shape on every rank; it is not changed.
+        tensor: a dense tensor of the same shape on every rank; it is not changed.
         average: the older form of `op`: False for the sum.
-        name: the name in messages; the same on every rank.
-        compression: converts the tensor for the exchange.
-        op: `hvd.Average`, `Sum`, `Min`, `Max` or `Product`.
-        prescale_factor: factor applied before the reduction.
-        postscale_factor: factor applied after it.
+        name: the name of the exchange, the same on every rank.
+        compression: a compressor, which converts the tensor for the exchange.
+        op: `hvd.Average`, `Sum`, `Min`, `Max` or `Product`; by default the average.
+        prescale_factor: the factor that is applied before the reduction.
+        postscale_factor: the factor that is applied after the reduction.
         process_set: the ranks that take part; by default all.
 
     Raises:
-        ConfigError: `op` is Adasum, integers would be averaged, or the ranks call different
-            exchanges.
+        ConfigError: `op` is Adasum or not known, integers would be averaged, the tensor is sparse,
+            or the ranks call different exchanges.
     """
     return grouped_allreduce(
         *([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set),
@@ -339,7 +347,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Start an `allreduce` of several tensors in one message; the result is a list."""
+    """Start a `grouped_allreduce` without a gradient; `synchronize` returns a list. Collective."""
     chosen = checked_op(op, average, where="grouped_allreduce")
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
     options |= {"name": name, "where": "grouped_allreduce"}
@@ -355,7 +363,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Start a `grouped_allreduce_`: tensors are overwritten when `synchronize` returns."""
+    """Start a `grouped_allreduce_`: `synchronize` overwrites the tensors. Collective."""
     chosen = checked_op(op, average, where="grouped_allreduce")
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
     options |= {"name": name, "where": "grouped_allreduce"}
@@ -371,7 +379,10 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
-    """`allreduce_` of several tensors in one message. Collective."""
+    """Overwrite several tensors with their `allreduce`, and return them. Collective.
+
+    Tensors of one dtype and device share a message.
+    """
     factors = (prescale_factor, postscale_factor)
     handle = grouped_allreduce_async_(tensors, average, name, op, *factors, process_set)
     outputs: list[Tensor] = handle.result()
@@ -388,7 +399,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors in one message, with their gradients. Collective."""
+    """Return the `allreduce` of each of several tensors, with gradients. Collective.
+
+    Tensors of one dtype and device share a message.
+    """
     chosen = checked_op(op, average)
     travels = compressor_of(compression)
     for tensor in tensors:
@@ -430,16 +444,17 @@ def sparse_allreduce_async(
     op: ReduceOp = Average,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Start an average or sum of sparse tensors; only their stored rows are sent. Collective.
+    """Start an average or sum of a sparse tensor; only stored values are sent. Collective.
 
     Args:
-        tensor: a sparse tensor (torch.sparse_coo); ranks may store different rows.
-        name: the name in messages.
+        tensor: a tensor of layout `torch.sparse_coo`; ranks may store values at different indices.
+        name: the name of the exchange, the same on every rank.
         op: `hvd.Average` or `hvd.Sum`.
         process_set: the ranks that take part.
 
     Returns:
-        A handle of a sparse tensor. Calling it waits, as `synchronize` does.
+        A handle whose result is a sparse tensor. Calling the handle waits for the result and
+        returns it, as `synchronize` does.
 
     Raises:
         ConfigError: the tensor is dense, or `op` is another operation.
@@ -478,7 +493,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start a `reducescatter`; its gradient is not computed."""
+    """Start a `reducescatter` without a gradient; `synchronize` returns its result. Collective."""
     return _only(
         grouped_reducescatter_async(
             [tensor], name, op, process_set, prescale_factor, postscale_factor
@@ -494,7 +509,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start a `reducescatter` of several tensors; the result is a list."""
+    """Start a `grouped_reducescatter` without a gradient; the result is a list. Collective."""
     chosen = checked_op(op, where="reducescatter")
     link = set_of(process_set).channel().link
     for tensor in tensors:
@@ -514,7 +529,7 @@ def grouped_reducescatter_async(
 
 
 def _share(tensor: Tensor, link: Members) -> Tensor:
-    """Return this rank's rows: an even share, with one more on the first ranks if needed."""
+    """Return this rank's share of the rows; the first ranks have one more if they do not divide."""
     return torch.tensor_split(tensor, link.size)[link.place]
 
 
@@ -527,20 +542,24 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of what `allreduce` would return. Collective.
+    """Return this rank's rows of the result of an `allreduce`. Collective.
 
     The rows of the first dim are split evenly; the first ranks have one more if they do not divide.
-    It sends as many bytes as `allreduce`. Its gradient is Horovod's: the gradients of all rows,
-    times the number of ranks for `Sum`.
+    As many bytes are sent as by `allreduce`. The gradient follows Horovod: it is the gradients of
+    all ranks' rows, and for `Sum` they are multiplied by the number of ranks.
 
     Args:
-        tensor: a tensor of the same shape on every rank; it is not changed.
-        name: the name in messages.
-        compression: converts the tensor for the exchange.
+        tensor: a dense tensor with at least one dim, of the same shape on every rank; it is not
+            changed.
+        name: the name of the exchange, the same on every rank.
+        compression: a compressor, which converts the tensor for the exchange.
         op: see `allreduce`.
         process_set: the ranks that take part.
-        prescale_factor: factor applied before the reduction.
-        postscale_factor: factor applied after it.
+        prescale_factor: the factor that is applied before the reduction.
+        postscale_factor: the factor that is applied after the reduction.
+
+    Raises:
+        ConfigError: the tensor has no dims; see also `allreduce`.
     """
     factors = (prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], name, compression, op, process_set, *factors)[0]
@@ -555,7 +574,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors. Collective."""
+    """Return the `reducescatter` of each of several tensors, with gradients. Collective."""
     travels = compressor_of(compression)
     packed = [travels.compress(tensor) for tensor in tensors]
     options = (name, op, process_set, prescale_factor, postscale_factor)

@@ -1,4 +1,4 @@
-"""The state that `hvd.init` opens: the ranks of this run, and the node of each."""
+"""The state that `hvd.init` opens: the ranks of this run, and the node of each rank."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from bigtrain.errors import LaunchError
 from bigtrain.ranks.context import RunContext
 
 PATIENCE_S = 1800.0
-"""Timeout of an exchange in seconds: ranks may wait for one that evaluates or writes."""
+"""The timeout of an exchange in seconds. Ranks may have to wait for a rank that evaluates or writes
+a checkpoint."""
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """The place of a rank in its node."""
+    """The node of a rank, and the rank's number in it."""
 
     node: int
-    """Index of its node, ordered by the nodes' first ranks."""
+    """The index of the node. Nodes are ordered by their first ranks."""
     local_rank: int
+    """The number of the rank among those of its node, from 0."""
 
 
 class Session:
-    """The connection of this process; Horovod's interface has one per process."""
+    """The connection of this process. Horovod's interface has one for each process."""
 
     def __init__(self) -> None:
         self.context: RunContext | None = None
@@ -35,7 +37,7 @@ class Session:
         self.places: list[NodePlace] = []
 
     def opened(self) -> RunContext:
-        """The context of the connected ranks.
+        """Return the context of the connected ranks.
 
         Raises:
             LaunchError: `init` was not called.
@@ -45,7 +47,11 @@ class Session:
         return self.context
 
     def open(self, context: RunContext) -> None:
-        """Use ranks that are connected already. Collective."""
+        """Use ranks that are connected already. Collective.
+
+        Args:
+            context: the context of this process.
+        """
         self.context = context
         everyone = context.all_gather_objects((socket.gethostname(), context.local_rank))
         self.places = _node_places(everyone)
@@ -55,10 +61,12 @@ session = Session()
 
 
 def _node_places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
-    """Return each rank's place. A host with two ranks of the same local rank counts as two nodes.
+    """Return the node and local rank of each rank.
+
+    A host that has several ranks with the same local rank counts as several nodes.
 
     Args:
-        everyone: host name and local rank of each rank.
+        everyone: the host name and the local rank of each rank.
     """
     nodes: dict[tuple[str, int], int] = {}
     seen: dict[tuple[str, int], int] = {}
@@ -75,32 +83,35 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Number of this process among all, from 0."""
+    """Return the number of this process among all, from 0."""
     return session.opened().rank
 
 
 def local_rank() -> int:
-    """Number of this process among those of its node, from 0."""
+    """Return the number of this process among those of its node, from 0."""
     return session.opened().local_rank
 
 
 def size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return session.opened().world_size
 
 
 def local_size() -> int:
-    """Number of processes on this node."""
+    """Return the number of processes on this node."""
     return session.opened().local_world_size
 
 
 def cross_rank() -> int:
-    """Number of this process among those with its local rank, one on each node, from 0."""
+    """Return the number, from 0, of this process among those that have its local rank.
+
+    There is at most one on each node.
+    """
     return _cross_ranks().index(rank())
 
 
 def cross_size() -> int:
-    """Number of nodes that have a process with this one's local rank."""
+    """Return the number of nodes that have a process with the local rank of this process."""
     return len(_cross_ranks())
 
 
@@ -118,17 +129,17 @@ def is_homogeneous() -> bool:
 
 
 def mpi_built() -> bool:
-    """False: mpirun may start the ranks, but what they exchange does not go through MPI."""
+    """Return False: mpirun may start the ranks, but their exchanges do not use MPI."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False, see `mpi_built`."""
+    """Return False; see `mpi_built`."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False: MPI is not initialised here, so a script must not count on it for mpi4py."""
+    """Return False: MPI is not initialised here, so a script cannot use it through mpi4py."""
     return False
 
 
@@ -138,7 +149,7 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """The same as `gloo_built`."""
+    """Return the result of `gloo_built`."""
     return gloo_built()
 
 
@@ -149,12 +160,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not here."""
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's oneCCL is not here."""
+    """Return False: Intel's oneCCL is not used."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Connecting and disconnecting the ranks, and the timeline of their exchanges."""
+"""Connect and disconnect the ranks, and record a timeline of their exchanges."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from bigtrain.ranks.launcher_env import detect_rank_info
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
 ) -> None:
-    """Connect the ranks; a second call does nothing.
+    """Connect the ranks. A second call does nothing. Collective.
 
     Args:
-        comm: not needed; a list of all ranks is accepted.
-        process_sets: sets to connect. "dynamic" allows `add_process_set`, as is always the case.
+        comm: None, or a list of all ranks.
+        process_sets: the sets to connect in addition to that of all ranks. "dynamic" has no effect,
+            as `add_process_set` may always be called.
 
     Raises:
-        ConfigError: the launcher's variables contradict each other, GPUs are fewer than ranks, or
-            `comm` names some ranks only.
+        ConfigError: the launcher's variables contradict each other, there are fewer GPUs than
+            ranks, `comm` is not a list of all ranks, or `process_sets` is another string.
         LaunchError: the ranks did not find each other.
     """
     if session.context is not None:
@@ -59,7 +60,11 @@ def init(
 
 
 def init_with(context: RunContext) -> None:
-    """Initialize with ranks that are connected already. Collective."""
+    """Initialize with ranks that are connected already. Collective.
+
+    Args:
+        context: the context of this process.
+    """
     session.open(context)
     global_process_set.connect(0, range(context.world_size))
 
@@ -96,10 +101,15 @@ _timelines: list[_Timeline] = []
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
-    """Record the request, agreement and end of each exchange, until `stop_timeline`.
+    """Record two events for each exchange, until `stop_timeline` is called.
+
+    The first event is the agreement of the ranks on the exchange. The second one is the exchange,
+    until the script has waited for its result. Process sets that are connected later are not
+    recorded.
 
     Args:
-        file_path: written by rank 0, for chrome://tracing or Perfetto.
+        file_path: the file that rank 0 writes, for chrome://tracing or Perfetto. Only the exchanges
+            of rank 0 are in it.
         mark_cycles: not used, as there are no cycles.
 
     Raises:
@@ -117,7 +127,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """Write the file of `start_timeline`, if it was called."""
+    """Stop recording, and write the file on rank 0; without `start_timeline`, do nothing.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     session.opened()
     for channel in channels():
         channel.timeline = None

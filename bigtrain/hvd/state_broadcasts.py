@@ -1,4 +1,4 @@
-"""Broadcasting weights and optimizer state, for example after one rank read a checkpoint."""
+"""Broadcast weights and optimizer state, for example after one rank has read a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`, or a list
-            of these; the same number on every rank. Entries of a dict are sorted by name.
-        root_rank: the sender.
+            of their entries; the same number on every rank. Entries of a dict are sorted by name.
+        root_rank: the sender, numbered among all ranks of the run.
         process_set: the ranks that take part.
 
     Raises:
@@ -83,12 +83,12 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite an optimizer's state and options with those of a rank. Collective.
 
-    Learning rates, other options, numbers and None are sent as well as tensors.
+    Tensors are sent, and also other values, such as learning rates and None.
 
     Args:
-        optimizer: an optimizer with the same parameters on every rank; receivers may have no state
-            yet.
-        root_rank: the sender.
+        optimizer: an optimizer with the same parameters on every rank. The optimizers of receivers
+            may have no state yet.
+        root_rank: the sender, numbered among all ranks of the run.
         model: not used.
 
     Raises:
@@ -118,7 +118,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Shape and type of a tensor, without its values."""
+    """The shape and type of a tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

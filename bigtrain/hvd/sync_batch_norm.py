@@ -18,9 +18,10 @@ from bigtrain.hvd.session import size
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`BatchNorm1d`, `2d` or `3d` with the mean and variance over all ranks' samples.
+    """Batch normalisation in 1, 2 or 3 dims with the mean and variance over all ranks' samples.
 
-    Ranks may have different numbers of samples. Works on a CPU, too. Arguments: see `BatchNorm2d`.
+    Ranks may have different numbers of samples. It works on a CPU, too. For the arguments, see
+    `BatchNorm2d`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
@@ -31,10 +32,14 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's
-        """Normalize over all ranks' samples; collective in training mode.
+        """Normalize over all ranks' samples. Collective in training mode.
 
         Args:
-            input: [samples, channels, ...]; samples may differ between the ranks.
+            input: (samples, channels, ...); the number of samples may differ between the ranks.
+
+        Raises:
+            ConfigError: the input has no channels, or in training there is only one value for each
+                channel on all ranks.
         """
         self._check_input_dim(input)
         of_batch = self.training or self.running_mean is None
@@ -93,7 +98,7 @@ class _OverRanks(torch.autograd.Function):
         scale = torch.rsqrt(spread + eps)
         ctx.save_for_backward(samples, weight, mean, scale, total)
         ctx.has_bias = bias is not None
-        # The kernel of one process, with the statistics of all ranks.
+        # The kernel for evaluation normalizes with given statistics: here those of all ranks.
         out = batch_norm(
             precise,
             *(mean, spread),

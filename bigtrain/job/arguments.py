@@ -1,4 +1,4 @@
-"""The options of the commands: few, and fixed; all other settings are keys of a job."""
+"""The command-line options of the commands. All other settings are keys of a job."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def train_arguments(
     """Read the arguments of train.py; options that launchers add are accepted and ignored.
 
     Args:
-        arguments: without the program's name.
+        arguments: the command line without the program's name.
         starts_ranks: accept the options of `bigtrain train`, which starts its ranks: `-n`,
             `--restarts`, `--min-ranks`.
         records: require `--record`, the folder that `bigtrain.verify.record` writes to, and accept
             `--trace` and `--no-dropout`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = CommandParser(
         prog="bigtrain train" if starts_ranks else "train.py",
@@ -73,7 +73,7 @@ def train_arguments(
 
 
 def _names_a_job(words: list[str]) -> bool:
-    """Whether the first word names a job, and is not a key whose value comes next."""
+    """Whether the first word names a job. Otherwise it is a key, whose value is the next word."""
     first = words[0]
     if "=" in first or first.startswith(("+", "-")):
         return False
@@ -94,7 +94,12 @@ def _one_job(parser: CommandParser, config: str | None, word: str) -> str:
 
 
 def add_train_options(parser: CommandParser, *, starts_ranks: bool) -> None:
-    """Add the options of train.py; all other settings are keys of the job."""
+    """Add the options of train.py to a parser.
+
+    Args:
+        parser: the parser, which is changed.
+        starts_ranks: add the options of `bigtrain train` that start ranks, too.
+    """
     if starts_ranks:
         parser.add_argument(
             "-n", "--num-ranks", type=int, metavar="N", help="start N ranks on this machine"
@@ -151,7 +156,7 @@ class ComparisonOptions(argparse.Namespace):
     picture: str | None = None
     optimizer: str = "sgd"
     fuzz: int = 0
-    """How many plans to draw at random; 0 if strategies are named."""
+    """The number of plans to draw at random; 0 if strategies are named."""
     script: str | None = None
     """A user's script with its arguments, to verify instead of a job."""
     seed: int = 0
@@ -164,7 +169,7 @@ def compare_arguments(arguments: list[str]) -> ComparisonOptions:
     """Read the arguments of `bigtrain compare`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = _side_parser(
         "compare", "Run strategies on one job and compare their memory, time and losses."
@@ -185,7 +190,7 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
     """Read the arguments of `bigtrain verify`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = _side_parser(
         "verify", "Check that strategies compute the same numbers as one process."
@@ -235,7 +240,7 @@ def speedup_arguments(arguments: list[str]) -> SpeedupOptions:
     """Read the arguments of `bigtrain speedup`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = _side_parser(
         "speedup",
@@ -273,7 +278,7 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     """Read the arguments of `bigtrain plan`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = CommandParser(
         prog="bigtrain plan",
@@ -355,7 +360,7 @@ def fit_arguments(arguments: list[str]) -> FitOptions:
     """Read the arguments of `bigtrain fit`.
 
     Raises:
-        SystemExit: 2 for an unknown option or number, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = CommandParser(
         prog="bigtrain fit",
@@ -423,7 +428,7 @@ def _add_fit_sizes(parser: CommandParser) -> None:
 
 
 def _add_batch_options(parser: CommandParser) -> None:
-    """The options of `bigtrain fit` on the samples of a step."""
+    """Add the options of `bigtrain fit` for the samples of a step."""
     parser.add_argument(
         "--length",
         type=int,
@@ -461,7 +466,7 @@ def peak_check_arguments(arguments: list[str]) -> CheckOptions:
     """Read the arguments of `bigtrain check`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = CommandParser(
         prog="bigtrain check",
@@ -516,7 +521,7 @@ def explain_arguments(arguments: list[str]) -> ExplainOptions:
     """Read the arguments of `bigtrain explain`.
 
     Raises:
-        SystemExit: 2 for an unknown option, 0 after --help.
+        SystemExit: 2 for a wrong option or value, 0 after --help.
     """
     parser = CommandParser(
         prog="bigtrain explain",
@@ -631,7 +636,7 @@ def _job_and_words(
 
 
 def _joined(parser: CommandParser, words: list[str]) -> list[str]:
-    """Return the overrides as KEY=VALUE, and refuse a whole strategy among them."""
+    """Return the overrides as KEY=VALUE words; refuse `strategy=WORDS` among them."""
     remaining, overrides = list(words), []
     while remaining:
         word = remaining.pop(0)
@@ -665,4 +670,4 @@ READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "verify": verify_arguments,
     "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),
 }
-"""By command, the function that reads its options. It raises SystemExit as `train_arguments`."""
+"""By command, the function that reads its options. It raises `SystemExit` if they are wrong."""

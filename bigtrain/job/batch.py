@@ -1,4 +1,4 @@
-"""The batch of a step: its size, the micro-batch size, the accumulation, and the replicas."""
+"""The batch of an optimizer step: its size, the micro-batch size, accumulation and replicas."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ from bigtrain.job.schema import TrainConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """The numbers of a step: `global_size = micro_size * accumulation_steps * dp_size`."""
+    """The batch of a step: `global_size = micro_size * accumulation_steps * dp_size`."""
 
     global_size: int
+    """Samples of an optimizer step, over all ranks."""
     micro_size: int
+    """Samples of one replica in one forward pass."""
     accumulation_steps: int
+    """Micro-batches of one replica in an optimizer step."""
     dp_size: int
+    """Replicas of the model, which share the global batch."""
 
     @property
     def num_parts(self) -> int:
-        """Micro-batches of a global batch, over all replicas."""
+        """Micro-batches in a global batch, over all replicas."""
         return self.accumulation_steps * self.dp_size
 
 
 def resolve_batch(train: TrainConfig, dp_size: int) -> Batch:
-    """Compute the third of the three batch keys from the other two.
+    """Return the batch of a step, computed from the batch keys that are given.
 
-    With one key given, the accumulation is 1 (or, for `accumulation_steps` alone, the
-    micro-batch is 1 sample).
+    Any two of the three keys give the third. Without `global_batch_size`, a missing
+    `micro_batch_size` or `accumulation_steps` is 1. With `global_batch_size` alone,
+    `accumulation_steps` is 1.
 
     Args:
         train: the section with the three keys.
         dp_size: the number of replicas that share the global batch.
 
     Raises:
-        ConfigError: the numbers contradict each other; the message has the equation.
+        ConfigError: the numbers contradict each other; the message contains the equation.
     """
     total, micro, accumulation = (
         train.global_batch_size,
@@ -73,5 +78,5 @@ def resolve_batch(train: TrainConfig, dp_size: int) -> Batch:
 
 
 def _multiple(number: int, of: int) -> int:
-    """The positive multiple of `of` that is nearest to `number`."""
+    """Return the positive multiple of `of` that is nearest to `number`."""
     return max(1, round(number / of)) * of

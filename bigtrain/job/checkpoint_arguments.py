@@ -1,15 +1,15 @@
-"""The options of `bigtrain checkpoint` and its actions."""
+"""The command-line options of `bigtrain checkpoint` and of its actions."""
 
 from __future__ import annotations
 
 from bigtrain.job.command_parser import CommandParser
 
 OWN_CHECKPOINTS = "a checkpoint (step-N), a run's folder, or its checkpoints/"
-"""The paths by which the checkpoint commands find a checkpoint."""
+"""Help text: the paths that the checkpoint commands accept for a checkpoint of bigtrain."""
 
 
 def checkpoint_parser() -> CommandParser:
-    """The parser of `bigtrain checkpoint` and its actions."""
+    """Return the parser of `bigtrain checkpoint` and its actions."""
     parser = CommandParser(
         prog="bigtrain checkpoint",
         description="Inspect, verify, convert, export or compare checkpoints.",

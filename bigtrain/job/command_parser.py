@@ -1,4 +1,4 @@
-"""The argument parser of all commands: for an unknown word it suggests the nearest one."""
+"""The argument parser of all commands, which suggests the nearest word for an unknown one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**keys)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2, the complaint and the nearest word.
+        """Print the usage and the complaint with the nearest word, and exit with status 2.
 
         Raises:
-            SystemExit: in any case.
+            SystemExit: 2, in any case.
         """
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
         if choice is not None:
@@ -40,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
         """Refuse words that look like options among the keys of a job.
 
         Raises:
-            SystemExit: 2, if there is one.
+            SystemExit: 2, if a word looks like an option.
         """
         for word in words:
             if word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit()):

@@ -1,7 +1,7 @@
 """Read a DeepSpeed configuration file as keys of the job.
 
-Its values override the job file, as a strategy does. An override on the command line that
-contradicts it is refused, and "auto" means the value of the job.
+Values of the file override the job file, as a strategy does. A command-line override that
+contradicts the file is refused. "auto" in the file stands for the job's value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 """The defaults of DeepSpeed's optimizers, for a file that names a type."""
 _TORCH_ADAMW_DECAY = 0.01
-"""With "torch_adam": true it is torch's AdamW, whose default is to decay."""
+"""The default weight decay of torch's AdamW, which "torch_adam": true selects."""
 _NEUTRAL = {
     "adam_w_mode": True,
     "bias_correction": True,
@@ -34,11 +34,11 @@ _NEUTRAL = {
     "capturable": False,
     "differentiable": False,
 }
-"""Parameters without a key of a job, with the only value that a file may have."""
+"""Optimizer parameters that no key of a job sets, each with the only value that a file may have."""
 _KERNELS = ("torch_adam", "foreach", "fused", "fp32_optimizer_states", "set_grad_none")
-"""Parameters that do not change the numbers."""
+"""Optimizer parameters that do not change the numbers."""
 _LIKE = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-"""The schedule of a job that is of the same kind as DeepSpeed's."""
+"""By DeepSpeed's scheduler type in lower case, the `optim.schedule` of the same shape."""
 _BATCH = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -48,7 +48,7 @@ _BATCH = {
 
 @dataclass(frozen=True)
 class Said:
-    """The value of a file for a key of the job."""
+    """A value that a DeepSpeed file sets for a key of the job."""
 
     key: str
     """The key in the file, with dots."""
@@ -57,11 +57,11 @@ class Said:
     value: Any
     """The value for the job."""
     implied: bool = False
-    """Whether it is DeepSpeed's default, which an override may replace."""
+    """Whether the value is DeepSpeed's default and not in the file; an override may replace it."""
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """Read the JSON of a DeepSpeed configuration.
+    """Read a DeepSpeed configuration, with the keys as they are written.
 
     Raises:
         ConfigError: there is no such file, it cannot be read, or it is not a JSON object.
@@ -79,10 +79,10 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 
 
 def deepspeed_config(path: str) -> dict[str, Any]:
-    """Read a file with DeepSpeed's current names; all of its keys are known and supported.
+    """Read a DeepSpeed configuration, with its keys renamed to DeepSpeed's current names.
 
     Raises:
-        ConfigError: it cannot be read, or has a key that would be ignored.
+        ConfigError: the file cannot be read, or has a key that is unknown or not supported.
     """
     config = modern(path, read_deepspeed_json(path))
     check_sections(path, config)
@@ -90,28 +90,29 @@ def deepspeed_config(path: str) -> dict[str, Any]:
 
 
 def json_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of the configuration; empty if it is left out."""
+    """Return a section of the configuration; an empty one if the file leaves it out."""
     part = values.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def typed_sections(path: str, names: Iterable[str]) -> list[str]:
-    """The sections, of those named, for which a file has a type."""
+    """Return those of the named sections for which a file sets a "type" other than "auto"."""
     config = deepspeed_config(path)
     return [n for n in names if json_section(config, n).get("type", AUTO_VALUE) != AUTO_VALUE]
 
 
 def batch_keys_of(path: str) -> list[str]:
-    """The batch keys that a file sets; a job cannot contradict them."""
+    """Return DeepSpeed's batch keys that a file sets. A job cannot contradict their values."""
     config = deepspeed_config(path)
     return [key for key in _BATCH if config.get(key, AUTO_VALUE) != AUTO_VALUE]
 
 
 def said_of_job(path: str) -> dict[str, Said]:
-    """The values of a file by the keys of the job, without those that are "auto".
+    """Return the values that a file sets, by key of the job. Values of "auto" are left out.
 
     Raises:
-        ConfigError: see `deepspeed_config`; or a job does not have the optimizer or the scheduler.
+        ConfigError: as in `deepspeed_config`, or a job does not support the file's optimizer or
+            scheduler.
     """
     config, batch = deepspeed_config(path), batch_keys_of(path)
     values = {
@@ -130,7 +131,7 @@ def said_of_job(path: str) -> dict[str, Said]:
 
 
 def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[str, Said]:
-    """The keys of `optim` for an `optimizer` section; a type implies DeepSpeed's defaults."""
+    """Return the values of `optim` for an `optimizer` section; a type adds DeepSpeed's defaults."""
     name = str(kind).lower()
     if name not in ("auto", "adam", "adamw", "sgd"):
         raise ConfigError(
@@ -157,7 +158,7 @@ def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None:
-    """Refuse a parameter that a job has no key for and that would be ignored."""
+    """Refuse a parameter without a key of a job, unless ignoring it does not change the numbers."""
     if key in _KERNELS or value == AUTO_VALUE or (key == "adam_w_mode" and is_adam):
         return
     neutral = _NEUTRAL.get(key)
@@ -173,7 +174,7 @@ def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None
 
 
 def _of_scheduler(path: str, section: Mapping[str, Any]) -> dict[str, Said]:
-    """The keys of the learning rate for a `scheduler` section that has a type."""
+    """Return the values of `optim` for a `scheduler` section; empty if the section has no type."""
     fill = dict.fromkeys(("total_num_steps", "warmup_num_steps", *HIGHEST), 1)
     schedule = read_schedule(path, section, fill, has_betas=False)
     if schedule is None:
@@ -209,18 +210,18 @@ def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> Non
 
     Args:
         path: the path of the file.
-        sections: `optim` and `train` of the job, by their keys.
+        sections: the values of `optim` and `train` of the job, by section and key.
 
     Raises:
-        ConfigError: with both keys, both values and the fix.
+        ConfigError: two values differ; the message contains both keys, both values and the fix.
     """
     for ours, setting in said_of_job(path).items():
         section, _, key = ours.partition(".")
         value = sections[section][key]
         if setting.implied or (key == "accumulation_steps" and value is None):
-            continue  # the latter is computed from the other two, and compared then
+            continue  # a missing accumulation is computed from the other keys, and compared then
         if ours == "optim.schedule" and value == _LIKE.get(str(setting.written).lower()):
-            continue  # of the same kind; the file's rates are used
+            continue  # of the same shape; the file's rates are used
         if not same_value(setting.value, value):
             raise refusal(path, setting.key, setting.written, ours, value, setting.value)
     kinds = json_section(deepspeed_config(path), "scheduler")
@@ -232,13 +233,13 @@ def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> Non
 def schedule_of(
     path: str, optim: Mapping[str, Any], warmup_steps: int, total_steps: int
 ) -> Schedule | None:
-    """The schedule of a file's `scheduler` in a run; None if it names none.
+    """Return the schedule of a file's `scheduler` section in a run; None if the file has none.
 
     Args:
         path: the path of the file.
-        optim: the job's, by its keys.
-        warmup_steps: the job's, for "auto".
-        total_steps: the number of steps of the run, for "auto".
+        optim: the values of `optim` of the job, by key.
+        warmup_steps: the warm-up steps of the job, for "auto".
+        total_steps: the number of optimizer steps of the run, for "auto".
 
     Raises:
         ConfigError: the run has more steps than the schedule.
@@ -257,7 +258,7 @@ def schedule_of(
 
 
 def _fill(optim: Mapping[str, Any], warmup_steps: int, total_steps: int) -> dict[str, Any]:
-    """The values of "auto" in a scheduler's parameters; others have DeepSpeed's defaults."""
+    """Return, by scheduler parameter, the value of the job that "auto" stands for."""
     return {
         "warmup_num_steps": warmup_steps,
         "total_num_steps": total_steps,
@@ -267,7 +268,7 @@ def _fill(optim: Mapping[str, Any], warmup_steps: int, total_steps: int) -> dict
 
 
 def same_value(value: Any, ours: Any) -> bool:
-    """Whether a value of the file equals one of the job; numbers may be written differently."""
+    """Whether a value of the file equals a value of the job; numbers may be written differently."""
     if isinstance(ours, tuple | list):
         return (
             isinstance(value, list)
@@ -291,11 +292,11 @@ def refusal(
 
     Args:
         path: the path of the file.
-        key: a key of the file.
-        written: its value.
-        ours: the key of the job.
-        ours_value: its value.
-        wanted: the value of the job that would agree.
+        key: the key of the file, dotted.
+        written: the value of `key` in the file.
+        ours: the key of the job, dotted.
+        ours_value: the value of `ours` in the job.
+        wanted: the value of `ours` that would agree with the file.
     """
     fix = f'Use {as_word(ours, wanted)}, or write "auto" in the file'
     if key == "scheduler.type":

@@ -1,7 +1,7 @@
-"""The learning rates of a `scheduler` section, equal to those of DeepSpeed's classes in every step.
+"""The learning rates of a `scheduler` section, equal to DeepSpeed's rates in every step.
 
-DeepSpeed sets a first rate when a scheduler is made and another after each step. So step 0 has the
-rate before any iteration, and step k that of iteration k - 1.
+DeepSpeed sets a first rate when a scheduler is made, and a new rate after each step. So step 0 has
+the rate before any iteration, and step k the rate after iteration k - 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bigtrain.errors import ConfigError, did_you_mean
 
 
 def _whole(value: object) -> object:
-    """Accept a number of steps that is written as 1e3."""
+    """Convert a number of steps that is written as 1e3 to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -31,34 +31,34 @@ class Schedule(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     last_batch_iteration: Literal[-1] = -1
-    """Where DeepSpeed would resume; a job resumes from a checkpoint."""
+    """The iteration after which DeepSpeed resumes. A job resumes from a checkpoint instead."""
 
     decays_over: ClassVar[bool] = False
-    """Whether its shape depends on `total_num_steps`."""
+    """Whether the rates depend on `total_num_steps`."""
 
     own_highest: ClassVar[str] = ""
-    """The parameter with the highest rate, if the scheduler has one of its own."""
+    """The parameter that sets the highest rate; empty if the optimizer's rate is the highest."""
 
     def highest(self, base: float) -> float:
-        """The highest rate, to which all others are proportional; `base` is the optimizer's."""
+        """Return the highest rate of the schedule; `base` is the optimizer's rate."""
         return base
 
     def total(self) -> int | None:
-        """The number of steps of the decay; None without one."""
+        """Return the step at which the decay ends; None without a decay."""
         return None
 
     def rate(self, step: int, base: float) -> float:
-        """The rate of a step, counted from 0.
+        """Return the learning rate of an optimizer step.
 
         Args:
-            step: optimizer steps done.
+            step: the number of optimizer steps before it.
             base: the optimizer's rate.
         """
         return self.at(step - 1, base)
 
     @abstractmethod
     def at(self, iteration: int, base: float) -> float:
-        """The rate after an iteration, counted from 0; -1 is before the first."""
+        """Return the rate after an iteration, counted from 0; -1 means before the first."""
 
 
 class _Rising(Schedule):
@@ -67,7 +67,7 @@ class _Rising(Schedule):
     warmup_num_steps: Steps = Field(1000, ge=1)
     warmup_type: Literal["log", "linear"] = "log"
     no_warmup: bool = Field(False, exclude=True)
-    """Whether the file takes the length from a job without a warm-up."""
+    """Whether the file has "auto" for the warm-up's length, and the job has no warm-up."""
 
     @property
     def rising_steps(self) -> int:
@@ -75,14 +75,14 @@ class _Rising(Schedule):
         return 0 if self.no_warmup else max(2, self.warmup_num_steps)
 
     def risen(self, iteration: int) -> float:
-        """The share of the rise that is done, from 0 to 1."""
+        """Return the share of the warm-up's rise that is done after an iteration, from 0 to 1."""
         if self.warmup_type == "log":
             return 1.0 / math.log(self.rising_steps) * math.log(iteration + 1)
         return iteration / self.rising_steps
 
 
 class WarmupLR(_Rising):
-    """Warm-up, then constant."""
+    """A warm-up, then a constant rate."""
 
     own_highest: ClassVar[str] = "warmup_max_lr"
     warmup_min_lr: Rate = 0.0
@@ -109,12 +109,12 @@ class WarmupLR(_Rising):
         return self.warmup_min_lr
 
     def remaining(self, iteration: int) -> float:  # noqa: ARG002
-        """The share of the decay that remains after the warm-up, from 1 to 0."""
+        """Return the share of the decay that remains after an iteration, from 1 to 0."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm-up, then linear decay."""
+    """A warm-up, then a linear decay."""
 
     decays_over: ClassVar[bool] = True
     total_num_steps: Steps = Field(ge=1)
@@ -131,7 +131,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Rising):
-    """Warm-up, then cosine decay, as shares of the optimizer's rate."""
+    """A warm-up, then a cosine decay; both are shares of the optimizer's rate."""
 
     decays_over: ClassVar[bool] = True
     total_num_steps: Steps = Field(ge=1)
@@ -165,7 +165,7 @@ class LRRangeTest(Schedule):
     lr_range_test_staircase: bool = False
 
     def highest(self, base: float) -> float:  # noqa: ARG002
-        """See `Schedule.highest`: here the lowest rate, from which it rises."""
+        """Return the first rate, to which all rates are proportional; see `Schedule.highest`."""
         return self.lr_range_test_min_lr
 
     def at(self, iteration: int, base: float) -> float:
@@ -214,7 +214,7 @@ class OneCycle(Schedule):
         return low / (1 + self.decay_lr_rate * (iteration - cycle + 1) / self.decay_step_size)
 
     def _height(self, done: int, cycle: int) -> float:
-        """The position between the lowest and the highest rate, 0 to 1, after some iterations."""
+        """Return the position between lowest (0) and highest (1) rate after `done` iterations."""
         first, second = self.cycle_first_step_size, self._second
         step_of_cycle = done % cycle
         rises = step_of_cycle <= first
@@ -231,22 +231,23 @@ DEEPSPEED_SCHEDULES: dict[str, type[Schedule]] = {
 }
 """The schedulers by DeepSpeed's names in lower case."""
 HIGHEST = [kind.own_highest for kind in DEEPSPEED_SCHEDULES.values() if kind.own_highest]
-"""The parameters for which "auto" is the job's rate."""
+"""The parameters for which "auto" stands for the job's learning rate."""
 
 
 def read_schedule(
     path: str, section: Mapping[str, Any], fill: Mapping[str, Any], *, has_betas: bool
 ) -> Schedule | None:
-    """Return the schedule of a `scheduler` section; None if the section leaves it to the job.
+    """Return the schedule of a `scheduler` section; None if the section names no type.
 
     Args:
         path: the path of the file, for messages.
-        section: its `scheduler`.
+        section: the `scheduler` section of the file.
         fill: by parameter, the value that "auto" stands for.
         has_betas: whether the optimizer has betas; OneCycle would change the first.
 
     Raises:
-        ConfigError: an unknown type or parameter, or a value that DeepSpeed does not accept.
+        ConfigError: a type or parameter is unknown or missing, DeepSpeed does not accept a value,
+            or OneCycle would change a beta.
     """
     named = section.get("type", "auto")
     if named in ("auto", None):

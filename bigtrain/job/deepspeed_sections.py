@@ -1,8 +1,8 @@
-"""Every key of a DeepSpeed file: passed to DeepSpeed, compared with the job, ignored, or refused.
+"""Tables of all keys of a DeepSpeed file: passed to DeepSpeed, compared, ignored, or refused.
 
-A key that would change the numbers, the memory or the ranks, and is not supported here, is refused.
-Keys that only print, save or tune are ignored, and named in one line. A key in no table is a typing
-error, or belongs to an unknown version of DeepSpeed.
+A key that would change the numbers, the memory or the ranks, and that bigtrain does not support, is
+refused. Keys that only print, save or tune are ignored, and a log line lists them. A key in no
+table is a typing error, or belongs to an unknown version of DeepSpeed; it is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMPARED = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization"),
 }
-"""Keys that a job has, too: they are compared."""
+"""Keys that a job can set, too. The values of file and job are compared."""
 PASSED = {
     *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "data_types"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers"),
@@ -49,7 +49,7 @@ NOT_USED = {
     "zero_allow_untested_optimizer": "any optimizer is allowed",
     "zero_force_ds_cpu_optimizer": "torch's kernels are used",
 }
-"""Keys that are ignored: they print, save or tune. The value is the feature that does it here."""
+"""Ignored keys, which print, save or tune, each with bigtrain's feature for it; may be empty."""
 REFUSED = {
     "amp": "Use train.precision=bf16, and leave it out",
     "compression_training": "Leave it out: models are trained as they are",
@@ -74,14 +74,17 @@ REFUSED = {
     "torch_autocast": "Use train.precision=bf16, and leave it out",
     "weight_quantization": "Leave it out: models are trained as they are",
 }
-"""Keys that are refused if switched on, with the fix: they change numbers, memory or ranks."""
+"""Keys that are refused if they are switched on, each with the fix.
+
+They change the numbers, the memory or the ranks.
+"""
 _SIZES = ("autotp_size", "tp_size")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "gradient_allreduce_op": ("mean", "avg", "average"),
     "managed_gradient_accumulation": (True,),
     "sequence_parallel_size": (1,),
 }
-"""Values of refused keys that mean what is done here anyway."""
+"""By refused key, the values that request what bigtrain does in any case."""
 
 ZERO_PASSED = {
     *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm"),
@@ -119,7 +122,7 @@ _OLD_NAMES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-"""Switches of older files, and the sections that replaced them."""
+"""Switches of older files, each with the section that replaced it in DeepSpeed."""
 _SHORT_NAMES = {
     name.removeprefix("stage3_"): name
     for name in (*ZERO_PASSED, *ZERO_NOT_USED)
@@ -150,18 +153,18 @@ _PARTS = {
     },
     "data_types": {"grad_accum_dtype"},
 }
-"""The keys of sections in which DeepSpeed, or a job, would ignore other keys."""
+"""By section, its known keys. DeepSpeed, or a job, would silently ignore any other key."""
 
 
 def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file with DeepSpeed's current names, each section an object.
+    """Return a configuration with DeepSpeed's current names, without comments and null values.
 
     Args:
         path: the path of the file, for messages.
-        config: the config as it was read.
+        config: the configuration as it is written.
 
     Raises:
-        ConfigError: a section is no object.
+        ConfigError: a section is not an object.
     """
     made = {k: v for k, v in config.items() if v is not None and k[:1] not in _COMMENT}
     if "bfloat16" in made:
@@ -198,24 +201,24 @@ class Fault:
     """A key of a file that a job does not support."""
 
     key: str
-    """Dotted."""
+    """The dotted key."""
     reason: str
     """The key, its value and why it is refused, as the beginning of a message."""
     fix: str
-    """A sentence without its full stop."""
+    """The remedy, as a sentence without its full stop."""
     is_unknown: bool = False
-    """Whether DeepSpeed does not have the key either."""
+    """Whether DeepSpeed does not have the key, either."""
 
 
 def check_sections(path: str, config: Mapping[str, Any]) -> None:
-    """Refuse keys that are unknown, and those that are not supported.
+    """Refuse unknown keys, and keys that are switched on and not supported.
 
     Args:
         path: the path of the file.
-        config: see `modern`.
+        config: the configuration that `modern` returns.
 
     Raises:
-        ConfigError: with the key, and the fix.
+        ConfigError: a key is refused; the message contains the key, its value and the fix.
     """
     for fault in section_faults(config):
         raise ConfigError(f"{path}: {fault.reason} {fault.fix}.")
@@ -225,7 +228,7 @@ def section_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the keys that are unknown, and those that are switched on and not supported.
 
     Args:
-        config: see `modern`.
+        config: the configuration that `modern` returns.
     """
     yield from _unknown("", config, {*COMPARED, *PASSED, *NOT_USED, *REFUSED})
     for key in REFUSED:
@@ -300,12 +303,16 @@ def _values_of(section: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[o
 
 
 def is_true(value: object) -> bool:
-    """Whether DeepSpeed treats a value as true; files also have it as a word."""
+    """Whether DeepSpeed treats a value as true; the value may also be a word such as "yes"."""
     return value is True or value == 1 or str(value).lower() in ("true", "yes", "on", "1")
 
 
 def unused_sections(config: Mapping[str, Any]) -> list[str]:
-    """The ignored keys of a file that are switched on, each with the feature that does it here."""
+    """Return the ignored keys that are switched on, each with bigtrain's feature for it, if any.
+
+    Args:
+        config: the configuration that `modern` returns.
+    """
     zero = config.get("zero_optimization", {})
     named = [(key, value, NOT_USED.get(key)) for key, value in config.items()]
     named += [(f"zero_optimization.{k}", v, ZERO_NOT_USED.get(k)) for k, v in zero.items()]
@@ -326,7 +333,7 @@ def _does_something(value: object) -> bool:
 
 
 def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a file that is passed to DeepSpeed's engine."""
+    """Return the part of a configuration that is passed to DeepSpeed's engine."""
     engine_config = {k: v for k, v in config.items() if k in PASSED or k in ("bf16", "fp16")}
     zero = config.get("zero_optimization", {})
     engine_config["zero_optimization"] = {k: v for k, v in zero.items() if k in ZERO_PASSED}
@@ -334,7 +341,7 @@ def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: object) -> object:
-    """A value as in JSON and YAML, shortened."""
+    """Return a value for a message: booleans as in JSON, long values cut to 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     text = str(value)

@@ -20,7 +20,7 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
         key: the key of the job that named it, for the messages.
 
     Raises:
-        ConfigError: it cannot be imported, or is neither; with the reason.
+        ConfigError: it cannot be imported or called; the message contains the reason.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
@@ -63,7 +63,7 @@ def _import_failure(path: str, key: str, module_name: str, error: Exception) -> 
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message; empty if it has no message."""
     return (str(error).splitlines() or [""])[0]
 
 

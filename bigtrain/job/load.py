@@ -1,7 +1,7 @@
-"""Make a `Job` from YAML files and the command line; every complaint names file and line.
+"""Make a `Job` from YAML files and the command line; error messages name file and line.
 
 The order of precedence, lowest first: the defaults of `schema`, the job file, the strategy
-(or plan) file, the command line. Each value remembers where it was written.
+(or plan) file, the command line. A `ConfigTree` records where each value was written.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
 
 _MOST_DOTS = 16
-"""The most dots of a key; no key of a job has as many."""
+"""The largest number of dots in a key; no key of a job has more."""
 
 
 def parse_overrides(words: Sequence[str]) -> ConfigTree:
     """Read overrides such as `optim.lr=3e-4` and `OPTIM.LR 3e-4`, in any mixture.
 
+    Args:
+        words: the words of the command line, without options.
+
     Raises:
-        ConfigError: a key without a value, or a value that is not YAML.
+        ConfigError: a word is not a key, a key has no value, or a value is not YAML.
     """
     tree = ConfigTree()
     rest = list(words)
@@ -80,7 +83,7 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
 
 
 def _why(error: yaml.YAMLError) -> str:
-    """The problem of a value that is not YAML, unless missing quotes are the only one."""
+    """Return the problem of a value that is not YAML, unless quotes are all that it lacks."""
     problem = getattr(error, "problem", None)
     is_whole = problem is not None and getattr(error, "context", None) is None
     return f" ({plain_text(problem)})" if is_whole else ""
@@ -97,12 +100,13 @@ def load_job(
 
     Args:
         config: a path, or the name of a preset in configs/jobs; None is `default`.
-        strategy: presets in configs/strategies and paths, joined by `+`.
-        overrides: words as on the command line.
-        plan: a plan file.
+        strategy: presets in configs/strategies and paths, joined by `+`; None for the job's.
+        overrides: KEY=VALUE words, as on the command line.
+        plan: the path of a plan file.
 
     Raises:
-        ConfigError: with the file, the line and the nearest valid key.
+        ConfigError: a file, a key or a value is wrong; the message contains the file, the line and
+            the nearest valid key.
     """
     tree = read_preset("jobs", config or "default", "job")
     refuse_yacs(tree.values, str(config))
@@ -115,7 +119,7 @@ def load_job(
         if text is not None:
             tree.merge(read_strategy(str(text), asked))
     if all(text is None for _, text in named):
-        if ("strategy", "deepspeed") in words.origins:  # the file names the strategy, not the job
+        if ("strategy", "deepspeed") in words.origins:  # DeepSpeed's file names the strategy
             tree.values["strategy"] = {"name": "deepspeed"}
         else:
             _resolve_strategy(tree)
@@ -123,9 +127,9 @@ def load_job(
 
 
 def _check_sections(tree: ConfigTree) -> None:
-    """Drop empty sections, and refuse a section that is no mapping.
+    """Drop empty sections, and refuse a section that is not a mapping.
 
-    Otherwise an override of one of its keys would replace it silently.
+    Without the refusal, an override of a key of that section would replace the section silently.
     """
     for name, value in list(tree.values.items()):
         if name not in Job.model_fields or name in ("strategy", "device"):
@@ -143,14 +147,14 @@ def _is_own(words: ConfigTree) -> bool:
 
 
 def _forget_optimizer(tree: ConfigTree) -> None:
-    """Drop `optim` of the default job, which is meant for its own model, for the defaults."""
+    """Drop `optim` of the default job, which suits only that job's model: the defaults apply."""
     tree.values.pop("optim", None)
     for path in [path for path in tree.origins if path[0] == "optim"]:
         del tree.origins[path]
 
 
 def _resolve_strategy(tree: ConfigTree) -> None:
-    """Replace the words of a job's `strategy` by the roles they mean, and keep its other keys."""
+    """Replace the words of a job's `strategy` by the roles they mean; keep the other keys."""
     asked = f"{tree.origin(('strategy',))}: strategy"
     text, others = words_in(tree.values.get("strategy", {}), asked)
     if text is not None:
@@ -161,8 +165,12 @@ def _resolve_strategy(tree: ConfigTree) -> None:
 def override_job(job: Job, words: Sequence[str]) -> Job:
     """Return a job with some keys changed; `strategy=WORDS` replaces the whole strategy.
 
+    Args:
+        job: the job, which does not change.
+        words: KEY=VALUE words, as on the command line.
+
     Raises:
-        ConfigError: with the key and the fix.
+        ConfigError: a key or a value is wrong; the message contains the key and the fix.
     """
     tree = ConfigTree(job.model_dump(mode="json", exclude_defaults=True))
     changes = parse_overrides(words)
@@ -172,7 +180,7 @@ def override_job(job: Job, words: Sequence[str]) -> Job:
 
 
 def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
-    # First the overrides replace keys of lower layers, then all are set, whatever their order.
+    # The first pass replaces keys of lower layers; the second sets all overrides, in any order.
     for adds in (False, True):
         for path, origin in words.origins.items():
             tree.put(path, _value_at(words.values, path), origin, adds=adds)
@@ -184,8 +192,9 @@ def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
 def _apply_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
     """Override the job file by a DeepSpeed file, except for keys of the command line.
 
-    A batch key that only a lower layer sets is dropped if the other two are set, and so is the
-    accumulation if all three are: the plan's accumulation is compared with the file's later.
+    A batch key that only a lower layer sets is dropped if the file or the command line sets the
+    other two. If they set all three, the file's accumulation is dropped, too: the accumulation that
+    follows from the other keys is compared with the file's later.
     """
     path = deepspeed_file_in(tree.values.get("strategy"))
     if path is None:
@@ -212,7 +221,15 @@ def _is_given(values: Any, path: KeyPath) -> bool:
 
 
 def job_from_keys(strategy: str, keys: Mapping[str, Any]) -> Job:
-    """Make a job from a strategy and dotted keys, without a job file."""
+    """Return a job from a strategy and dotted keys, without a job file.
+
+    Args:
+        strategy: the words of the strategy, or a path.
+        keys: values by dotted key, such as `train.micro_batch_size`.
+
+    Raises:
+        ConfigError: a key or a value is wrong.
+    """
     tree, words = read_strategy(strategy, "strategy"), ConfigTree()
     for key, value in keys.items():
         words.put(tuple(key.split(".")), value, f"{key}={value!r}", adds=True)
@@ -226,10 +243,14 @@ def _value_at(values: Any, path: KeyPath) -> Any:
 
 
 def validate_job(kind: type[Job], tree: ConfigTree) -> Job:
-    """Make the typed job.
+    """Return the typed job of a tree.
+
+    Args:
+        kind: the class of the job.
+        tree: the values, and where each was written.
 
     Raises:
-        ConfigError: the first complaint.
+        ConfigError: a key or a value is wrong; the message is the first complaint.
     """
     try:
         return kind.model_validate(tree.values)
@@ -243,22 +264,22 @@ def format_validation_error(
     tree: ConfigTree | None = None,
     section: str = "",
 ) -> str:
-    """Return pydantic's first complaint in one line: place, key, reason, fix.
+    """Return pydantic's first complaint in one line: file and line, key, reason, fix.
 
     Args:
         error: the error that pydantic raised.
         kind: the class that the values were checked against.
-        tree: knows where each key was written.
-        section: a prefix of all keys, with its dot.
+        tree: the origins of the keys; None leaves file and line out.
+        section: a prefix of all keys, with a dot at its end.
     """
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     path = tuple(str(part) for part in first["loc"])
-    if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
+    if isinstance(cause, ConfigError) and not path:  # a check of all sections names its keys
         return str(cause)
     origin = _origin_of(first, path, kind, tree) if tree else None
     prefix = f"{origin}: " if origin and not origin.startswith(COMMAND_LINE) else ""
-    if isinstance(cause, UnreadableError):  # so does a path that no file can have
+    if isinstance(cause, UnreadableError):  # a path that no file can have names its key
         return f"{prefix}{cause}"
     name = section + ".".join(path)
     if first["type"] == "extra_forbidden":
@@ -277,10 +298,10 @@ def format_validation_error(
 def _origin_of(
     fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree
 ) -> str | None:
-    """Where the faulty key was written; None if nobody wrote it.
+    """Return where the faulty key was written; None if no file or override sets it.
 
-    If the keys of a section contradict each other, it is one of those that the complaint names:
-    preferably one of the command line, then one of the user's files, then one of a preset.
+    If keys of a section contradict each other, the result is the origin of a key that the complaint
+    names: preferably the command line, then a user's file, then a preset.
     """
     known = _fields_at(kind, path)
     if len(path) != 1 or fault["type"] != "value_error" or not known:
@@ -293,7 +314,7 @@ def _origin_of(
 
 
 def _is_preset(origin: str) -> bool:
-    """Whether a place is in one of bigtrain's presets."""
+    """Whether an origin is one of bigtrain's presets."""
     return origin.startswith(("jobs/", "strategies/"))
 
 
@@ -306,7 +327,11 @@ def _is_deepspeeds(origin: str | None, tree: ConfigTree) -> bool:
 def describe_fault(fault: ErrorDetails, name: str) -> str:
     """Return the message for a value that pydantic refuses.
 
-    It names the key, what is needed, the value, and words to paste that fix it.
+    The message contains the key, the kind of value that is needed, the given value, and the fix.
+
+    Args:
+        fault: pydantic's description of the error.
+        name: the dotted key.
     """
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
@@ -335,7 +360,7 @@ _BOUNDS = {
 
 
 def _needed(fault: ErrorDetails) -> str:
-    """The needed value, in plainer words than pydantic's where possible."""
+    """Return the kind of value that is needed, in plainer words than pydantic's if possible."""
     kind = str(fault["type"])
     if kind in _BOUNDS:
         key, words, _ = _BOUNDS[kind]
@@ -350,7 +375,7 @@ def _needed(fault: ErrorDetails) -> str:
 
 
 def _fix(fault: ErrorDetails, name: str) -> str:
-    """The words to paste, if the complaint tells which."""
+    """Return the override that fixes a value, if the complaint contains it, or else a hint."""
     kind = str(fault["type"])
     if kind in _BOUNDS and _BOUNDS[kind][2]:
         key, _, words = _BOUNDS[kind]
@@ -366,7 +391,7 @@ def _fix(fault: ErrorDetails, name: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """The value, shortened."""
+    """Return a value for a message, cut to 60 characters."""
     text = str(value) if isinstance(value, date) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -15,26 +15,28 @@ import yaml
 from bigtrain.errors import ConfigError, did_you_mean, plain_text
 from bigtrain.files.parse import MOST_YAML, parse_yaml
 from bigtrain.files.regular import check_name, is_there, read_text
-from bigtrain.job.schema import keys_without_use
+from bigtrain.job.optim_keys import keys_without_use
 
 KeyPath = tuple[str, ...]
 COMMAND_LINE = "command line"
-"""The beginning of the place of a key that was set on the command line."""
+"""The beginning of the origin of a key that was set on the command line."""
 _LISTED = 20
-"""The most names that a message lists."""
+"""The largest number of names that a message lists."""
 
 
 @dataclass
 class ConfigTree:
-    """Nested values, and the place in which each key was written."""
+    """The values of a job's keys, and where each key was written."""
 
     values: dict[str, Any] = field(default_factory=dict)
+    """Nested mappings, by section and key."""
     origins: dict[KeyPath, str] = field(default_factory=dict)
+    """By key, FILE:LINE or a text that begins with `COMMAND_LINE`."""
     strategy: str | None = None
     """The words of `strategy=WORDS`; `strategy.KEY=...` may be given in addition."""
 
     def origin(self, path: KeyPath) -> str | None:
-        """Where a key, or the nearest enclosing key, was written."""
+        """Return where a key, or the nearest enclosing key, was written; None if it is unknown."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -42,22 +44,22 @@ class ConfigTree:
         return None
 
     def put(self, path: KeyPath, value: Any, origin: str, *, adds: bool = False) -> None:
-        """Set one key, and make its enclosing mappings.
+        """Set one key, and create its enclosing mappings.
 
         Args:
-            path: the dotted path of the key.
+            path: the parts of the dotted key.
             value: the value of the key.
-            origin: where it was written.
-            adds: whether it is one of several keys of one layer, which add to each other.
-                Otherwise it overrides a lower layer, and drops keys that depend on the old value.
+            origin: where the key was written.
+            adds: whether the key adds to other keys of the same layer. If false, the key overrides
+                a lower layer, and keys that depend on the old value are dropped.
 
         Raises:
-            ConfigError: an enclosing key has one value in the same layer.
+            ConfigError: an enclosing key is set as a whole in the same layer.
         """
         node = self.values
         for depth, key in enumerate(path[:-1], start=1):
             child = node.get(key)
-            if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for its name
+            if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for {name: ddp}
                 child = {"name": child}
             if adds and key in node and not isinstance(child, dict):
                 whole_key, part = ".".join(path[:depth]), ".".join(path)
@@ -80,7 +82,7 @@ class ConfigTree:
         """Return a value with the keys below it that other overrides have set.
 
         Raises:
-            ConfigError: it is no mapping, or sets one of these keys to another value.
+            ConfigError: the value is not a mapping, or sets one of these keys to another value.
         """
         kept_keys = {}
         for known_path, origin in self.origins.items():
@@ -101,13 +103,13 @@ class ConfigTree:
         return {**kept_keys, **value} if kept_keys else value
 
     def merge(self, other: ConfigTree) -> None:
-        """Override keys by another tree; its strategy replaces the whole strategy."""
+        """Override keys by those of another tree; a strategy there replaces the whole strategy."""
         if "strategy" in other.values:
             self.values.pop("strategy", None)
         self.lay(other)
 
     def lay(self, other: ConfigTree) -> None:
-        """Override keys by another tree."""
+        """Override keys by those of another tree; mappings are merged key by key."""
         _merge(self.values, other.values, ())
         self.origins.update(other.origins)
 
@@ -125,12 +127,14 @@ _INSTEAD: dict[KeyPath, tuple[tuple[str, str], ...]] = {
     ("train",): (("steps", "epochs"), ("epochs", "steps")),
     ("optim",): (("warmup_steps", "warmup_epochs"), ("warmup_epochs", "warmup_steps")),
 }
-"""By section, pairs of keys for one quantity in other units: a higher layer's key drops the
-other."""
+"""By section, pairs (key, other key) for one quantity in different units.
+
+If a higher layer sets the key, the other key is dropped.
+"""
 
 
 def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any]) -> None:
-    """Drop keys that a higher layer makes obsolete: of another model or optimizer, a length."""
+    """Drop keys that a higher layer replaces by another model, data source, optimizer or unit."""
     for replacing, displaced in _INSTEAD.get(path, ()):
         if over.get(replacing) and displaced not in over:
             base.pop(displaced, None)
@@ -145,8 +149,12 @@ def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any])
 def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
     """Read one YAML mapping with the line of every key.
 
+    Args:
+        path: the path of the file.
+        shown: the name of the file in messages; None is `path`.
+
     Raises:
-        ConfigError: no such file, not YAML, not a mapping, or a key twice.
+        ConfigError: there is no such file, it is not a YAML mapping, or a key is written twice.
     """
     shown = shown or str(path)
     text = read_text(path, "Give the path of a YAML file.", MOST_YAML)
@@ -190,13 +198,13 @@ def _lines(node: yaml.Node | None, path: KeyPath, shown: str) -> Iterator[tuple[
 
 
 def preset_names(kind: str) -> list[str]:
-    """The names of the YAML presets of a kind: 'jobs', 'strategies' or 'clusters'."""
+    """Return the names of the YAML presets of a kind: 'jobs', 'strategies' or 'clusters'."""
     folder = resources.files("bigtrain.configs").joinpath(kind)
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def preset_line(kind: str, name: str) -> str:
-    """The description of a preset: the comment at its beginning."""
+    """Return the description of a preset: the comment at the beginning of its file."""
     source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
     with resources.as_file(source) as file:
         text = read_text(file, "", MOST_YAML)
@@ -217,7 +225,7 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
         asked: the argument or key that named it, for the message.
 
     Raises:
-        ConfigError: it is neither; the message suggests names.
+        ConfigError: there is no such preset or file; the message suggests names.
     """
     if is_file(name):
         check_name(name, asked)

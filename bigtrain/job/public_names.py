@@ -78,7 +78,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "log.every": ("print_freq", "logging_steps", "log_interval", "log_freq"),
     "log.accuracy": ("train_accuracy", "train_acc", "training_accuracy"),
 }
-"""By key of a job, or key and value, the names in public scripts."""
+"""By key of a job, or KEY=VALUE, the names that public training scripts use for it."""
 _BY_PUBLIC_NAME = {name: ours for ours, names in PUBLIC_NAMES.items() for name in names}
 _AMBIGUOUS = {
     "batch_size": "train.global_batch_size (of all ranks) or train.micro_batch_size (of one)",
@@ -88,7 +88,7 @@ _AMBIGUOUS = {
 
 
 def public_hint(path: tuple[str, ...]) -> str | None:
-    """The key of a job for a public script's key; None if none is known."""
+    """Return the key of a job for a public script's key, given by its parts; None if unknown."""
     name = path[-1].lower()
     full = ".".join(path).lower()
     return _AMBIGUOUS.get(full) or _AMBIGUOUS.get(name) or _BY_PUBLIC_NAME.get(name)
@@ -103,7 +103,7 @@ def _as(key: str) -> _Words:
 
 
 def _where_set(key: str, ours: Any = None) -> _Words:
-    """Map a key that matters only if it is set, to a fixed value or to its own."""
+    """Return a function to `key` with `ours` or the public value; to nothing for an empty value."""
     return lambda value: {key: value if ours is None else ours} if value else {}
 
 
@@ -148,8 +148,8 @@ YACS: dict[str, _Words] = {
     "OUT_DIR": _as("log.dir"),
     "RNG_SEED": _where_set("train.seed"),
 }
-"""The keys of distribuuuu (github.com/BIGBALLON/distribuuuu) as keys of a job. Its batch size is
-that of one GPU, and all its parameters decay."""
+"""By key of distribuuuu (github.com/BIGBALLON/distribuuuu), a function from its value to keys of a
+job. Its batch size is that of one GPU, and weight decay applies to all of its parameters."""
 
 
 PUBLIC_VALUES = {
@@ -160,15 +160,21 @@ PUBLIC_VALUES = {
         **dict.fromkeys(("float64", "double", "64", "64-true"), "fp64"),
     },
 }
-"""Values of other tools, in lower case, by key: the value here. fp16 needs loss scaling, which bf16
-replaces."""
+"""By key of a job, values of other tools in lower case, each with the value of a job.
+
+fp16 becomes bf16, which needs no loss scaling.
+"""
 
 
 def refuse_yacs(values: Mapping[str, Any], shown: str) -> None:
-    """Refuse a YACS file with capital sections, such as distribuuuu's, with the equivalent command.
+    """Refuse a YACS file with capital sections, such as distribuuuu's.
+
+    Args:
+        values: the values of the file.
+        shown: the path of the file, for the message.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the file has such sections; the message contains the equivalent command.
     """
     if len(_SECTIONS & values.keys()) < 2:
         return

@@ -1,14 +1,13 @@
 """The typed configuration of one run: every key of a job, with its default and its unit.
 
-Defaults are written here and nowhere else; YAML files hold what differs from them. This module does
-not import torch, so a wrong key is refused within milliseconds.
+Defaults are written only here; YAML files contain the values that differ from them. This module
+does not import torch, so a wrong key is refused within milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -20,9 +19,11 @@ from pydantic import (
     model_validator,
 )
 
-from bigtrain.errors import ConfigError, as_word, unquoted_word
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.files.regular import check_name
 from bigtrain.job.deepspeed_json import check_agreement
+from bigtrain.job.optim_keys import OptimConfig
+from bigtrain.job.sections import ConfigSection
 from bigtrain.units import parse_bytes
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -37,63 +38,6 @@ DEFAULT_TECHNIQUE = {
 """The technique of a role whose `name` is left out: these roles have one technique each."""
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
 """A size in bytes: an integer, or text such as '25MiB'."""
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -> object:
-    """Return a value, and refuse booleans and integers beyond 64 bits where a number is needed.
-
-    pydantic would take `true` for 1, and a larger integer for a number that no float holds.
-
-    Args:
-        kind: the annotation of the key; an annotation with its own check is left to that check.
-        value: the value of the key.
-        metadata: pydantic's metadata of the field.
-
-    Raises:
-        ValueError: it is, or has in a list, a boolean or an integer that is too large.
-    """
-    if any(isinstance(item, BeforeValidator) for item in metadata):
-        return value
-    kinds = _plain_kinds(kind)
-    items = [value, *(value if isinstance(value, list | tuple) else ())]
-    if not kinds & {int, float} or kinds & _ANYTHING:
-        return value
-    if any(isinstance(item, bool) for item in items):
-        shown = str(value).lower() if isinstance(value, bool) else value
-        raise ValueError(f"needs a number (got {shown})")
-    if any(isinstance(item, int) and abs(item) > MOST_WHOLE for item in items):
-        raise ValueError(f"a whole number is at most {MOST_WHOLE:,}, and this one is larger")
-    return value
-
-
-MOST_WHOLE = 2**63 - 1
-"""The largest whole number of a key: the largest of torch's 64-bit integers."""
-
-
-_ANYTHING: set[object] = {bool, Any, object}
-
-
-def _plain_kinds(kind: object) -> set[object]:
-    """Return the types in an annotation, including those inside unions and lists."""
-    inner = get_args(kind)
-    if any(isinstance(annotation, BeforeValidator) for annotation in inner):
-        return {Any}
-    if get_origin(kind) in (dict, Literal):
-        return set()
-    return set().union(*map(_plain_kinds, inner)) if inner else {kind}
-
-
-class ConfigSection(BaseModel):
-    """The base class of sections: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_numbers(cls, value: object, info: ValidationInfo) -> object:
-        field = cls.model_fields[str(info.field_name)]
-        return refuse_truth(field.annotation, value, field.metadata)
 
 
 class LoraConfig(ConfigSection):
@@ -109,12 +53,12 @@ class LoraConfig(ConfigSection):
     """Modules that get an adapter: names, last parts of names, or patterns (`layers.[0-3].*_proj`).
     `all-linear`: every linear layer but the head."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules, named in the same way, that are trained themselves and saved with the adapters."""
+    """Modules, named as in `targets`, whose own weights are trained and saved with the adapters."""
     quantize: Literal["nf4"] | None = None
     """`nf4`: the frozen weights of linear layers, but not that of the head, are stored in 4 bits
     (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
     quantize_except: tuple[str, ...] = ()
-    """Modules, named in the same way, whose weights are not quantized."""
+    """Modules, named as in `targets`, whose weights are not quantized."""
 
     @field_validator("targets", "modules_to_save", "quantize_except", mode="before")
     @classmethod
@@ -136,18 +80,20 @@ class ModelConfig(ConfigSection):
     """A built-in name (gpt-10m, lenet, resnet50, ...), `hf:FOLDER_OR_ID` for a model of the Hugging
     Face Hub, `timm:NAME`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Arguments of its constructor; for `hf:` fields of its configuration, and `architecture` for
-    another class. Those that follow from the data (number of classes) may be left out."""
+    """Arguments of the model's constructor. For an `hf:` model: fields of its configuration, and
+    `architecture` for another class. Arguments that follow from the data, such as the number of
+    classes, may be left out."""
     pretrained: str | None = None
     """Initial weights: a file with a state dict, or `cache` for weights that torchvision has
-    downloaded before (nothing is downloaded here). With `hf:` by default the folder's own weights;
-    `false` begins with initial ones, as other models do by default."""
+    downloaded before (nothing is downloaded here). An `hf:` model has the folder's weights by
+    default, and random weights with `false`. Other models have random weights by default."""
     pretrained_except: tuple[str, ...] = ()
     """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
     a head for other classes."""
     freeze: tuple[str, ...] = ()
-    """Patterns of names of parameters, or of modules that hold them, that are not trained. `!`
-    before a pattern trains them; the last pattern that fits decides: `['*', '!head']`."""
+    """Patterns for names of parameters, or of modules that contain them, that are not trained. A
+    pattern after `!` names parameters that are trained. The last pattern that fits decides:
+    `['*', '!head']`."""
     lora: LoraConfig | None = None
     """Train adapters, and freeze everything else: `model.lora.rank=8`."""
     loss: str | None = None
@@ -161,7 +107,7 @@ class ModelConfig(ConfigSection):
     """The weight of each auxiliary head's loss (`aux`), where the main head's is 1; by default the
     customary weight for the kind of model."""
     head: str | None = None
-    """The name of the linear layer that makes the logits; by default it is found."""
+    """The name of the linear layer that computes the logits; by default it is searched for."""
 
     @field_validator("freeze", mode="before")
     @classmethod
@@ -199,186 +145,17 @@ class DataConfig(ConfigSection):
     name: str = "text"
     """A built-in source (text, digits, cifar10, ...) or `package.module:function`."""
     path: str | None = None
-    """The file or folder of the source; left out for text, the source code of Python's library."""
+    """The file or folder of the source. The default for `text`: the source code of Python's
+    standard library."""
     args: dict[str, Any] = {}
     """Arguments of the source."""
     workers: int | None = Field(None, ge=0)
-    """Processes per rank that read samples ahead; 0 reads in the training process. Left out, 0 on a
-    CPU, and on a GPU the number of cores for each rank, at most 4."""
+    """Processes per rank that read samples ahead; 0 reads in the training process. By default 0 on
+    a CPU, and on a GPU the number of cores for each rank, at most 4."""
     batch_dims: dict[str, int | None] = {}
     """In a custom training loop: the batch dim of a tensor, by its name in the batch (inputs,
-    inputs.position_ids, inputs[1], targets); null for a tensor that all rows share. Left out, 0; a
+    inputs.position_ids, inputs[1], targets); null for a tensor that all rows share. By default 0; a
     tensor with one row or no dim is shared."""
-
-
-class OptimConfig(ConfigSection):
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw", "adam", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
-    """adam adds weight decay to the gradient, adamw subtracts it from the weight; adafactor stores
-    a row and a column of its second moment; the last two store each moment in 8 or 4 bits, in
-    torchao's formats."""
-    lr: float = Field(1e-3, ge=0)
-    """The highest learning rate; if `base_batch_size` is given, for a global batch of that size."""
-    base_batch_size: int | None = Field(None, ge=1)
-    """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled from the gradient, except with adam and sgd, as in torch."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the first and second moments, for all variants of adam and adamw."""
-    eps: float = Field(1e-8, ge=0)
-    """Added to the root of the second moment, for all variants of adam and adamw."""
-    momentum: float = Field(0.0, ge=0, lt=1)
-    """For sgd."""
-    dampening: float = Field(0.0, ge=0, le=1)
-    """For sgd: the share of a new gradient that is not added to the momentum."""
-    nesterov: bool = False
-    """For sgd: Nesterov momentum."""
-    decay_norms_and_biases: bool = True
-    """False: no weight decay for parameters with one dim, those of norms and biases (He et al.
-    2018, arXiv 1812.01187, section 3.1)."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly to `lr`."""
-    warmup_epochs: float = Field(0.0, ge=0)
-    """The warm-up in epochs, whatever the batch size; give this or `warmup_steps`."""
-    warmup_factor: float | None = Field(None, ge=0, le=1)
-    """The share of `lr` in the first step; the rate reaches `lr` in the step after the warm-up.
-    Left out, the first step has 1 / warm-up steps, and the warm-up's last step has all of `lr`."""
-    schedule: Literal["constant", "cosine", "linear", "poly", "step", "deepspeed"] = "constant"
-    """The rate after warm-up: constant; decayed to `final_lr_share` by the end of the last step
-    (cosine, linear, or poly: a power of the remaining share); multiplied by `step_factor` at each
-    of `milestones` (step); or with its warm-up as the scheduler of `strategy.deepspeed` says,
-    computed by bigtrain."""
-    final_lr_share: float = Field(0.0, ge=0, le=1)
-    """For schedule=cosine, linear and poly: the final rate, as a share of `lr`."""
-    poly_power: float = Field(0.9, gt=0)
-    """For schedule=poly: the power."""
-    milestones: tuple[float, ...] = ()
-    """For schedule=step: epochs, ascending."""
-    step_factor: float = Field(0.1, gt=0, le=1)
-    """For schedule=step: the factor of the rate at each milestone."""
-    clip_norm: float | None = Field(None, gt=0)
-    """Gradients are scaled down to this global norm if they exceed it."""
-    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
-    """torch's kernels of the optimizer's step; auto is fused, which needs no temporary copies."""
-    state: Literal["fp32", "bf16"] = "fp32"
-    """The dtype of adamw's moments; bf16 halves their memory."""
-    master_weights: bool = True
-    """False: with train.precision=bf16 the parameters themselves are bf16, without fp32 copies."""
-    stochastic_rounding: bool | None = None
-    """Round values stored in bf16 stochastically; by default true if there are any."""
-    release_gradients: bool = False
-    """Update each parameter in the backward pass, as soon as its gradient is computed."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> OptimConfig:
-        fault = optimizer_fault(self) or schedule_fault(self)
-        if fault is not None:
-            raise ValueError(fault)
-        return self
-
-    @property
-    def lean(self) -> bool:
-        """Whether bigtrain's own update is used, which works in pieces, and not torch's."""
-        own_kernel = self.state == "bf16" or not self.master_weights
-        return self.name in LOW_BIT or (self.name == "adamw" and own_kernel)
-
-
-LOW_BIT = {"adamw_8bit": 8, "adamw_4bit": 4}
-
-
-_ADAMS = ("adamw", "adam", "adamw_8bit", "adamw_4bit")
-_OWN_KEYS: dict[str, tuple[str, ...]] = {
-    "betas": _ADAMS,
-    "eps": _ADAMS,
-    "momentum": ("sgd",),
-    "dampening": ("sgd",),
-    "nesterov": ("sgd",),
-}
-"""Keys that not every optimizer has, with the optimizers that have them."""
-
-
-def keys_without_use(name: object) -> list[str]:
-    """The keys of `optim` that an optimizer of this name does not have."""
-    return [key for key, names in _OWN_KEYS.items() if name not in names]
-
-
-def foreign_key_fault(optim: OptimConfig) -> str | None:
-    """The complaint about a key that the optimizer does not have; None if there is none."""
-    for key in keys_without_use(optim.name):
-        value = getattr(optim, key)
-        if value != type(optim).model_fields[key].default:
-            names = ", ".join(_OWN_KEYS[key])
-            return (
-                f"{unquoted_word(key, value)} is for {names}, and name is {optim.name}. "
-                f"Leave optim.{key} out, or set optim.name={_OWN_KEYS[key][0]}"
-            )
-    if optim.nesterov and (not optim.momentum or optim.dampening):
-        return (
-            f"nesterov=true needs momentum without dampening, and "
-            f"momentum={optim.momentum:g} dampening={optim.dampening:g}. Use optim.momentum=0.9 "
-            "optim.dampening=0, or optim.nesterov=false"
-        )
-    return None
-
-
-def optimizer_fault(optim: OptimConfig) -> str | None:
-    """The complaint about keys that contradict each other, with the fix; None if none do."""
-    name, rounded = optim.name, optim.state == "bf16" or not optim.master_weights
-    foreign = foreign_key_fault(optim)
-    if foreign is not None:
-        return foreign
-    if optim.state == "bf16" and name != "adamw":
-        return f"state=bf16 is for name=adamw, and name is {name}. Leave optim.state out"
-    if not optim.master_weights and name in ("sgd", "adam", "adafactor"):
-        return (
-            f"master_weights=false is for adamw, adamw_8bit and adamw_4bit, and name is {name}, "
-            "whose bf16 weights would lose every change below 1/256 of a weight. Use "
-            "optim.name=adamw, or optim.master_weights=true"
-        )
-    if optim.stochastic_rounding and not rounded:
-        return (
-            "stochastic_rounding=true rounds values stored in bf16, and there are none. Set "
-            "optim.state=bf16 or optim.master_weights=false, or leave it out"
-        )
-    if optim.implementation == "fused" and name == "adafactor":
-        return "implementation=fused: torch has no fused adafactor. Use optim.implementation=auto"
-    if optim.lean and optim.implementation != "auto":
-        return (
-            f"implementation={optim.implementation} chooses among torch's kernels, and name={name} "
-            "with these keys uses bigtrain's. Use optim.implementation=auto"
-        )
-    if optim.release_gradients and optim.clip_norm is not None:
-        return (
-            f"release_gradients=true updates each parameter before the norm of all gradients is "
-            f"known, and clip_norm={optim.clip_norm} needs it. Use optim.clip_norm=null, or "
-            "optim.release_gradients=false"
-        )
-    return None
-
-
-def schedule_fault(optim: OptimConfig) -> str | None:
-    """The complaint about keys of the learning rate that contradict each other, or None."""
-    if optim.warmup_steps and optim.warmup_epochs:
-        return (
-            f"warmup_steps={optim.warmup_steps} and warmup_epochs={optim.warmup_epochs} both say "
-            "how long the warm-up is. Give one of them, as with optim.warmup_steps=0"
-        )
-    if optim.warmup_factor is not None and not (optim.warmup_steps or optim.warmup_epochs):
-        return (
-            f"warmup_factor={optim.warmup_factor:g} is for a warm-up, and there is none. "
-            "Give optim.warmup_steps or optim.warmup_epochs, or leave optim.warmup_factor out"
-        )
-    milestones = list(optim.milestones)
-    if (optim.schedule == "step") != bool(milestones):
-        return (
-            f"schedule={optim.schedule} with milestones={milestones}: schedule=step needs the "
-            "epochs at which the rate falls, and no other schedule takes them. Use "
-            "optim.schedule=step optim.milestones=[30,60,80], or optim.milestones=[]"
-        )
-    if milestones != sorted(set(milestones)) or (milestones and milestones[0] <= 0):
-        return f"milestones={milestones} must ascend from above 0. Write them like [30,60,80]"
-    return None
 
 
 class TrainConfig(ConfigSection):
@@ -389,8 +166,8 @@ class TrainConfig(ConfigSection):
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data. Give steps or epochs; without either, one epoch."""
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples of an optimizer step over all ranks. Any two of the three batch keys give the
-    third."""
+    """Samples of an optimizer step over all ranks. Any two of `global_batch_size`,
+    `micro_batch_size` and `accumulation_steps` give the third."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Samples per rank in one forward pass."""
     accumulation_steps: int | None = Field(None, ge=1)
@@ -398,9 +175,10 @@ class TrainConfig(ConfigSection):
     seed: int = Field(0, ge=0)
     """Seed of initial weights, the order of samples, and dropout."""
     precision: Precision = "fp32"
-    """bf16 is autocast with fp32 parameters; fp64 is for proofs."""
+    """bf16 is autocast with fp32 parameters; fp64 is for numerical checks."""
     eval_every: int = Field(0, ge=0)
-    """Steps between validations; there is one at the end in any case. 0: only that one."""
+    """Steps between validations; 0: validate only after the last step. The last step is always
+    validated."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over all ranks (CUDA only)."""
     check_finite: bool = True
@@ -437,18 +215,19 @@ class MeshConfig(ConfigSection):
     """The device mesh, and how its ranks communicate."""
 
     pp: int | None = Field(None, ge=1)
-    """Pipeline stages; by default with a pipeline all ranks that dp and tp leave, otherwise 1."""
+    """Pipeline stages. By default 1; with a pipeline strategy, all ranks that dp and tp leave."""
     dp: int = Field(-1, ge=-1)
     """Replicas; -1 is all ranks that pp and tp leave."""
     tp: int | None = Field(None, ge=1)
-    """Ranks that slice the same layers. Left out: with tensor parallelism all ranks, or 2 if there
-    are replicas or stages as well; otherwise 1."""
+    """Ranks that share the slices of each layer. By default 1; with tensor parallelism all ranks,
+    or 2 if there are replicas or stages as well."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """The communication backend; auto is nccl on GPUs and gloo on a CPU."""
     setup_timeout: float = Field(300.0, gt=0)
-    """Seconds that ranks wait for each other at the start."""
+    """Seconds that the ranks wait for each other at the start."""
     timeout: float = Field(100.0, gt=0)
-    """Seconds a collective may take afterwards; at least 1800 with train.compile=blocks."""
+    """Seconds that a collective may take after the start; at least 1800 with
+    train.compile=blocks."""
 
     @field_validator("dp")
     @classmethod
@@ -478,7 +257,7 @@ class StrategyConfig(ConfigSection):
     """The label in reports: the words that named the strategy. Without `cut`, `replicate` and
     `deepspeed` it names the strategy itself: {name: ddp+full}."""
     deepspeed: str | None = None
-    """A DeepSpeed configuration file (JSON), which `zero` on DeepSpeed then follows."""
+    """The path of a DeepSpeed configuration file (JSON), which configures `zero` on DeepSpeed."""
     cut: RoleConfig | None = None
     """How the model is cut into pipeline stages on ranks or devices."""
     slice: RoleConfig | None = None
@@ -499,7 +278,7 @@ class StrategyConfig(ConfigSection):
 
     @property
     def deepspeed_file(self) -> str | None:
-        """The path of the DeepSpeed configuration in use, by whichever key it is named.
+        """The path of the DeepSpeed file, by whichever key it is named; None without one.
 
         Raises:
             ConfigError: `deepspeed` and `replicate` contradict each other.
@@ -509,7 +288,11 @@ class StrategyConfig(ConfigSection):
         return _file_of(self.replicate)
 
     def roles(self) -> dict[Role, RoleConfig]:
-        """The techniques by role, in the order of composition."""
+        """Return the techniques by role, in the order of composition.
+
+        Raises:
+            ConfigError: `deepspeed` and `replicate` contradict each other.
+        """
         filled: dict[Role, RoleConfig] = {}
         for role in ROLES:
             config: RoleConfig | None = getattr(self, role)
@@ -521,7 +304,7 @@ class StrategyConfig(ConfigSection):
 
 
 def _file_of(replicate: RoleConfig | None) -> str | None:
-    """The path of the DeepSpeed file among the options of `zero` on DeepSpeed."""
+    """Return the path of the DeepSpeed file among the options of `zero`; None without one."""
     if replicate is None or replicate.name != "zero":
         return None
     options = replicate.options
@@ -531,7 +314,7 @@ def _file_of(replicate: RoleConfig | None) -> str | None:
 
 
 def deepspeed_file_in(strategy: object) -> str | None:
-    """The path of the DeepSpeed file in an unchecked `strategy` section; None without one."""
+    """Return the path of the DeepSpeed file in an unchecked `strategy` section, or None."""
     if not isinstance(strategy, dict):
         return None
     path, replicate = strategy.get("deepspeed"), strategy.get("replicate")
@@ -555,7 +338,7 @@ def long_form(role: str, value: object) -> object:
 
 
 def _recompute(word: str) -> dict[str, Any]:
-    """The options of a word: `full`, `selective`, or a budget such as `6GiB` or `80%`."""
+    """Return the options that a word means: `full`, `selective`, or a budget (`6GiB`, `80%`)."""
     if word == "checkpointing":
         return {"name": word}
     key = "budget" if word[:1].isdigit() else "mode"
@@ -566,7 +349,7 @@ def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:
     """Return `zero` on DeepSpeed, configured by a file.
 
     Args:
-        replicate: the section `replicate` of the job or its preset, whose other options are kept;
+        replicate: the section `replicate` of the job or its preset, whose other options remain;
             None without one.
         path: the path of DeepSpeed's file.
 
@@ -592,8 +375,8 @@ class MemoryConfig(ConfigSection):
     predict: bool = True
     """Predict the peak from a run on fake tensors, and print it next to the measured one."""
     cap: Bytes | None = Field(None, gt=0)
-    """The most memory a rank may take: of the GPU, or on a CPU on top of what it held before the
-    model was built."""
+    """The most memory that a rank may take: of the GPU, or on a CPU in addition to the memory that
+    it had before the model was built."""
     on_oom: Literal["stop", "adapt"] = "stop"
     """If memory runs out: stop with an explanation, or continue from the last checkpoint with half
     the micro-batch size and the same global batch."""
@@ -607,14 +390,16 @@ class CheckpointConfig(ConfigSection):
     at_end: bool = True
     """Save after the last step."""
     keep: int = Field(3, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """The number of newest checkpoints that are not deleted."""
     best: str | None = None
-    """A validation metric, such as `loss` or `top1`. A state that improves on all before is saved,
-    and kept in addition to the newest. Of a loss lower is better, of a share higher."""
+    """A validation metric, such as `loss` or `top1`. A state that is better than all before is
+    saved, and kept in addition to the newest checkpoints. A lower loss and a higher share are
+    better."""
     asynchronous: bool = False
     """Continue training while the files are written, from a copy on the host."""
     snapshot_bytes: Bytes | None = Field(None, ge=0)
-    """The most bytes that a rank copies for that; the rest is written first. None: no limit."""
+    """The most bytes that a rank copies to the host with `asynchronous`; the rest is written before
+    training continues. null: no limit."""
     resume: str | None = None
     """`auto`: the newest checkpoint of the run, if there is one; or the path of a checkpoint."""
 
@@ -636,11 +421,11 @@ class LogConfig(ConfigSection):
     tensorboard: bool = False
     """Write TensorBoard files into the run's folder; needs the package tensorboard."""
     wandb: str | None = None
-    """The project at Weights & Biases that gets the figures of each step and validation; needs the
+    """The project at Weights & Biases that gets the numbers of each step and validation; needs the
     package wandb. Its variables, such as WANDB_MODE=offline, have their usual meaning."""
     accuracy: bool = False
     """Write `top1` of each training step to metrics.jsonl: the share of the global batch that was
-    classified correctly, from the outputs of the step. For data with one class a sample."""
+    classified correctly, from the outputs of the step. For data with one class per sample."""
 
     @field_validator("dir", "name")
     @classmethod
@@ -652,7 +437,7 @@ class LogConfig(ConfigSection):
     @field_validator("wandb")
     @classmethod
     def _is_project(cls, value: str | None) -> str | None:
-        # wandb's own rule, which it would say only after ranks have connected.
+        # wandb has the same rule, but would raise only after the ranks have connected.
         if value is not None and (not value or len(value) > 128 or set(value) & set("/\\#?%:")):
             raise ValueError(
                 f"{value!r} is not a project's name: 1 to 128 characters, none of / \\ # ? % :. "

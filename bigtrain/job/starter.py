@@ -132,11 +132,14 @@ def test_it_learns_under_a_strategy_as_in_a_plain_loop(strategy: str) -> None:
 '''
 
 FILES = {"mylib.py": _MYLIB, "job.yaml": _JOB, "test_mylib.py": _TEST}
-"""The files of the starter, by name."""
+"""By name, the content of the files that `bigtrain init` writes."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, and print the commands that run them; returns the exit status.
+    """Write the files, print the commands that run them, and return the exit status.
+
+    Args:
+        arguments: the command line of `bigtrain init`, without the program's name.
 
     Raises:
         ConfigError: the folder is not empty, or cannot be written.
@@ -162,7 +165,7 @@ def write_starter(folder: Path) -> None:
     """Write the files into a new or empty folder.
 
     Raises:
-        ConfigError: it is not empty, is no folder, or cannot be written.
+        ConfigError: the path is not a folder, or the folder is not empty or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Strategies by words: presets and files joined by `+`, merged in order.
+"""Read strategies that are named by words: presets and files joined by `+`, merged in order.
 
     --strategy 1f1b+fsdp+full          three presets of one role each
     strategy: zero2+my.yaml            in a job, a strategy file or a plan
@@ -21,7 +21,7 @@ from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, rea
 from bigtrain.job.schema import ROLES, long_form
 
 _MOST_LETTERS = 5000
-"""The most letters of a strategy, including paths."""
+"""The largest number of characters in the words of a strategy, including paths."""
 KIND = "strategies"
 """The folder of the presets in configs/."""
 PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
@@ -33,17 +33,21 @@ REMOVED = {
 _WHOLE = (("strategy", "cut"), ("strategy", "replicate"))
 """Roles that only one word may set; words may add options to the other roles."""
 _SPELLED_OUT = frozenset({"cut", "replicate", "deepspeed"})
-"""With one of these keys `strategy.name` is a label only."""
+"""With one of these keys in `strategy`, `strategy.name` is only a label."""
 
 
 def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
-    """Split a `strategy:` section into the words that name the strategy and its other keys.
+    """Split a `strategy:` section into the words that name the strategy, and its other keys.
+
+    Args:
+        strategy: the section as it is written.
+        asked: the argument or key that contains it, for messages.
 
     Returns:
         The words, or None if the section spells out its roles; and the other keys.
 
     Raises:
-        ConfigError: it is neither words nor a mapping.
+        ConfigError: the section is neither words nor a mapping.
     """
     if isinstance(strategy, str):
         return strategy, {}
@@ -60,11 +64,15 @@ def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
 def split_words(text: str, asked: str) -> list[str]:
     """Split a strategy into its words.
 
+    Args:
+        text: the words, joined by `+`, or the path of a file.
+        asked: the argument or key that named the strategy, for messages.
+
     Raises:
-        ConfigError: a word is missing next to a `+`, words are joined by something else, or one
-            is `auto`.
+        ConfigError: a word is missing next to a `+`, words are joined by something else, the text
+            is too long, or a word is `auto`.
     """
-    if is_file(text) and is_regular(text):  # a path may have a + in it
+    if is_file(text) and is_regular(text):  # a path may contain a +
         return [text]
     words = [word.strip() for word in text.split("+")]
     if len(text) > _MOST_LETTERS:
@@ -87,7 +95,11 @@ def split_words(text: str, asked: str) -> list[str]:
 
 
 def strategy_label(text: str) -> str:
-    """The label of a strategy in tables and folders: files count by their stem."""
+    """Return the label of a strategy in tables and folders; files are named by their stem.
+
+    Raises:
+        ConfigError: see `split_words`.
+    """
     return "+".join(map(_label, split_words(text, "strategy")))
 
 
@@ -96,7 +108,7 @@ def _label(word: str) -> str:
 
 
 def whole_strategies() -> list[str]:
-    """The presets that are strategies by themselves; the other presets are added to one."""
+    """Return the presets that are complete strategies; other presets are added to one by `+`."""
     strategies = {name: read_strategy(name, "").values["strategy"] for name in preset_names(KIND)}
     needed = {*_SPELLED_OUT, "slice"}
     return [name for name, strategy in strategies.items() if needed & strategy.keys()]
@@ -108,11 +120,11 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
     Args:
         text: names of presets and paths of YAML files, joined by `+`.
         asked: the argument or key that named it, for messages.
-        within: the files and presets that are being read, to find cycles.
+        within: the files and presets that name this strategy, to find cycles.
 
     Returns:
-        The keys of a job that the words set, every role in its long form; `strategy.name` is the
-        words.
+        The keys of a job that the words set, with every role in its long form. `strategy.name` is
+        the label of the words.
 
     Raises:
         ConfigError: a word is unknown, a file does not exist, or two words set one key to
@@ -140,14 +152,14 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
 
 
 def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
-    """Read one preset or file; words in it are read first, and its other keys override them."""
+    """Read one preset or file. Strategies that it names are read first; its own keys override."""
     if is_file(word):
         check_name(word, asked)
     key = os.path.realpath(word) if is_file(word) else word  # finds cycles of links, too
     if key in within:
         raise ConfigError(f"{asked}: {word} names itself. Name another strategy there.")
     tree = read_preset(KIND, word, asked) if is_file(word) else _read_preset_word(word, asked)
-    tree.values.pop("predicted", None)  # for readers of a plan file
+    tree.values.pop("predicted", None)  # a plan file's forecast is for people
     for section in tree.values:
         if section not in PLAN_KEYS:
             raise ConfigError(
@@ -170,7 +182,7 @@ def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
 
 
 def _read_preset_word(word: str, asked: str) -> ConfigTree:
-    """Read a preset by name, with a value for the key that it `takes` in words such as every_2."""
+    """Read a preset by name. A word such as every_2 sets the key that the preset `takes`."""
     if ":" in word:
         raise ConfigError(
             f"{asked}: {word!r} is a class, and words are names of presets and files. "
@@ -203,7 +215,7 @@ def _leaves(values: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[Ke
 
 
 def _sides(left: object, right: object) -> tuple[str, str]:
-    """Show two techniques by their names, or with their options if the names are equal."""
+    """Return two techniques as text: their names, and their options if the names are equal."""
     if not (isinstance(left, dict) and isinstance(right, dict)):
         return str(left), str(right)
     if left.get("name") != right.get("name"):

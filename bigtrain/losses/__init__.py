@@ -1,5 +1,6 @@
 """Losses: each is a sum over valid targets together with their count.
 
-Tasks and their validation figures; the means in a user's loss and their divisors over the global
-batch; cross entropy in chunks with the output projection.
+Decides the tasks of data sets and their validation figures; how the means in a user's loss are
+found, and divided by their counts over the global batch; how cross entropy is computed in chunks,
+together with the output projection.
 """

@@ -1,4 +1,4 @@
-"""Cross entropy in chunks for any model: its head returns the loss in place of logits.
+"""Cross entropy in chunks for any model: the model's head returns the loss in place of logits.
 
 The model's code is unchanged. Its head is a linear layer whose output the model returns unchanged.
 The head gets another `forward`, which returns the loss of `chunked_cross_entropy` while targets are
@@ -27,7 +27,7 @@ from bigtrain.losses.linear_cross_entropy import (
 from bigtrain.losses.loss import CrossEntropy, Loss, check_targets, main_logits
 
 _RULES = (sliced_cross_entropy,)
-"""Importing this module registers the rule for a sliced head."""
+"""The import of this module registers the rule for a sliced head."""
 _PASSES_ON = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
@@ -35,8 +35,8 @@ _PASSES_ON = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackwa
 class ChunkedCrossEntropy(CrossEntropy):
     """Cross entropy over the last dim that never makes all logits at once in training.
 
-    Loss and gradients are those of `CrossEntropy`, except for the order of additions. Without
-    targets it is `CrossEntropy` of plain logits.
+    Loss and gradients are those of `CrossEntropy`, except for the order of additions. Unless
+    `head_targets` has set targets, it is `CrossEntropy` of plain logits.
     """
 
     head: str
@@ -45,14 +45,21 @@ class ChunkedCrossEntropy(CrossEntropy):
     """Bytes of a chunk's logits in float32 (float64 for a float64 model)."""
 
     def rounds(self, targets: int, classes: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the number of chunks for so many targets, of a rank with so many classes."""
+        """Return the number of chunks in which a rank computes the loss.
+
+        Args:
+            targets: the number of targets of a micro-batch.
+            classes: the number of classes whose logits the rank computes.
+            dtype: the dtype of the softmax.
+        """
         return -(-targets // chunk_rows(self.chunk_size, classes, dtype))
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
         """Return the sum over the valid targets.
 
         Raises:
-            ConfigError: targets are set, and the output is not the loss that the head returned.
+            ConfigError: `head_targets` has set targets, and the output is not the loss that the
+                head returned.
         """
         now = _thread_state.targets
         if now is not None and now.loss is self:
@@ -127,7 +134,7 @@ class HeadTargets:
 
 
 def _passed_on(output: Tensor, result: Tensor) -> bool:
-    """Whether the output is the result, or a copy or view of it by hooks and wrappers."""
+    """Whether the output is the result, or a copy or view of it that hooks or wrappers made."""
     if output is result or output.grad_fn is None or result.grad_fn is None:
         return output is result or (output.grad_fn is None and result.grad_fn is None)
     pending: list[Any] = [output.grad_fn]
@@ -135,7 +142,7 @@ def _passed_on(output: Tensor, result: Tensor) -> bool:
         node = pending.pop()
         if node is result.grad_fn:
             return True
-        # Wrappers insert autograd functions, to be called in the backward pass.
+        # Wrappers insert autograd functions so that they are called in the backward pass.
         if isinstance(node, BackwardCFunction) or (node and node.name() in _PASSES_ON):
             pending += [following for following, _ in node.next_functions]
     return False
@@ -152,10 +159,14 @@ _thread_state = _ThreadState()
 def head_targets(loss: Loss, targets: Any) -> Iterator[None]:
     """Let the head return the loss of these targets, in this thread, inside of a `with` block.
 
-    Entered around a forward pass of training and the call of the loss on its output. For any loss
-    but a `ChunkedCrossEntropy`, targets are unset.
+    The block contains a forward pass of training and the call of the loss on its output.
+
+    Args:
+        loss: the loss. Unless it is a `ChunkedCrossEntropy`, the head returns plain logits.
+        targets: the targets of the micro-batch. Unless they are one tensor, the head returns plain
+            logits.
     """
-    # With another loss, a head that was attached before must return plain logits.
+    # A head that was attached for a chunked loss must return plain logits for other losses.
     chunked = loss if isinstance(targets, Tensor) else None
     new = HeadTargets(chunked, targets) if isinstance(chunked, ChunkedCrossEntropy) else None
     with _set_targets(new):
@@ -164,7 +175,11 @@ def head_targets(loss: Loss, targets: Any) -> Iterator[None]:
 
 @contextmanager
 def restored_targets(before: HeadTargets | None) -> Iterator[None]:
-    """Restore the targets that `current_targets` returned, for a recomputed forward pass."""
+    """Set the targets that `current_targets` returned, for a recomputed forward pass.
+
+    Args:
+        before: the result of `current_targets` in the first forward pass.
+    """
     with _set_targets(HeadTargets(before.loss, before.targets) if before is not None else None):
         yield
 
@@ -177,23 +192,23 @@ def _set_targets(new: HeadTargets | None) -> Iterator[None]:
     finally:
         _thread_state.targets = before
         if new is not None:
-            new._result = None  # its graph may reference this object: breaks the cycle
+            new._result = None  # breaks a cycle: the graph of the result may reference `new`
 
 
 def current_targets() -> HeadTargets | None:
-    """Return the targets that are set in this thread; None without any."""
+    """Return the targets that are set in this thread; None if there are none."""
     return _thread_state.targets
 
 
 def is_head_loss(output: Any) -> bool:
-    """Whether a module has returned the head's loss where its recorded shape is that of logits."""
+    """Whether a module's output is the loss that the head has returned in place of logits."""
     return _thread_state.targets is not None and _thread_state.targets.is_result(output)
 
 
 class _Forward:
     """The `forward` of a head: the loss while targets are set, logits otherwise.
 
-    It is an object and not a closure, so that a copied model gets one with the copied module.
+    It is an object and not a closure, so that a copy of the model gets one for the copied head.
     """
 
     def __init__(self, module: nn.Linear, name: str) -> None:
@@ -207,16 +222,16 @@ class _Forward:
 
 
 def attach_head(loss: Loss, root: nn.Module) -> None:
-    """Set the `forward` of a model's head, if the loss is chunked. Can be called again.
+    """Set the `forward` of a model's head, if the loss is chunked. A second call does no harm.
 
-    Names, parameters and hooks do not change. It works before and after the model is wrapped.
+    Names, parameters and hooks do not change. The model may be wrapped before or after the call.
 
     Args:
-        loss: only a `ChunkedCrossEntropy` has an effect.
+        loss: the loss. Unless it is a `ChunkedCrossEntropy`, nothing is done.
         root: the user's model.
 
     Raises:
-        ConfigError: it has no such head.
+        ConfigError: the model has no such head.
     """
     if isinstance(loss, ChunkedCrossEntropy):
         head = check_head(loss.head, root)
@@ -224,10 +239,15 @@ def attach_head(loss: Loss, root: nn.Module) -> None:
 
 
 def check_head(name: str, root: nn.Module) -> nn.Linear:
-    """Return the linear layer of this name.
+    """Return the module of this name if it is a plain linear layer.
+
+    Args:
+        name: the name of the module in `root`.
+        root: the user's model.
 
     Raises:
-        ConfigError: there is none, or it is not a plain linear layer.
+        ConfigError: there is no such module, it is not an `nn.Linear`, or its `forward` is
+            replaced.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     linear = [n for n, module in modules.items() if isinstance(module, nn.Linear)]

@@ -1,10 +1,11 @@
-"""A user's mean loss over the global batch, whatever it averages over.
+"""A user's mean loss over the global batch, for any counts that its means divide by.
 
-`loss_formula` finds the calls that average, and the divisor of each. Before the forward pass of a
-step, the divisors are counted on the targets of each micro-batch and added up over the global
-batch. While the loss runs, its averages divide by these totals. So a micro-batch gives its
-contribution to the loss of the global batch, and contributions add up. This holds for several means
-with different counts, and for a loss that the model itself computes in its forward pass.
+`loss_formula` finds the calls of the loss that average, and the divisor of each. Before the first
+forward pass of a step, the divisors are counted on the targets of each micro-batch and added up
+over the global batch. While the loss runs, its averages divide by these totals. So the loss of a
+micro-batch is its contribution to the loss of the global batch, and contributions add up. This
+holds for several means with different counts, and for a loss that the model itself computes in its
+forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from bigtrain.losses.loss_trace import IN_LOSS, changes_arguments, function_name
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 MODEL = "model."
-"""The prefix of frames that are modules of the model."""
+"""The prefix of the names of frames that are modules of the model."""
 
 
 class CountedBatch(Protocol):
@@ -73,15 +74,15 @@ FindFormula = Callable[[Any], LossFormula]
 class GlobalMeanLoss:
     """A mean loss of (output, target) as the contributions of micro-batches to its global value.
 
-    It is a `Loss` whose count is the number of rows. Without totals, as in a validation, it returns
-    the mean of the batch times its rows.
+    It is a `Loss` whose count is the number of rows. Outside of a `loss_scope` with totals, as in a
+    validation, it returns the mean of the batch times its rows.
 
     Args:
-        fn: the user's function.
-        name: the name in messages.
+        fn: the user's function of (output, target).
+        name: the name of `fn` in messages.
         formula: the formula of the first micro-batch.
         first: the first micro-batch.
-        find: finds the formula of micro-batches with other shapes.
+        find: finds the formulas of micro-batches with other shapes or other branches.
     """
 
     def __init__(
@@ -109,14 +110,24 @@ class GlobalMeanLoss:
         return frozenset(frame.removeprefix(MODEL) for frame in frames)
 
     def count(self, target: Any) -> int:
-        """Return the number of rows."""
+        """Return the number of rows of a micro-batch with these targets."""
         leaves = tree_tensors(target)
         if leaves:
             return len(leaves[0]) if leaves[0].dim() else 1
         return len(target) if hasattr(target, "__len__") else 1
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
-        """Return a micro-batch's contribution to the mean, times the rows of the global batch."""
+        """Return a micro-batch's contribution to the mean, times the rows of the global batch.
+
+        Args:
+            output: the output of the model.
+            target: the targets of the micro-batch.
+            count: the number of rows, which is used only without totals; None to count them.
+
+        Raises:
+            ConfigError: the user's function did not return one number.
+            BigtrainError: the user's function did not make the calls of its recording.
+        """
         output = map_tensors(output, at_least_float32)
         scope = current_scope()
         if scope is None or scope.loss is not self:
@@ -151,34 +162,37 @@ class GlobalMeanLoss:
 
         Args:
             micro_batches: the micro-batches of this rank.
-            add_up: adds up numbers over the ranks with different samples. Collective.
+            add_up: adds up numbers over the ranks that have different samples. Collective.
 
         Raises:
-            BigtrainError: the loss of one has other divisors than that of the first.
+            BigtrainError: a micro-batch's loss has other divisors than the first micro-batch's.
         """
         counted = [self._counts(batch) for batch in micro_batches if not batch.padding]
         width = self._first.width
         sums = torch.zeros(width, dtype=torch.float64)
-        if counted:  # waits once for the device of the targets
+        if counted:  # this waits only once for the device of the targets
             sums = torch.stack(counted).sum(0).cpu()
         rows = sum(float(batch.count) for batch in micro_batches)
         totals = tuple(add_up([rows, *sums.tolist()]))
         return [replace(cast(Any, batch), totals=totals) for batch in micro_batches]
 
     def weight_of(self, micro_batch: CountedBatch) -> float:
-        """Return the weight of a batch's row in the mean over the batches of a validation.
+        """Return the weight of each row of a batch in the mean over the batches of a validation.
 
-        A loss with a single mean is weighted by its count; one with several means by rows.
+        If the loss has a single mean, a batch is weighted by the count of this mean. If it has
+        several means, a batch is weighted by its rows.
         """
         if self._first.width != 1:
             return 1.0
         return float(self._counts(micro_batch)) / max(1.0, self.count(micro_batch.targets))
 
     def formula_of(self, micro_batch: CountedBatch) -> LossFormula:
-        """Return the formula of a micro-batch, by its shapes and the branches its targets take.
+        """Return the formula of a micro-batch, by its shapes and the branches of its loss.
+
+        A formula that is not known is recorded, which takes two runs of the loss.
 
         Raises:
-            BigtrainError: its totals are not those of the first micro-batch.
+            BigtrainError: the loss has other divisors than for the first micro-batch.
         """
         known = self._formulas.setdefault(_signature(micro_batch), [])
         if _has_no_values(micro_batch):  # a forecast: all variants need the same memory
@@ -235,7 +249,7 @@ def _has_no_values(micro_batch: CountedBatch) -> bool:
 
 
 def _batch_tensors(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
-    """Return the tensors of a micro-batch that the recording was called with."""
+    """Return the tensors of a micro-batch that correspond to those of the recording."""
     targets = tree_tensors(micro_batch.targets)
     if len(formula.inputs) == len(targets):
         return targets
@@ -243,10 +257,10 @@ def _batch_tensors(formula: LossFormula, micro_batch: CountedBatch) -> list[Tens
 
 
 def _replayed(formula: LossFormula, micro_batch: CountedBatch) -> dict[int, Tensor]:
-    """Compute the nodes on which the totals and the branches depend."""
+    """Compute the nodes on which the totals and the branches depend, by node number."""
     tensors = _batch_tensors(formula, micro_batch)
     if any(changes_arguments(call.func) for call in formula.replayed):
-        tensors = [tensor.clone() for tensor in tensors]  # the loss itself will change them
+        tensors = [tensor.clone() for tensor in tensors]  # the loss itself still has to change them
     values = {node.number: t for node, t in zip(formula.inputs, tensors, strict=True)}
     device = tensors[0].device if tensors else torch.device("cpu")
     with torch.no_grad():
@@ -264,7 +278,7 @@ def _guards_hold(formula: LossFormula, micro_batch: CountedBatch) -> bool:
 
 @dataclass
 class LossScope:
-    """The micro-batch whose loss is being computed, and the divisors of its means."""
+    """The totals of the micro-batch whose loss is being computed, and the calls that use them."""
 
     loss: GlobalMeanLoss
     formula: LossFormula
@@ -286,7 +300,11 @@ class LossScope:
         return self.count / max(self.rows, 1)
 
     def enter(self, frame: str | None) -> None:
-        """Start to watch the calls of a frame; with None, stop watching inside of a module."""
+        """Start to watch the calls of a frame.
+
+        Args:
+            frame: the name of the frame; None to watch nothing until `leave` is called.
+        """
         self._pause()
         watch = None if frame is None else _Watch(self, frame)
         self._frames.append(watch)
@@ -294,7 +312,7 @@ class LossScope:
             watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """End the frame that `enter` has started last, and continue with the one before."""
+        """End the frame that `enter` has started last, and resume the frame before it."""
         self._pause()
         self._frames.pop()
         if self._frames and self._frames[-1] is not None:
@@ -325,12 +343,12 @@ class LossScope:
             )
 
     def note(self, call_site: Place) -> None:
-        """Note that a changed call was made."""
+        """Note that a changed call was made, for `check_all_seen`."""
         self._seen.add(call_site)
 
 
 class _Watch(TorchFunctionMode):
-    """Changes the calls of one frame by the formula."""
+    """Changes the calls of one frame as the formula of the scope requires."""
 
     def __init__(self, scope: LossScope, frame: str) -> None:
         super().__init__()
@@ -358,7 +376,7 @@ class _Watch(TorchFunctionMode):
 def _changed(
     scope: LossScope, func: Any, args: Any, kwargs: Mapping[str, Any], changes: Sequence[Change]
 ) -> Any:
-    """Make one call with totals of the global batch."""
+    """Make a call of the loss with the changes of the formula, and return its result."""
     totals = scope.totals[1:]
     leaves, spec = tree_flatten((args, dict(kwargs)))
     for change in changes:
@@ -379,7 +397,7 @@ def _changed(
     divisor = next((c for c in changes if c.kind in ("mean", "loss")), None)
     if divisor is None:
         return func(*args, **kwargs)
-    total = totals[divisor.total] or 1.0  # if nothing is counted, the sum is zero
+    total = totals[divisor.total] or 1.0  # if the count is 0, the sum is 0, too
     if divisor.kind == "mean":
         summed = torch.sum(*args, **kwargs)
     elif func is F.ctc_loss:  # its mean first divides each row by its length
@@ -391,7 +409,7 @@ def _changed(
 
 
 def _uncounted(compute: Callable[[], Any]) -> Any:
-    """Make a call that the user's code does not make, so that recorders of calls skip it."""
+    """Make a call that the user's code does not make, and mark it so that recorders skip it."""
     before, _state.apart = _state.apart, True
     try:
         return compute()
@@ -400,12 +418,12 @@ def _uncounted(compute: Callable[[], Any]) -> Any:
 
 
 def is_apart() -> bool:
-    """Whether this thread makes a call that the user's code does not make."""
+    """Whether this thread is making a call that the user's code does not make."""
     return _state.apart
 
 
 def _summed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Call one of torch's losses with reduction="sum"."""
+    """Call a loss of torch with reduction="sum"."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     others = {k: v for k, v in bound.arguments.items() if k not in ("size_average", "reduce")}
     result: Tensor = func(**{**others, "reduction": "sum"})
@@ -421,13 +439,24 @@ _state = _ThreadState()
 
 
 def current_scope() -> LossScope | None:
-    """Return the scope of this thread's micro-batch; None if its loss has no totals."""
+    """Return the scope that this thread has entered; None if there is none."""
     return _state.scope
 
 
 @contextmanager
 def loss_scope(loss: Loss, micro_batch: CountedBatch) -> Iterator[None]:
-    """Entered around the forward pass of a micro-batch in training and the call of its loss."""
+    """Set the targets and the divisors of a micro-batch, in this thread, inside of a `with` block.
+
+    The block contains the forward pass of the micro-batch in training and the call of its loss.
+
+    Args:
+        loss: the loss. Divisors are set if it is a `GlobalMeanLoss`; for `ChunkedCrossEntropy`, see
+            `head_targets`.
+        micro_batch: the micro-batch. Without totals, no divisors are set.
+
+    Raises:
+        BigtrainError: see `GlobalMeanLoss.formula_of`.
+    """
     with ExitStack() as stack:
         stack.enter_context(head_targets(loss, micro_batch.targets))
         scope = None
@@ -464,21 +493,21 @@ def scope_state() -> ScopeState:
 
 @contextmanager
 def restored_scope(state: ScopeState) -> Iterator[None]:
-    """Restore a state of `scope_state`, for a recomputed forward pass."""
+    """Restore a state that `scope_state` returned, inside of a `with` block."""
     targets, scope = state
     with restored_targets(targets), _entered(scope):
         yield
 
 
 def watch_owners(loss: Loss, model: nn.Module) -> None:
-    """Let modules that compute means of the loss themselves divide by the totals.
+    """Register hooks so that modules that compute means of the loss divide by the totals.
 
-    Inside of the modules that they call nothing is watched: it would cost time, and compiled code
-    does not support it.
+    Calls inside of the modules that such a module calls are not watched: it would take time, and
+    compiled code does not support it.
 
     Args:
-        loss: any; nothing is done unless modules compute its means.
-        model: the user's, before it is wrapped.
+        loss: the loss; nothing is done unless modules compute means of it.
+        model: the user's model, before it is wrapped.
     """
     owners = loss.owners if isinstance(loss, GlobalMeanLoss) else frozenset()
     if not owners:
@@ -494,7 +523,7 @@ def watch_owners(loss: Loss, model: nn.Module) -> None:
 
 
 class _FrameHook:
-    """Starts or ends the frame of a module; an object, not a closure, so that it can be copied."""
+    """Starts or ends a module's frame; it is an object, not a closure, so that it can be copied."""
 
     def __init__(self, name: str, owner: bool, *, begins: bool) -> None:  # noqa: FBT001
         self._name, self._owner, self._begins = name, owner, begins

@@ -1,4 +1,4 @@
-"""Linear layer and cross entropy in one function, a chunk of rows at a time.
+"""A linear layer and cross entropy in one function, which computes a chunk of rows at a time.
 
 The logits of a language model are often the largest tensor of a step: rows times vocabulary, and
 again for their gradient. Here the projection, the softmax and the gradients of all three inputs
@@ -33,7 +33,13 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def chunk_rows(chunk_size: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the rows whose logits have that many bytes, at least one."""
+    """Return the number of rows of a chunk, at least 1.
+
+    Args:
+        chunk_size: bytes of a chunk's logits.
+        vocabulary: the number of logits of a row.
+        dtype: the dtype of the logits.
+    """
     return max(1, chunk_size // (vocabulary * dtype.itemsize))
 
 
@@ -49,8 +55,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")` in chunks.
 
-    Under autocast the products have its dtype, and the softmax and the sums over chunks float32, as
-    for bf16 parameters.
+    Under autocast the products have its dtype, and the softmax and the sums over chunks are in
+    float32, as they are for bf16 parameters.
 
     Args:
         hidden: (..., width).
@@ -62,8 +68,8 @@ def chunked_cross_entropy(
         chunk_size: bytes of a chunk's logits in the dtype of the softmax.
 
     Returns:
-        The sum in nats: a scalar, float32, or float64 for a float64 `weight`. It has a single
-        backward pass.
+        The sum in nats: a scalar in float32, or in float64 for a float64 `weight`. It allows only
+        one backward pass.
     """
     tensors = (hidden, weight, bias)
     options = (ignore_index, label_smoothing, chunk_size)
@@ -85,11 +91,11 @@ def loss_of_chunks(
     label_smoothing: float,
     chunk_size: int,
 ) -> Tensor:
-    """Compute `chunked_cross_entropy` of plain tensors.
+    """Compute `chunked_cross_entropy` of plain tensors with a given kind of pass.
 
     Args:
-        make_pass: makes the `ChunkedPass`, whose subclass handles a sliced vocabulary.
-        tensors: hidden, weight and bias.
+        make_pass: `ChunkedPass`, or a function that makes an object of a subclass.
+        tensors: hidden, weight and bias of `chunked_cross_entropy`.
         target: see `chunked_cross_entropy`.
         ignore_index: see `chunked_cross_entropy`.
         label_smoothing: see `chunked_cross_entropy`.
@@ -113,8 +119,9 @@ def loss_of_chunks(
             chunk_size=chunk_size,
         )
         total = work.run(target.reshape(-1), ignore_index, label_smoothing)
-    # Two nodes, so that a pipeline can run the backward pass for the inputs before that for the
-    # weights. The second node is first in the backward pass, when the head is still gathered.
+    # There are two autograd nodes, so that a pipeline can run the backward pass for the inputs
+    # before that for the weights. The backward pass runs the second node first, while the head is
+    # still gathered.
     loss, parts = total, ((hidden,), (weight, bias))
     for of_node, gradients in zip(parts, (work.of_hidden, work.of_weights), strict=True):
         pairs = [(t, g) for t, g in zip(of_node, gradients, strict=True) if g is not None]
@@ -127,7 +134,7 @@ def loss_of_chunks(
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """A value whose gradients are computed already."""
+    """Returns a value whose gradients are given; the backward pass scales them."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
@@ -145,7 +152,7 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "its gradients. Compute the loss again, or set model.chunked_loss=false."
             )
         ctx.used = True
-        # In place: nothing else references these gradients.
+        # Scaled in place, because nothing else references these gradients.
         return None, None, *(gradient.mul_(scale) for gradient in ctx.saved_tensors)
 
 
@@ -157,10 +164,10 @@ class ChunkedPass:
     Args:
         hidden: (..., width).
         weight: (vocabulary, width).
-        bias: (vocabulary,).
+        bias: (vocabulary,), or None.
         compute_dtype: the dtype of the products.
-        needs_gradients: for each of these three, whether its gradient is needed.
-        chunk_size: bytes.
+        needs_gradients: whether the gradient of hidden, of weight and of bias is needed.
+        chunk_size: bytes of a chunk's logits in the dtype of the softmax.
     """
 
     def __init__(
@@ -186,12 +193,18 @@ class ChunkedPass:
         self._to_weight = zeros(weight.shape) if needs_gradients[1] else None
         self._to_bias = zeros(weight.shape[:1]) if needs_gradients[2] else None
         self.widest = len(weight)
-        """The largest number of logits of a row on any rank: all ranks have the same chunks."""
+        """The largest number of logits of a row on any rank; it gives all ranks equal chunks."""
         self.of_hidden: tuple[Tensor | None] = (None,)
         self.of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def run(self, target: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Return the summed loss of these targets, (rows,)."""
+        """Return the summed loss, and set the gradients.
+
+        Args:
+            target: (rows,), int64.
+            ignore_index: targets of this value are left out.
+            smoothing: the label smoothing.
+        """
         number, vocabulary = len(self._hidden), len(self._weight)
         rows = max(1, min(number, chunk_rows(self._chunk_size, self.widest, self._full)))
         logits_buffer = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
@@ -223,7 +236,17 @@ class ChunkedPass:
             logits.copy_(product)
 
     def row_losses(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
-        """Return the losses of a chunk's rows, (rows,); overwrite the logits by their gradient."""
+        """Return the losses of a chunk's rows, and replace the logits by their gradient.
+
+        Args:
+            logits: (rows, vocabulary). If no gradient is needed, they are left without a meaning.
+            target: (rows,).
+            valid: (rows,): whether the target is not ignored.
+            smoothing: the label smoothing.
+
+        Returns:
+            (rows,), with 0 for ignored targets.
+        """
         vocabulary = logits.shape[1]
         places = torch.where(valid, target, 0)[:, None]
         logits.sub_(logits.amax(1, keepdim=True))
@@ -241,13 +264,13 @@ class ChunkedPass:
         return torch.where(valid, loss[:, 0], 0.0)
 
     def _back(self, part: slice, hidden: Tensor, gradient: Tensor, low_gradient: Tensor) -> None:
-        """Add the gradients of a chunk.
+        """Compute the gradient of a chunk's hidden states; add those of weight and bias.
 
         Args:
-            part: its rows.
+            part: the rows of the chunk.
             hidden: (rows, width), in the dtype of the products.
-            gradient: the gradient of its logits, (rows, vocabulary).
-            low_gradient: a buffer for the same in the dtype of the products.
+            gradient: the gradient of the chunk's logits, (rows, vocabulary).
+            low_gradient: a buffer for `gradient` in the dtype of the products.
         """
         if self._to_bias is not None:
             self._to_bias.add_(gradient.sum(0))

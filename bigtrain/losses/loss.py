@@ -1,8 +1,8 @@
 """Losses that can be added over micro-batches and ranks.
 
 The mean over a batch is not the mean of its parts' means if the parts differ in their number of
-valid targets. So a loss here is a *sum* with a *count*: ranks, micro-batches and accumulation add
-both, and the sum is divided once by the global count.
+valid targets. So a loss here is a *sum* with a *count*. Both are added up over micro-batches and
+ranks, and the sum is divided once by the global count.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.accuracy import TrainingAccuracy
 
 DICT_AUXILIARY_WEIGHT = 0.5
-"""Weight of {"aux": ...} if {"out": ...} has 1, as segmentation models are usually trained."""
+"""The weight of "aux" in a mapping whose "out" has weight 1, as in training segmentation models."""
 SINGLE_AUXILIARY_WEIGHT = 0.4
-"""Weight of a single `aux_logits` if `logits` has 1 (Inception v3)."""
+"""The weight of a single `aux_logits` if `logits` has weight 1 (Inception v3)."""
 DOUBLE_AUXILIARY_WEIGHT = 0.3
-"""Weight of each of `aux_logits1` and `aux_logits2` if `logits` has 1 (GoogLeNet)."""
+"""The weight of each of `aux_logits1` and `aux_logits2` if `logits` has weight 1 (GoogLeNet)."""
 
 
 class Loss(Protocol):
     """A loss as a sum over the valid targets, with their number."""
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
-        """Return the sum over the valid targets: a scalar; without any, a zero in the graph.
+        """Return the sum over the valid targets, a scalar.
+
+        Without valid targets it is a zero that depends on the output in the autograd graph.
 
         Args:
             output: the output of the model.
             target: the target of the batch, on the same device.
-            count: the result of `count(target)` on the CPU, if it is known: computing it again
-                would wait for the device.
+            count: the result of `count(target)`, if it is known: computing it again would wait for
+                the device.
         """
         ...
 
@@ -55,7 +57,7 @@ def main_logits(output: Any) -> Tensor:
         output: a tensor, a mapping with "out" or "logits", or a named tuple with `logits`.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the output is none of these.
     """
     return _heads(output)[0][0]
 
@@ -89,15 +91,25 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def logits_and_targets(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits as (targets, classes) in float32 or float64, and targets as (targets,)."""
+    """Return logits as (targets, classes) in float32 or float64, and targets as (targets,).
+
+    Args:
+        logits: (..., classes).
+        target: (...).
+    """
     return at_least_float32(logits.reshape(-1, logits.shape[-1])), target.reshape(-1)
 
 
 def check_targets(logits: Sequence[int], expected: Sequence[int], target: Tensor) -> None:
     """Refuse targets whose shape does not fit the logits.
 
+    Args:
+        logits: the shape of the logits.
+        expected: the shape that the targets need.
+        target: the targets.
+
     Raises:
-        ConfigError: their shape is not the expected one.
+        ConfigError: the shape of the targets is not the expected one.
     """
     if tuple(target.shape) != tuple(expected):
         raise ConfigError(
@@ -111,8 +123,8 @@ def check_targets(logits: Sequence[int], expected: Sequence[int], target: Tensor
 class CrossEntropy:
     """Cross entropy in nats, summed over the targets that are not `ignore_index`.
 
-    Takes logits (batch, classes), (batch, seq, classes) or, with `class_dim=1`, (batch, classes,
-    height, width), and the outputs of torchvision's models with auxiliary heads. Computed in
+    It takes logits (batch, classes), (batch, seq, classes) or, with `class_dim=1`, (batch, classes,
+    height, width), and the outputs of torchvision's models with auxiliary heads. It is computed in
     float32, or in float64 for float64 logits.
     """
 
@@ -120,9 +132,9 @@ class CrossEntropy:
     class_dim: Literal[-1, 1] = -1
     label_smoothing: float = 0.0
     auxiliary_weight: float | None = None
-    """Weight of every auxiliary head; None for the usual one of that kind of output."""
+    """The weight of every auxiliary head; None for the usual weight of this kind of output."""
     accuracy: TrainingAccuracy | None = field(default=None, compare=False, repr=False)
-    """Counts correct targets by the main logits of a training step."""
+    """Counts the correct targets of a training step, from the main logits; None to count none."""
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
         """Return the loss, summed over the valid targets: 0-dim.
@@ -156,8 +168,8 @@ class CrossEntropy:
         }
         if dim == logits.dim() - 1:
             return F.cross_entropy(*logits_and_targets(logits, target), **options, reduction="sum")
-        # Not flattened, because that would copy the logits. Summed here, because torch's own sum
-        # over pixels is not deterministic on CUDA.
+        # The logits are not flattened, because that would copy them. The losses are summed here,
+        # because torch's own sum over pixels is not deterministic on CUDA.
         upcast = at_least_float32(logits)
         return F.cross_entropy(upcast, target, **options, reduction="none").sum()
 
@@ -176,16 +188,15 @@ class MeanLoss:
 
     The count is the number by which `fn` divides. It is the first of these that applies:
 
-    1. `count_of` or `ignore_index`, if they are set.
-    2. For `F.cross_entropy`, `nn.CrossEntropyLoss(...)` and a `functools.partial` of them: the
-       targets that are not its `ignore_index`, weighted by its class weights.
+    1. The result of `count_of`, or the targets that are not `ignore_index`, if one is set.
+    2. For a loss with an `ignore_index`, such as `F.cross_entropy`, `nn.CrossEntropyLoss(...)` or a
+       `functools.partial` of them: the targets that are not its `ignore_index`, weighted by its
+       class weights.
     3. For any other loss of torch: the rows.
-    4. For any other function outside of an engine: the rows. An engine traces the calls of `fn`
-       and finds the divisor of each mean, and refuses a loss for which it finds none; see
-       `losses.global_mean`.
+    4. For any other function: the rows. But an engine traces the calls of `fn` and finds the
+       divisor of each mean; it refuses a loss for which it finds none. See `losses.global_mean`.
 
-    Counting valid targets on a device waits for the device; a loss without `ignore_index` does
-    not.
+    Counting valid targets on a device waits for the device; counting rows does not.
 
     Raises:
         ConfigError: `fn` has a reduction other than the mean.
@@ -196,8 +207,8 @@ class MeanLoss:
     ignore_index: int | None = None
     """Targets of this value are not counted; None uses the setting of `fn`."""
     count_of: Callable[[Any], int | float | Tensor] | Literal["rows"] | None = None
-    """Returns the divisor of a micro-batch's mean, called with its targets; "rows" counts rows,
-    which is exact only for a mean over rows."""
+    """A function of a micro-batch's targets that returns the divisor of its mean. "rows" counts the
+    rows, which is exact only for a mean over rows."""
     _ignored: int | None = field(init=False, repr=False)
     _class_weights: Tensor | None = field(init=False, repr=False, compare=False)
 
@@ -227,7 +238,7 @@ class MeanLoss:
 
     @property
     def counts_surely(self) -> bool:
-        """Whether the divisor is known: it is set, or `fn` is a loss of torch."""
+        """Whether the divisor is known: a field or `fn` itself defines it, or `fn` is torch's."""
         inner = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
         module = getattr(inner, "__module__", None) or type(inner).__module__
         if self._ignored is not None or self.count_of is not None:
@@ -240,7 +251,18 @@ class MeanLoss:
         return _name(self.fn)
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
-        """Return the mean times the count; if that is 0, a zero in the graph of `output`."""
+        """Return the mean times the count, a scalar; if the count is 0, a zero.
+
+        The zero depends on the output in the autograd graph.
+
+        Args:
+            output: the output of the model.
+            target: the targets of the micro-batch.
+            count: the result of `count(target)`; None to count.
+
+        Raises:
+            ConfigError: `fn` did not return one number.
+        """
         count = self.count(target) if count is None else count
         if not count:
             empty = [tensor.reshape(-1)[:0].sum() for tensor in _tensors(output)]
@@ -255,17 +277,20 @@ class MeanLoss:
         return at_least_float32(mean.reshape(())) * count
 
     def count(self, target: Any) -> int | float:
-        """Return the divisor of `fn`: valid targets, their class weights, or rows."""
+        """Return the divisor of `fn`: valid targets, the sum of their class weights, or rows."""
         count = self.queue_count(target)
         return count.item() if isinstance(count, Tensor) else count
 
     def queue_count(self, target: Any) -> int | float | Tensor:
-        """Return the count; if it depends on values, 0-dim on their device, without waiting."""
+        """Return the count without waiting for a device.
+
+        It is a 0-dim tensor on the device of the targets if it depends on their values.
+        """
         if callable(self.count_of):
             count = self.count_of(target)
             return count if isinstance(count, Tensor) else float(count)
         first = next(_tensors(target), None)
-        if first is None:  # such as a list of strings from a user's collate function
+        if first is None:  # no tensor, such as a list of strings from a user's collate function
             return len(target)
         if self.count_of is not None or self._ignored is None or first.is_floating_point():
             return len(first) if first.dim() else 1
@@ -287,7 +312,7 @@ def _name(fn: Any) -> str:
 
 
 def _setting(fn: Any, name: str) -> Any:
-    """Return a setting of a loss: a module's attribute, or the default of an argument."""
+    """Return a setting of a loss: an attribute of a module, or a function's default argument."""
     if isinstance(fn, nn.Module):
         return getattr(fn, name, None)
     try:
@@ -316,7 +341,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def count_targets(loss: Loss, targets: Sequence[Any]) -> list[int | float]:
     """Return `loss.count` of the targets of each micro-batch.
 
-    If the loss has `queue_count`, as those of bigtrain have, this waits for a device only once.
+    If the loss has a method `queue_count`, as bigtrain's own losses have, this waits for a device
+    only once.
     """
     queue = getattr(loss, "queue_count", None)
     if queue is None:
@@ -328,7 +354,11 @@ def count_targets(loss: Loss, targets: Sequence[Any]) -> list[int | float]:
 
 
 def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:
-    """A loss with a count as it is; a mean loss adapted to sums."""
+    """Return a loss that has a `count` unchanged, and any other loss as a `MeanLoss`.
+
+    Raises:
+        ConfigError: the loss has a reduction other than the mean.
+    """
     if hasattr(loss, "count"):
         return cast(Loss, loss)
     return MeanLoss(loss)

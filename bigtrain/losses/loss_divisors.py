@@ -47,7 +47,11 @@ def is_labels(target: Node) -> bool:
 
 
 def bound_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of a Python function's call by name, with nodes in place of tensors."""
+    """Return the arguments of a call by name, with nodes in place of tensors.
+
+    Args:
+        call: a call of a Python function, which has a signature.
+    """
     args, kwargs = tree_unflatten(call.leaves, call.spec)
     bound = inspect.signature(call.func).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -55,7 +59,7 @@ def bound_arguments(call: Call) -> dict[str, Any]:
 
 
 def reduction_of(call: Call) -> str | None:
-    """Return the reduction of a call of one of torch's losses; None for other functions."""
+    """Return the reduction of a call of a loss in `torch.nn.functional`; None for other calls."""
     func = call.func
     if getattr(func, "__module__", None) != F.__name__ or not inspect.isfunction(func):
         return None
@@ -63,7 +67,7 @@ def reduction_of(call: Call) -> str | None:
         return None
     arguments = bound_arguments(call)
     average, reduce = arguments.get("size_average"), arguments.get("reduce")
-    if average is not None or reduce is not None:  # arguments from before torch had `reduction`
+    if average is not None or reduce is not None:  # deprecated in favour of `reduction`
         if reduce is False:
             return "none"
         return "sum" if average is False else "mean"
@@ -71,7 +75,15 @@ def reduction_of(call: Call) -> str | None:
 
 
 def number_of_values(call: Call, arguments: Mapping[str, Any], reduction: str) -> float:
-    """Return the divisor of one of torch's losses, if it depends only on shapes."""
+    """Return the divisor of a mean loss of torch, as far as it depends only on shapes.
+
+    Targets of the value `ignore_index` and weights are not taken into account.
+
+    Args:
+        call: a call of a loss of torch.
+        arguments: the result of `bound_arguments`.
+        reduction: the result of `reduction_of`.
+    """
     first = call.nodes[0]
     if call.func is F.ctc_loss:
         return float(first.shape[1]) if len(first.shape) == 3 else 1.0

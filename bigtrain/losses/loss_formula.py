@@ -1,10 +1,10 @@
-"""Finds the divisors of a user's loss by comparing two recordings of it.
+"""Finds the divisors of a user's loss by comparing two recordings of the loss.
 
 The second recording is of a batch with every row twice. So a tensor whose shape doubles has a value
 for each row, a sum over rows doubles its value, and a tensor that does not change is a constant.
-This tells which calls average over rows, the divisor of each average, and whether the loss is a sum
-of such averages. If it is, the loss of a global batch is the sum of the contributions of its
-micro-batches, when every divisor is that of the global batch.
+The comparison shows which calls average over rows, the divisor of each average, and whether the
+loss is a sum of such averages. If it is, the loss of a global batch is the sum of the contributions
+of its micro-batches, provided that every divisor is that of the global batch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class Dependence(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The dependence of a tensor on the rows."""
+    """The dependence of a tensor on the rows of the batch."""
 
     kind: Dependence
     reason: str = ""
-    """For OTHER: the call that is not supported."""
+    """For OTHER: the call that is not supported, and why."""
     replayable: bool = True
-    """Whether nothing in it is replaced by a figure of the global batch."""
+    """Whether the tensor's value for a micro-batch can be computed from its targets: no figure of
+    the global batch was put into the calls that lead to it."""
 
 
 @dataclass(eq=False)
@@ -58,15 +59,15 @@ class Total:
     """One or more numbers of a micro-batch that are added up over the global batch."""
 
     words: str
-    """Its name in messages."""
+    """The name of the total in messages."""
     size: int
-    """How many numbers it has."""
+    """How many numbers the total has."""
     static: float | None = None
-    """Its value, if it depends only on shapes."""
+    """The value of the total, if it depends only on shapes."""
     needs: tuple[Node, ...] = ()
     """The arguments of `compute`."""
     compute: Callable[..., Tensor] | None = None
-    """Computes its value, if it depends on targets."""
+    """Computes the value of the total, if it depends on targets."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,16 @@ class Recipe:
 
     calls: tuple[Call, ...]
     starts: Mapping[int, Callable[[Sequence[float]], Tensor]]
-    """By node number, the functions that compute a statistic directly from the totals."""
+    """By node number, functions that compute the value of a node directly from the totals."""
     node: Node
+    """The node of the statistic."""
 
     def of(self, totals: Sequence[float]) -> Tensor:
-        """Return the statistic, on the host."""
+        """Return the statistic of the global batch, on the host.
+
+        Args:
+            totals: the numbers of all totals, in order.
+        """
         values = {number: start(totals) for number, start in self.starts.items()}
         for call in self.calls:
             call.replay(values, torch.device("cpu"))
@@ -91,21 +97,27 @@ class Change:
     """A change of one call of the loss, so that contributions add up."""
 
     kind: Literal["statistic", "share", "mean", "loss", "number"]
-    """statistic: an argument is replaced by that of the global batch; share: an argument that does
-    not depend on the batch is multiplied by this micro-batch's share of the rows; mean, loss: the
-    sum is divided by a total; number: a Python number is replaced by a total."""
+    """The kind of the change:
+
+    * statistic: an argument is replaced by its value for the global batch;
+    * share: an argument that does not depend on the batch is multiplied by this micro-batch's share
+      of the rows;
+    * mean: `torch.mean` is replaced by a sum divided by a total;
+    * loss: a mean loss of torch is replaced by a summed loss divided by a total;
+    * number: a Python number is replaced by a total."""
     position: int = 0
     """The index of the argument in the flattened arguments."""
     total: int = 0
-    """The index of the total's first number."""
+    """The index of the total's first number among the numbers of all totals."""
     recipe: Recipe | None = None
-    """For statistic: its computation."""
+    """For statistic: the computation of the argument."""
     inverse: bool = False
-    """Whether the number is one over the total."""
+    """For number: whether the number is one divided by the total."""
 
 
 Place = tuple[str, int, Any, int]
-"""Frame, number of the frame's call, function, occurrence: see `loss_trace.Call`."""
+"""The position of a call in a loss: frame, number of the frame's call, function, occurrence. See
+`loss_trace.Call`."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +129,16 @@ class LossFormula:
     replayed: tuple[Call, ...]
     """The calls that compute the totals, in order."""
     inputs: tuple[Node, ...]
-    """The tensors of the batch."""
+    """The tensors of the recorded batch."""
     guards: tuple[tuple[Node, bool], ...]
-    """The truth values on which the loss branches, with their values in the recording."""
+    """The nodes on whose truth values the loss branches, with the values in the recording."""
     shares_result: bool
-    """Whether the loss does not depend on the batch, so that each micro-batch has a share of it."""
+    """Whether the loss is no sum over rows. A micro-batch then contributes the loss times its share
+    of the rows of the global batch."""
 
     @property
     def width(self) -> int:
-        """The number of all totals' numbers."""
+        """How many numbers all totals have together."""
         return sum(total.size for total in self.totals)
 
     @property
@@ -135,7 +148,7 @@ class LossFormula:
 
     @property
     def layout(self) -> str:
-        """The names of the totals; only totals of equal layouts may be added up."""
+        """The names and sizes of the totals, as text; only totals of equal layouts are added up."""
         return "; ".join(f"{total.words}[{total.size}]" for total in self.totals)
 
 
@@ -172,7 +185,8 @@ _INDEX_OF_DIM: dict[str, tuple[int, int | None]] = {
     **{"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0)},
     **{"roll": (2, 0), "normalize": (2, 1), "diff": (2, -1)},
 }
-"""For such a function, the index of the argument that is the dim, and its default."""
+"""For functions that work along a dim, the index of this argument and its default. For others the
+index is 1 and there is no default."""
 _COUNTED = {"histc", "bincount"}
 _BY_PLACES = {
     *("__getitem__", "index_select", "gather", "take_along_dim", "index_add", "index_add_"),
@@ -180,15 +194,19 @@ _BY_PLACES = {
     *("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "repeat_interleave"),
     *("searchsorted", "bucketize"),
 }
-"""Functions with arguments that are positions of rows."""
+"""Functions with arguments that contain positions of rows."""
 _NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 
 
 def find_formula(first: Trace, second: Trace) -> LossFormula:
-    """Return the formula of a loss from its two recordings; see the module.
+    """Return the formula of a loss from two recordings of it.
+
+    Args:
+        first: the recording for a batch.
+        second: the recording for the same batch with every row twice.
 
     Raises:
-        NoFormulaError: it is not a sum of averages over rows.
+        NoFormulaError: the loss is not a sum of averages over rows.
     """
     if first.result is None:
         raise NoFormulaError("it does not return a tensor that it computes from the outputs")
@@ -203,7 +221,7 @@ def find_formula(first: Trace, second: Trace) -> LossFormula:
 
 @dataclass
 class _Pair:
-    """A call in both recordings."""
+    """The same call in both recordings."""
 
     one: Call
     two: Call
@@ -280,7 +298,7 @@ class _Analysis:
         return self.meanings.get(node.number, Meaning(Dependence.CONSTANT))
 
     def _slice(self, nodes: Sequence[Node]) -> tuple[Call, ...]:
-        """Return the known calls on which these nodes depend, in order."""
+        """Return the calls that compute these nodes from the targets, in order."""
         wanted = {node.number for node in nodes}
         chosen = []
         for call in reversed(self.first.calls):
@@ -309,10 +327,11 @@ class _Analysis:
         return Meaning(Dependence.CONSTANT)
 
     def _of_places(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
-        """The result of a call with counts of rows by position, as for experts.
+        """Return the meaning of a call's result if an argument counts rows by position.
 
-        Rows in another order are still rows. But used as a number, as in a loss that balances
-        experts, the count of a micro-batch is not that of the global batch.
+        Experts of a mixture have such counts. If they only order the rows, the result still has a
+        value for each row. But as a number, as in a loss that balances experts, the count of a
+        micro-batch is not that of the global batch, so the result is not supported.
         """
         if not pair.has(Dependence.ROWS, Dependence.SUM, Dependence.STATISTIC, Dependence.LOCAL):
             return Meaning(Dependence.PLACES, replayable=False)
@@ -325,7 +344,7 @@ class _Analysis:
         return Meaning(Dependence.OTHER, f"{pair.name} of a count of rows of one micro-batch")
 
     def _of_known(self, node: Node, second_node: Node) -> Meaning:
-        """The meaning of a tensor made from Python numbers: `torch.tensor(len(targets))`."""
+        """Return the meaning of a tensor made from Python numbers: `torch.tensor(len(targets))`."""
         if torch.equal(node.known, second_node.known):
             return Meaning(Dependence.CONSTANT)
         if node.size == 1 and float(second_node.known) == 2 * float(node.known):
@@ -335,7 +354,7 @@ class _Analysis:
         return Meaning(Dependence.LOCAL)
 
     def _of_statistics(self, pair: _Pair) -> Meaning:
-        """The result of a call with statistics only."""
+        """Return the meaning of a call's result if its arguments are figures of the targets."""
         replayable = all(meaning.replayable for meaning in pair.meanings)
         if pair.one.known and replayable:
             return Meaning(Dependence.LOCAL if pair.has(Dependence.LOCAL) else Dependence.STATISTIC)
@@ -345,7 +364,7 @@ class _Analysis:
         return Meaning(Dependence.CONSTANT)
 
     def _of_rows(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
-        """The result of a call with values for each row."""
+        """Return the meaning of a call's result if an argument has a value for each row."""
         if pair.name in _NEW and pair.name != "new_tensor":
             return Meaning(
                 Dependence.CONSTANT if node.shape == second_node.shape else Dependence.ROWS
@@ -376,7 +395,7 @@ class _Analysis:
         return Meaning(Dependence.ROWS, replayable=replayable)
 
     def _reduced(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
-        """The result of a call that reduces the rows."""
+        """Return the meaning of the result of a call that reduces the rows."""
         known = pair.one.known and all(meaning.replayable for meaning in pair.meanings)
         reduction = reduction_of(pair.one)
         if reduction is not None:
@@ -401,7 +420,7 @@ class _Analysis:
         return Meaning(Dependence.OTHER, f"{pair.name} over the rows is not an average of them")
 
     def _mean(self, pair: _Pair, node: Node) -> Meaning:
-        """The result of an average over unknown values."""
+        """Return the meaning of an average over outputs, and change the call."""
         source = pair.one.nodes[0]
         each = source.size / max(node.size, 1)
         number = self._counted(pair, each, source.size_of, pair.two.nodes[0].size_of)
@@ -409,7 +428,7 @@ class _Analysis:
         return Meaning(Dependence.SUM)
 
     def _known_mean(self, pair: _Pair, node: Node) -> Meaning:
-        """The result of an average of targets: a statistic, by a sum and a count."""
+        """Return the meaning of an average over targets: a statistic, from a sum and a count."""
         source = pair.one.nodes[0]
         size = max(1, node.size)
 
@@ -430,7 +449,7 @@ class _Analysis:
         return Meaning(Dependence.STATISTIC)
 
     def _loss(self, pair: _Pair, reduction: str) -> Meaning:
-        """The result of one of torch's losses with a reduction."""
+        """Return the meaning of the result of a loss of torch, and change the call."""
         call, func = pair.one, pair.one.func
         if reduction == "none":
             return Meaning(Dependence.OTHER, f"{pair.name} does not return a value for each row")
@@ -468,13 +487,13 @@ class _Analysis:
     def _counted(
         self, pair: _Pair, each: float, source: Node | None, second_source: Node | None
     ) -> int:
-        """Add the count of an average to the totals; return its index.
+        """Add the count of an average to the totals, and return its index.
 
         Args:
             pair: the call that averages.
             each: the count in the first recording.
-            source: the mask that decides the number of values; None if shapes do.
-            second_source: the same in the second recording.
+            source: the mask on whose values the count depends; None if it depends on shapes alone.
+            second_source: the mask in the second recording.
         """
         if source is None or source.value is None or second_source is None:
             return self._total(Total(f"values of {pair.name}", 1, static=each))
@@ -487,7 +506,7 @@ class _Analysis:
         return self._total(Total(f"chosen values of {pair.name}", 1, None, (source,), count))
 
     def _of_sums(self, pair: _Pair) -> Meaning:
-        """The result of a call with contributions and without rows."""
+        """Return the meaning of a call's result if arguments are contributions of the batch."""
         name, positions = pair.name, pair.positions()
         sums = [
             i for i, m in zip(positions, pair.meanings, strict=True) if m.kind is Dependence.SUM
@@ -536,7 +555,7 @@ class _Analysis:
         return Meaning(Dependence.SUM)
 
     def _replace_statistics(self, pair: _Pair) -> None:
-        """Replace a call's statistics by those of the global batch."""
+        """Replace the arguments of a call that are statistics by those of the global batch."""
         for position, meaning in zip(pair.positions(), pair.meanings, strict=True):
             if meaning.kind is Dependence.STATISTIC:
                 node = pair.one.leaves[position]
@@ -546,8 +565,10 @@ class _Analysis:
     def _replace_numbers(self, pair: _Pair) -> bool:
         """Replace an arithmetic call's Python numbers by those of the global batch.
 
+        Numbers that do not depend on the batch are not replaced.
+
         Returns:
-            Whether there are any.
+            Whether any number is replaced.
         """
         if pair.name not in _MUL | _DIV | _ADD:
             return False
@@ -587,7 +608,10 @@ class _Analysis:
         return None
 
     def _changing_reads(self) -> bool:
-        """Whether Python has read numbers that differ: others may be computed from them."""
+        """Whether Python has read a number that differs between the recordings.
+
+        Python may have computed other numbers from it.
+        """
         pairs = zip(self.first.reads, self.second.reads, strict=True)
         return any(
             isinstance(a.value, (int, float))
@@ -601,7 +625,7 @@ class _Analysis:
         return Recipe(tuple(calls), dict(self.starts), node)
 
     def _after_start(self, call: Call) -> bool:
-        """Whether a call computes with statistics, and does not compute one from targets."""
+        """Whether a call computes only with statistics and constants, and not from the targets."""
         if any(node.number in self.starts for node in call.results):
             return False
         return all(
@@ -610,7 +634,7 @@ class _Analysis:
         )
 
     def _total(self, total: Total) -> int:
-        """Add a total, unless it exists; return the index of its first number."""
+        """Add a total, unless an equal one exists; return the index of its first number."""
         start = 0
         for known_total in self.totals:
             if (known_total.words, known_total.static, known_total.needs) == (
@@ -650,7 +674,7 @@ def _number(value: float) -> Tensor:
 
 
 def _dims_of(call: Call, num_dims: int) -> set[int]:
-    """Return the dims along which a function works, counted from the front."""
+    """Return the dims along which the function of a call works, counted from the front."""
     args, kwargs = tree_unflatten(call.leaves, call.spec)
     index, default = _INDEX_OF_DIM.get(call.name, (1, None))
     argument = args[index] if len(args) > index else default
@@ -662,12 +686,12 @@ def _dims_of(call: Call, num_dims: int) -> set[int]:
 
 
 def _orders_values(call: Call) -> bool:
-    """Whether a call orders rows by their values. Sorting by integers, as of experts, does not."""
+    """Whether a call orders rows by values. Sorting by integers, as by experts, does not."""
     is_number = call.nodes[0].dtype.is_floating_point
     return call.name in _ORDERED and (is_number or call.name == "topk")
 
 
 def _is_alpha(call: Call, position: int) -> bool:
-    """Whether a number is the last argument of `torch.add(a, b, alpha=...)`."""
+    """Whether a number is a keyword argument, such as `alpha` of `torch.add(a, b, alpha=...)`."""
     args, _ = tree_unflatten(list(range(len(call.leaves))), call.spec)
     return position not in args

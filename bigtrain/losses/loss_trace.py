@@ -1,8 +1,8 @@
 """Records the calls of a loss without the values of the model's outputs.
 
-Outputs are fake tensors. Tensors that depend only on targets (and inputs) are computed with real
-values in addition to the fakes. So masks select the same elements as in a real run, and the
-recording can be replayed on the targets of another micro-batch.
+Outputs are fake tensors. Tensors that depend only on targets and inputs are computed with real
+values in addition to the fake tensors. So masks select the same elements as in a real run, and the
+calls on targets can be made again with the targets of another micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__"),
 }
-"""Functions by which Python reads a value of a tensor."""
+"""Functions through which Python reads the values of a tensor."""
 _RANDOM = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
@@ -37,7 +37,8 @@ _RANDOM = {
 }
 _MASKED = {"__getitem__", "__setitem__", "masked_select", "index_put", "index_put_"}
 IN_LOSS = "loss"
-"""The frame of calls in the loss function itself; frames of modules begin with `model.`."""
+"""The frame of calls in the loss function itself; the names of modules' frames begin with
+`model.`."""
 
 
 class UnknownValueError(Exception):
@@ -46,24 +47,24 @@ class UnknownValueError(Exception):
 
 @dataclass(eq=False)
 class Node:
-    """A tensor that was passed to the loss, or that one of its calls has returned."""
+    """A tensor that was passed to the loss, or that a call of the loss has returned."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     value: Tensor | None
-    """Its real values, if they depend only on the batch or are a constant."""
+    """The tensor's real values if it depends only on the batch or is a constant; else None."""
     constant: bool
-    """Whether it is not of the batch, such as a weight or a buffer."""
+    """Whether the tensor was not passed to the loss nor computed by it, such as a class weight."""
     size_of: Node | None = None
-    """The mask whose values decide the length of one of its dims."""
+    """The mask whose values decide the length of a dim of the tensor; None if shapes do."""
 
     @property
     def known(self) -> Tensor:
-        """Its real values.
+        """The tensor's real values.
 
         Raises:
-            UnknownValueError: it has none.
+            UnknownValueError: they are not known.
         """
         if self.value is None:
             raise UnknownValueError(f"tensor {self.number} of the loss has no known value")
@@ -71,7 +72,7 @@ class Node:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
 
@@ -81,19 +82,21 @@ class Call:
 
     func: Any
     leaves: list[Any]
-    """Its flattened arguments, with nodes in place of tensors."""
+    """The flattened arguments, with nodes in place of tensors."""
     spec: TreeSpec
+    """The structure of the arguments, from which `tree_unflatten` makes (args, kwargs)."""
     results: list[Node]
     known: bool
-    """Whether all its tensor arguments have real values, so that it can be replayed."""
+    """Whether the call can be replayed: all tensor arguments have real values, and the function is
+    not random."""
     frame: tuple[str, int]
-    """The module in whose forward pass it was called, and the number of that module's call."""
+    """The module in whose forward pass the call was made, and the number of that module's call."""
     occurrence: int
     """The number of earlier calls of the same function in the frame."""
 
     @property
     def name(self) -> str:
-        """The function's name; of an attribute, the attribute's."""
+        """The name of the function, or of the attribute that it reads."""
         return function_name(self.func)
 
     @property
@@ -102,7 +105,12 @@ class Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
     def replay(self, values: dict[int, Tensor], device: torch.device) -> None:
-        """Make the call again with the values of its arguments; store those of its results."""
+        """Make the call again with the values of other tensors.
+
+        Args:
+            values: by node number, the values of the arguments. Those of the results are added.
+            device: the device of the values, on which the function makes new tensors.
+        """
         leaves = [value_of(x, values, device) if isinstance(x, Node) else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         if isinstance(kwargs.get("device"), (str, torch.device)):
@@ -114,7 +122,16 @@ class Call:
 
 
 def value_of(node: Node, values: dict[int, Tensor], device: torch.device) -> Tensor:
-    """Return the value of a node in a replay: computed before, or a constant of the recording."""
+    """Return the value of a node in a replay, or else its value in the recording.
+
+    Args:
+        node: the node.
+        values: by node number, the values of the replay. A value of the recording is added.
+        device: the device to which a value of the recording is moved.
+
+    Raises:
+        UnknownValueError: neither value is known.
+    """
     if node.number not in values:
         values[node.number] = node.known.to(device)
     return values[node.number]
@@ -135,15 +152,15 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     inputs: list[Node] = field(default_factory=list)
-    """Tensors of the batch, in the order in which they were passed."""
+    """The tensors of the batch, in the order in which they were passed."""
     outputs: list[Node] = field(default_factory=list)
-    """Tensors of the model's output, if the model itself was not recorded."""
+    """The tensors of the model's output, if the model itself was not recorded."""
     result: Node | None = None
-    """The loss."""
+    """The loss; None if it is no tensor that the recorder knows."""
 
 
 def function_name(func: Any) -> str:
-    """Return the plain name of a function of torch."""
+    """Return the plain name of a function of torch, or of the attribute that it reads."""
     name = str(getattr(func, "__name__", func))
     if name == "__get__":  # an attribute such as `x.T`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -158,12 +175,12 @@ def changes_arguments(func: Any) -> bool:
 
 
 class CallRecorder(TorchFunctionMode):
-    """Records the calls of torch's functions in a `with` block; see the module.
+    """Records the calls of torch's functions in a `with` block.
 
     Args:
-        fakes: whether unknown tensors are fakes; otherwise all have values, and those of the
-            outputs are made up.
-        step: the number of the recording of the same loss; made-up values differ between them.
+        fakes: whether the model's outputs are fake tensors; if not, they have made-up values.
+        step: the number of this recording of the loss. The numbers that reads of fake tensors
+            return differ between recordings.
     """
 
     def __init__(self, *, fakes: bool, step: int) -> None:
@@ -173,7 +190,7 @@ class CallRecorder(TorchFunctionMode):
         self._invented = 0.71 + 0.117 * step
         self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._alive: list[Tensor] = []  # keeps tensors alive, as nodes are found by identity
+        self._alive: list[Tensor] = []  # tensors must stay alive: nodes are found by identity
         self._count = 0
         self._frames: list[tuple[str, int, dict[Any, int]]] = [(IN_LOSS, 0, {})]
         self._calls_of: dict[str, int] = {}
@@ -183,10 +200,11 @@ class CallRecorder(TorchFunctionMode):
 
         Args:
             batch: inputs, outputs or targets.
-            known: whether its values may be used; otherwise only the shapes are.
+            known: whether the values may be used, as for inputs and targets; if not, only the
+                shapes are used.
 
         Returns:
-            The structure of the tensors to call with.
+            The same structure with the tensors to call the loss with.
         """
 
         def enter(tensor: Tensor) -> Tensor:
@@ -197,17 +215,17 @@ class CallRecorder(TorchFunctionMode):
             (self.trace.inputs if known else self.trace.outputs).append(node)
             return twin
 
-        with torch._C.DisableTorchFunction():  # these calls are not the loss's
+        with torch._C.DisableTorchFunction():  # these calls are not calls of the loss
             return map_tensors(batch, enter)
 
     def result(self, loss: Any) -> None:
-        """Set the tensor that is the loss."""
+        """Set the result of the recording to the tensor that the loss has returned."""
         if isinstance(loss, Tensor) and loss in self._nodes:
             self.trace.result = self._nodes[loss]
 
     @contextmanager
     def frames(self, model: nn.Module) -> Iterator[None]:
-        """Record for each call inside of a `with` block the module that makes it."""
+        """Inside of a `with` block, record with each call the module that makes the call."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             handles += [
@@ -251,7 +269,7 @@ class CallRecorder(TorchFunctionMode):
         return result
 
     def _entered(self, tensor: Tensor) -> Tensor:
-        """Return the tensor to call with. A tensor that was not passed to the loss is constant."""
+        """Return the tensor to call a function with; register an unknown one as a constant."""
         if tensor in self._nodes:
             entered: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
             return tensor if entered is None else entered
@@ -265,7 +283,7 @@ class CallRecorder(TorchFunctionMode):
         return twin
 
     def _copy_constant(self, node: Node, leaves: list[Any]) -> None:
-        """Let a call that changes a constant in place change a copy of it."""
+        """Prepare a call that changes a constant in place: it has to change a copy."""
         with unset_fake_temporarily():
             node.value = None if node.value is None else node.value.clone()
         if not self._fakes:
@@ -287,7 +305,7 @@ class CallRecorder(TorchFunctionMode):
         return node
 
     def _on_values(self, func: Any, leaves: list[Any], nodes: list[Any], spec: TreeSpec) -> Any:
-        """Make a call with real values, and return fakes of the results."""
+        """Make a call with real values, and return fake tensors for the results."""
         values = [node.value if isinstance(node, Node) else node for node in nodes]
         with unset_fake_temporarily():
             args, kwargs = tree_unflatten(values, spec)
@@ -328,7 +346,7 @@ class CallRecorder(TorchFunctionMode):
     def _on_masked(
         self, func: Any, name: str, leaves: list[Any], nodes: list[Any], spec: TreeSpec
     ) -> Any:
-        """Index by the true positions of a mask, whose values are known."""
+        """Make a call that indexes by a mask of known values, with the true positions instead."""
         if name == "masked_select":
             mask, value = leaves[1], nodes[1].value
             expanded = leaves[0].expand(_broadcast(leaves[0].shape, mask.shape))
@@ -398,7 +416,7 @@ class CallRecorder(TorchFunctionMode):
         if not self._fakes:
             args, kwargs = tree_unflatten(leaves, spec)
             return func(*args, **kwargs)
-        if name in ("item", "__float__"):  # most often to print it
+        if name in ("item", "__float__"):  # most often the number is only printed
             self._invented *= 1.0137
             return self._invented
         return self._refuse(name)
@@ -410,7 +428,7 @@ class CallRecorder(TorchFunctionMode):
 
 
 def _size_source(arguments: Sequence[Node], result: Node) -> Node | None:
-    """Return the mask whose values decide the length of a result, if there is one."""
+    """Return the mask whose values decide the length of a result; None if there is no such mask."""
     if not result.shape or not arguments:
         return None
     for node in arguments[1:]:
@@ -454,13 +472,13 @@ def record_loss(run: RunLoss, *, fakes: bool, step: int) -> Trace:
     """Run a loss and record its calls.
 
     Args:
-        run: called inside of the recorder.
-        fakes: see `CallRecorder`; the caller has entered a fake mode.
+        run: a function that calls the loss; it is called inside of the recorder's `with` block.
+        fakes: see `CallRecorder`. With fakes, the caller has to have entered a fake mode.
         step: see `CallRecorder`.
 
     Raises:
         Exception: any exception from the user's code.
-        UnknownValueError: the loss reads values that are not known yet.
+        UnknownValueError: the loss reads values that only a real forward pass has.
     """
     recorder = CallRecorder(fakes=fakes, step=step)
     with recorder:

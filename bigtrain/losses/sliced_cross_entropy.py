@@ -1,8 +1,8 @@
 """Cross entropy in chunks if the head or its input is sliced over the tp axis.
 
-Each rank computes all chunks with its slice of the vocabulary. For each target the ranks exchange
-three numbers, with label smoothing four. The gradient of the head's input is a partial sum on each
-rank; it is all-reduced once, at the end.
+With a sliced head, each rank computes all chunks with its slice of the vocabulary. For each target
+the ranks all-reduce three numbers, or four with label smoothing. The gradient of the head's input
+is a partial sum on each rank; the sums are added up over the ranks once, at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _chunked_cross_entropy(
 def _by_targets(
     hidden: SlicedTensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Any
 ) -> Tensor:
-    """A whole head: each rank computes the losses of the targets of its slice of the input."""
+    """Return the loss with a whole head: the sum of the ranks' losses for their input slices."""
     group = hidden.group
     own_targets = hidden.slices.local(target, group.rank, group.size)
     head = (copied_to_ranks(weight, group), None if bias is None else copied_to_ranks(bias, group))
@@ -84,12 +84,12 @@ class _VocabularyPass(ChunkedPass):
     """A pass with one rank's slice of the vocabulary.
 
     Args:
-        hidden: this rank's slice of it, or the whole.
+        hidden: this rank's slice of the head's input, or the whole input.
         weight: (words of this rank, width).
         args: see `ChunkedPass`.
         slices: the slices of the vocabulary.
         group: the ranks of the tp axis.
-        hidden_slices: how `hidden` is sliced; None if it is whole.
+        hidden_slices: how the head's input is sliced; None if it is whole.
         options: see `ChunkedPass`.
     """
 
@@ -110,7 +110,7 @@ class _VocabularyPass(ChunkedPass):
         self.widest = slices.length(0, group.size)
 
     def row_losses(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
-        """See `ChunkedPass.row_losses`; the figures of each row are all-reduced."""
+        """See `ChunkedPass.row_losses`; the ranks all-reduce their figures of each row."""
         places = target - self._begin
         here = valid & (places >= 0) & (places < self._length)
         places, here = torch.where(here, places, 0)[:, None], here[:, None]
@@ -134,7 +134,7 @@ class _VocabularyPass(ChunkedPass):
         return torch.where(valid, loss[:, 0], 0.0)
 
     def finish(self) -> None:
-        """See `ChunkedPass.finish`; add up the ranks' partial gradients of the input."""
+        """See `ChunkedPass.finish`; add up the ranks' partial gradients of the head's input."""
         super().finish()
         (partial_sum,) = self.of_hidden
         if partial_sum is None:

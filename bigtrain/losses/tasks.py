@@ -1,4 +1,4 @@
-"""The tasks of data sets: their loss, and the figures of a validation."""
+"""The tasks of data sets: the loss of each task, and the figures of its validation."""
 
 from __future__ import annotations
 
@@ -23,29 +23,39 @@ from bigtrain.losses.loss import (
 
 
 class Task(ABC):
-    """A kind of learning problem: its loss, and what its validation reports.
+    """A kind of learning problem: its loss, and the figures that its validation reports.
 
-    The sums of `measure` may be added over micro-batches and ranks; `summarize` reads the total.
+    The sums of `measure` are added up over micro-batches and ranks. `summarize` computes the
+    figures from the totals.
     """
 
     name: str
+    """The name of the kind, such as "language"."""
     num_classes: int | None
+    """The number of classes of a target; None if targets are not classes."""
 
     @abstractmethod
     def loss(self) -> Loss:
-        """The loss to train with."""
+        """Return the loss to train with."""
 
     @abstractmethod
     def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Return sums over the valid targets of a micro-batch, float64, on the output's device."""
+        """Return sums over the valid targets of a micro-batch, by name.
+
+        The sums are float64 tensors on the device of the output.
+        """
 
     @abstractmethod
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the figures of a whole validation; nan if there was no valid target."""
+        """Return the figures of a whole validation, by name; nan if there was no valid target.
+
+        Args:
+            sums: the results of `measure`, added up over the validation.
+        """
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of the figures that `summarize` gives."""
+        """The names of the figures that `summarize` returns."""
         return ("loss",)
 
 
@@ -54,7 +64,7 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
 
 
 def _measure_loss(logits: Tensor, target: Tensor, ignore_index: int) -> dict[str, Tensor]:
-    """Return the summed cross entropy in nats and the count, in float64 for millions of terms."""
+    """Return the summed cross entropy in nats and the count; in float64, as terms are many."""
     each = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
     valid = target != ignore_index
     return {"loss": each.sum(dtype=torch.float64), "count": valid.sum(dtype=torch.float64)}
@@ -72,15 +82,15 @@ class LanguageTask(Task):
     name: str = field(default="language", init=False)
 
     def loss(self) -> CrossEntropy:
-        """Cross entropy over the last dim."""
+        """Return cross entropy over the last dim."""
         return CrossEntropy(self.ignore_index, -1, self.label_smoothing)
 
     def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
-        """Sums: `loss` in nats (without smoothing) and `count`."""
+        """Return the sums `loss`, in nats without label smoothing, and `count`."""
         return _measure_loss(*logits_and_targets(main_logits(output), target), self.ignore_index)
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Figures: `loss` in nats per target; `bits_per_byte` for a vocabulary of bytes."""
+        """Return `loss` in nats per target, and `bits_per_byte` if tokens are bytes."""
         loss = _ratio(sums["loss"], sums["count"])
         bits = {"bits_per_byte": loss / math.log(2)} if self.byte_level else {}
         return {"loss": loss, **bits}
@@ -101,11 +111,14 @@ class ClassificationTask(Task):
     name: str = field(default="classification", init=False)
 
     def loss(self) -> CrossEntropy:
-        """Cross entropy over the classes, auxiliary heads included."""
+        """Return cross entropy over the classes, auxiliary heads included."""
         return CrossEntropy(self.ignore_index, -1, self.label_smoothing)
 
     def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
-        """Sums: `loss` in nats (without smoothing), `count`, `top1` and, from 5 classes, `top5`."""
+        """Return the sums `loss`, in nats without label smoothing, `count`, `top1` and `top5`.
+
+        `top1` and `top5` count correct targets. There is no `top5` with fewer than 5 classes.
+        """
         logits, flat = logits_and_targets(main_logits(output), target)
         hits = logits.topk(min(5, logits.shape[-1])).indices == flat[:, None]
         sums = _measure_loss(logits, flat, self.ignore_index)
@@ -115,7 +128,7 @@ class ClassificationTask(Task):
         return sums
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Figures: `loss` in nats; `top1` and `top5` as shares between 0 and 1."""
+        """Return `loss` in nats per target, and `top1` and `top5` as shares between 0 and 1."""
         return {name: _ratio(sums[name], sums["count"]) for name in self.figures}
 
     @property
@@ -126,7 +139,10 @@ class ClassificationTask(Task):
 
 @dataclass(frozen=True)
 class SegmentationTask(Task):
-    """One class for each pixel: logits (batch, classes, height, width), targets without classes."""
+    """One class for each pixel.
+
+    Logits are (batch, classes, height, width), targets (batch, height, width).
+    """
 
     num_classes: int
     ignore_index: int = 255
@@ -134,17 +150,20 @@ class SegmentationTask(Task):
     name: str = field(default="segmentation", init=False)
 
     def loss(self) -> CrossEntropy:
-        """Cross entropy over dim 1, auxiliary head included."""
+        """Return cross entropy over dim 1, auxiliary head included."""
         return CrossEntropy(self.ignore_index, 1, self.label_smoothing)
 
     def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
-        """Sums: `loss` in nats, `count`, and `confusion` (true class, predicted class)."""
+        """Return the sums `loss`, in nats without label smoothing, `count` and `confusion`.
+
+        `confusion` counts pixels: (true class, predicted class).
+        """
         logits = at_least_float32(main_logits(output))
         sums = _measure_loss(logits, target, self.ignore_index)
-        # A model may know more classes than the data have.
+        # A model may have more classes than the data.
         size = max(self.num_classes, logits.shape[1])
-        # Selecting pixels, or bincount, would wait for the device. So ignored pixels are counted
-        # in an extra cell.
+        # Selecting the valid pixels would wait for the device, and so would `torch.bincount`. So
+        # ignored pixels are counted in an extra cell.
         cells = target.long() * size + logits.argmax(1)
         cells = cells.where(target != self.ignore_index, size * size).reshape(-1)
         counts = cells.new_zeros(size * size + 1).index_add_(0, cells, torch.ones_like(cells))
@@ -152,9 +171,10 @@ class SegmentationTask(Task):
         return sums
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Figures: `loss` in nats per pixel, `pixel_accuracy`, `mean_iou`.
+        """Return `loss` in nats per pixel, `pixel_accuracy` and `mean_iou`.
 
-        The mean leaves out classes that are neither in the targets nor predicted.
+        The accuracy and the IoU (intersection over union) are between 0 and 1. The mean leaves out
+        classes that are neither in the targets nor predicted.
         """
         confusion = sums["confusion"]
         hits = confusion.diagonal()
@@ -175,7 +195,9 @@ class SegmentationTask(Task):
 
 @dataclass(frozen=True)
 class CustomTask(Task):
-    """A user's loss. The mean loss is its only figure, as the meaning of the output is unknown.
+    """A task with a user's loss.
+
+    The mean loss is the only figure, as the meaning of the output is unknown.
 
     Example:
         CustomTask(MeanLoss(torch.nn.functional.mse_loss))
@@ -186,22 +208,22 @@ class CustomTask(Task):
     name: str = field(default="custom", init=False)
 
     def loss(self) -> Loss:
-        """The user's loss."""
+        """Return the user's loss."""
         return self.criterion
 
     def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums: `loss` and `count`."""
+        """Return the sums `loss` and `count`."""
         count = self.criterion.count(target)
         loss = self.criterion(output, target, count).detach().to(torch.float64)
         return {"loss": loss, "count": loss.new_tensor(count)}
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Figures: `loss`, the mean over the valid targets."""
+        """Return `loss`, the mean over the valid targets."""
         return {"loss": _ratio(sums["loss"], sums["count"])}
 
 
 class UntoldTask(CustomTask):
-    """The task of data that name none: a run infers the loss, see `engine.run_loss.infer_loss`."""
+    """The task of data without a task; a run infers its loss, see `engine.run_loss.infer_loss`."""
 
     def __init__(self) -> None:
         super().__init__(_Unsettled())

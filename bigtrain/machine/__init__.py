@@ -1,5 +1,6 @@
-"""The speed and size of devices, nodes and links: from a cluster file, or measured here.
+"""The speed and the size of devices, nodes and links, from a cluster file or measured.
 
-Decides: the figures of a cluster; the seconds of a collective; how rates are measured and cached;
-the safety margin of forecasts; which versions of DeepSpeed and fairscale are known to work.
+The package reads cluster files, computes the seconds of a collective, and measures and caches the
+rates of this machine. It also decides the safety margin of forecasts, and which versions of
+DeepSpeed and fairscale are known to work.
 """

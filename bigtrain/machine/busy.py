@@ -1,4 +1,4 @@
-"""Whether other programs used this machine's cores during a run, whose seconds then mean little."""
+"""Detect whether other programs used this machine's cores during a run, and distorted its times."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from bigtrain.machine.rates import usable_cores
 
 BUSY_SHARE = 0.1
-"""The share of the cores above which other programs' use is too much."""
+"""The machine is busy if other programs use more than this share of the cores."""
 TICK_S = 0.05
-"""Seconds by which the kernel's count of ticks may be off."""
+"""CPU seconds by which the kernel's count of ticks may be too high."""
 
 
 @dataclass(frozen=True)
@@ -23,32 +23,36 @@ class CpuUse:
     """The CPU time that one process and its machine used during an interval."""
 
     node: str
+    """The name of the machine."""
     elapsed: float
-    """Seconds of the interval."""
+    """The length of the interval in seconds."""
     process: float
     """CPU seconds of the process and its finished child processes, summed over all cores."""
     machine: float | None
-    """CPU seconds of everything on the machine; None if the system does not report them."""
+    """CPU seconds of all processes on the machine; None if the system does not report them."""
 
 
 class CpuClock:
-    """Measures the CPU use since it was made."""
+    """Measures the CPU use since the clock's construction."""
 
     def __init__(self) -> None:
         self._began = _now()
 
     def read(self) -> CpuUse:
-        """Return the use since the clock was made."""
+        """Return the CPU use since the clock's construction."""
         (elapsed, process, machine), (began, process_before, before) = _now(), self._began
         total = None if machine is None or before is None else machine - before
         return CpuUse(platform.node(), elapsed - began, process - process_before, total)
 
 
 def others_cores(uses: Sequence[CpuUse]) -> float | None:
-    """Return the cores that other processes used on the first one's node; None if unknown.
+    """Return how many cores other processes used on average on the first rank's node.
 
     Args:
         uses: the CPU use of all ranks, during about the same interval.
+
+    Returns:
+        The number of cores; None if it is unknown.
     """
     first = uses[0]
     if first.machine is None or first.elapsed <= 0:
@@ -58,12 +62,15 @@ def others_cores(uses: Sequence[CpuUse]) -> float | None:
 
 
 def is_busy(uses: Sequence[CpuUse]) -> bool:
-    """Whether other processes used more than `BUSY_SHARE` of the cores of the first one's node."""
+    """Return whether others used more than `BUSY_SHARE` of the cores of the first rank's node.
+
+    See `others_cores`. The node is assumed to have as many cores as this machine.
+    """
     return (others_cores(uses) or 0.0) > BUSY_SHARE * usable_cores()
 
 
 def describe_others(cores: float | None) -> str:
-    """Return a warning that the machine was busy during a measurement; empty if it was not.
+    """Return words that end a warning about a measurement on a busy machine; empty if it was idle.
 
     Args:
         cores: the result of `others_cores`.
@@ -80,7 +87,7 @@ def _now() -> tuple[float, float, float | None]:
 
 
 def _machine_seconds() -> float | None:
-    """CPU seconds of all cores since the machine was started (Linux)."""
+    """Return the CPU seconds of all cores since the machine was booted; None if unknown."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         ticks = [int(word) for word in words[1:9]]

@@ -1,11 +1,11 @@
 """JSON files in the user's cache folder: figures of this machine that later runs use again.
 
-They are in $XDG_CACHE_HOME/bigtrain (if it is not set: ~/.cache/bigtrain). Each file holds one
-object; its keys name the hardware and versions that an entry belongs to, so that machines which
-share a home folder share the files.
+The folder is $XDG_CACHE_HOME/bigtrain, or ~/.cache/bigtrain if the variable is not set. Each file
+contains one object. The object's keys describe the hardware and the versions to which an entry
+belongs, so that machines which share a home folder can share the files.
 
-A cache never makes a run fail: a file that cannot be read is left alone, one that is damaged is
-reported once and replaced, and one that cannot be written costs the next process the measurement.
+A cache never makes a run fail. A file that cannot be read is left alone. A damaged file is reported
+once and replaced. If a file cannot be written, the next process has to measure again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bigtrain.files.drafts import read_cache, write_cache
 from bigtrain.machine.rates import cpu_name
 
 LOCK_TIMEOUT_S = 5.0
-"""Seconds that a process waits to add an entry. After that it leaves its entry out."""
+"""Seconds that a process waits for the lock to add an entry. Then it gives up."""
 
 
 def cache_folder() -> Path:
-    """The folder of bigtrain's caches; it need not exist."""
+    """Return the folder of bigtrain's caches, which need not exist."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # the XDG specification: a relative path is to be ignored
+    if not os.path.isabs(folder):  # the XDG specification demands to ignore a relative path
         folder = os.path.join(os.path.expanduser("~"), ".cache")
     return Path(folder) / "bigtrain"
 
@@ -43,22 +43,22 @@ def cache_folder() -> Path:
 class Cache:
     """One file of the cache folder.
 
-    Processes that change it wait for each other at a lock file. On a file system without locks
-    the last writer wins; the file is replaced as a whole, so that no reader sees half of one.
+    Processes that change the file wait for each other at a lock file. On a file system without
+    locks the last writer wins. The file is replaced as a whole, so that no reader sees half a file.
     """
 
     name: str
     """The file's name without `.json`."""
     indent: int | None = 1
-    """The indentation of the JSON text. None writes one line, for files that nobody reads."""
+    """The indentation of the JSON text. None writes one line, for files that only programs read."""
 
     @property
     def path(self) -> Path:
-        """The file, which need not exist."""
+        """The path of the file, which need not exist."""
         return cache_folder() / f"{self.name}.json"
 
     def read(self) -> dict[str, Any]:
-        """The entries by key; empty if there is no file, or none that can be read."""
+        """Return the entries by key; empty if the file is missing or cannot be read."""
         try:
             return read_cache(self.path)
         except UnreadableError:
@@ -66,7 +66,7 @@ class Cache:
 
     @contextlib.contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
-        """Hold the lock of the file.
+        """A context that holds the lock of the file.
 
         Args:
             timeout: the seconds to wait for another process.
@@ -79,9 +79,12 @@ class Cache:
             yield
 
     def change(self, edit: Callable[[dict[str, Any]], None]) -> None:
-        """Read the entries, edit them, and replace the file. The caller holds the lock.
+        """Read the entries, edit them, and replace the file. The caller must hold the lock.
 
-        A file that the system does not let this process read is not replaced.
+        If the file cannot be read or written, nothing happens.
+
+        Args:
+            edit: changes the entries in place.
         """
         with contextlib.suppress(OSError, UnreadableError):
             entries = read_cache(self.path)
@@ -89,18 +92,22 @@ class Cache:
             write_cache(self.path, entries, self.indent)
 
     def update(self, edit: Callable[[dict[str, Any]], None]) -> None:
-        """Do `change` under the lock; nothing if the lock is not free in `LOCK_TIMEOUT_S`."""
+        """Change the entries under the lock; see `change`.
+
+        Do nothing if the lock is not free within `LOCK_TIMEOUT_S` seconds.
+        """
         with contextlib.suppress(OSError), self.locked(LOCK_TIMEOUT_S):
             self.change(edit)
 
 
 def device_fingerprint(kind: str) -> dict[str, Any]:
-    """The hardware and the version of torch that figures of a device belong to, as JSON values.
+    """Return the hardware and the version of torch to which figures belong, as JSON values.
 
-    The number of GPUs and of threads is not in it: one rank's tensors are the same for any.
+    The numbers of GPUs and of threads are left out, because one rank's tensors do not depend on
+    them.
 
     Args:
-        kind: 'cuda', 'xpu' or 'cpu'.
+        kind: the type of the device: 'cuda', 'xpu' or 'cpu'.
     """
     names = [cpu_name()] if kind == "cpu" else sorted(set(device_names()))
     return {"device": kind, "names": names, "torch": str(torch.__version__)}
@@ -108,12 +115,13 @@ def device_fingerprint(kind: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lock_file(path: Path, timeout: float) -> Iterator[None]:
-    """Hold a lock on a file, which the system releases when the process ends, however it ends.
+    """A context that holds a lock on a file.
 
-    A file system without locks is treated as one on which every lock is free.
+    The system releases the lock if the process ends, however it ends. On a file system without
+    locks every lock is free.
 
     Args:
-        path: the lock file, which is made.
+        path: the lock file, which is made if it is missing.
         timeout: the seconds to wait for another process.
 
     Raises:

@@ -1,8 +1,8 @@
 """A cluster as the planner sees it: the figures of its devices, its nodes and its links.
 
-The figures come from a file, by name from configs/clusters or by path, so that a plan can be made
-for other machines. `machine.local_cluster` measures those of this machine. This module does not
-import torch.
+The figures come from a file, which is in configs/clusters or has its path given, so that a plan can
+be made for other machines. `machine.local_cluster` measures the figures of this machine. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.presets import ConfigTree, preset_names, read_preset
-from bigtrain.job.schema import ConfigSection, Precision
+from bigtrain.job.schema import Precision
+from bigtrain.job.sections import ConfigSection
 from bigtrain.units import format_bytes, parse_bytes
 
 CommOp = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
 
 PRESET_FOLDER = "clusters"
-"""The folder of the files that come with bigtrain, below configs/."""
+"""The folder in configs/ with the cluster files that come with bigtrain."""
 
 
 def _size(value: object) -> int:
@@ -38,7 +39,10 @@ def _size(value: object) -> int:
 
 
 def _number(value: object) -> object:
-    """Return a number that YAML reads as text (3e12) as a float; refuse `true`, which is no 1."""
+    """Convert a number, or text of a number, to a float; return other text as it is.
+
+    YAML reads 3e12 as text. Booleans are refused, because Python would take `true` for 1.
+    """
     if isinstance(value, bool) or value is None:
         raise ValueError("is not a number; write it like 3.35e12")
     if isinstance(value, (int, float)):
@@ -52,24 +56,24 @@ def _number(value: object) -> object:
 
 
 ByteCount = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-"""Bytes, written '80GiB', '141GB' or as a number."""
+"""A number of bytes, written as '80GiB', '141GB' or a plain number."""
 PositiveNumber = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 Efficiency = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 StrictCount = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Flops(ConfigSection):
-    """Floating-point operations per second of one device, by precision; dense, no sparsity."""
+    """Floating-point operations per second of one device by precision, for dense products."""
 
     fp32: PositiveNumber
     bf16: PositiveNumber
     fp64: PositiveNumber | None = None
 
     def of(self, precision: Precision) -> float:
-        """Return the peak in a precision.
+        """Return the floating-point operations per second in a precision.
 
         Raises:
-            ConfigError: the cluster's file does not have it.
+            ConfigError: the cluster's file does not have this precision.
         """
         peak: float | None = getattr(self, precision)
         if peak is None:
@@ -81,27 +85,28 @@ class Flops(ConfigSection):
 
 
 class DeviceSpec(ConfigSection):
-    """One device: a GPU, or a rank's part of a node that computes on its CPU."""
+    """One device: a GPU, or one rank's part of a node on whose CPU the ranks compute."""
 
     name: str
     kind: Literal["cuda", "cpu"]
     memory: ByteCount
     """Bytes that a process can use; on a CPU a rank's share of the host's memory."""
     reserved: ByteCount
-    """Bytes of `memory` that are no tensors: context, workspaces, communicators."""
+    """Bytes of `memory` that tensors cannot use: context, workspaces, communicators."""
     flops: Flops
-    """Peaks as in the data sheet. On a node whose ranks share one device (`node.shared`) these,
-    and the memory's bandwidth, are the whole node's."""
+    """Operations per second as in the data sheet. If the ranks of a node share one device
+    (`node.shared`), this figure and `memory_bandwidth` are those of the whole node."""
     efficiency: Efficiency = 0.55
-    """The share of the peak that large products reach. The default is an assumption, similar to
-    the reported values of large models; 1 if `flops` was measured."""
+    """The share of `flops` that large products reach; 1 if `flops` was measured. The default is an
+    assumption, similar to reported values for large models."""
     memory_bandwidth: PositiveNumber
-    """Bytes per second, read and written bytes added."""
+    """Bytes per second that the device reads and writes in its memory, taken together."""
     launch: PositiveNumber
     """Seconds that the smallest operation takes."""
     processors: StrictCount | None = None
-    """A GPU's streaming multiprocessors, over which the tiles of a product are distributed: see
-    `products.product_efficiency`. Null: products of every size reach the same rate."""
+    """The number of a GPU's streaming multiprocessors, over which the tiles of a product are
+    distributed; see `products.product_efficiency`. If null, products of every size reach the same
+    rate."""
 
     @model_validator(mode="after")
     def _leaves_memory(self) -> DeviceSpec:
@@ -119,47 +124,47 @@ class DeviceSpec(ConfigSection):
 
 
 class NodeSpec(ConfigSection):
-    """One node."""
+    """One node of a cluster."""
 
     devices: StrictCount
-    """Devices, and so ranks, of one node."""
+    """The number of devices, and of ranks, of a node."""
     host_memory: ByteCount
     """Bytes of the host's memory."""
     host_link: PositiveNumber | None = None
     """Bytes per second between one device and the host's memory, in each direction, while all
     devices of the node copy; null on a CPU, which is the host."""
     host_bandwidth: PositiveNumber = 2.0e11
-    """Bytes per second of the host's memory, read and written bytes added, while all ranks update
-    parameters there. The default is an assumption, typical of one server."""
+    """Bytes per second that are read and written in the host's memory, taken together, while all
+    ranks update parameters there. The default is an assumption, typical of a server."""
     disk_write: PositiveNumber | None = None
-    """Bytes per second to the node's disks, all ranks together; null if unknown."""
+    """Bytes per second that all ranks together write to the node's disks; null if unknown."""
     disk_read: PositiveNumber | None = None
-    """Bytes per second from the node's disks, all ranks together; null if unknown."""
+    """Bytes per second that all ranks together read from the node's disks; null if unknown."""
     shared: bool = False
-    """Whether the ranks of a node share one device's processor: true on a CPU."""
+    """Whether the ranks of a node share one device's processor, as on a CPU."""
     cores: StrictCount | None = None
-    """On a shared node, the number of ranks that can compute at full speed at once; more ranks
-    share the cores. Null: as many as there are devices."""
+    """The number of ranks that can compute at full speed at once on a shared node; more ranks share
+    the cores. Null means `devices`."""
 
 
 class LinkSpec(ConfigSection):
     """Measured figures of one kind of exchange over a link; see `collective_seconds`."""
 
     latency: PositiveNumber
-    """Seconds of each step of its ring or chain."""
+    """Seconds of each step of the exchange's ring or chain."""
     bandwidth: PositiveNumber
     """Bytes per second that the busiest rank sends."""
     ranks: StrictCount = 2
     """The number of ranks, on one node, between which the curve was measured."""
     curve: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
-    """Pairs of the bytes of a whole exchange and its seconds, ascending. Between its ends the curve
-    replaces latency and bandwidth."""
+    """Pairs of the bytes of a whole exchange and its seconds, ascending. For bytes between the ends
+    of the curve, the curve replaces latency and bandwidth."""
     after_work: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
-    """The curve for ranks that computed since the last exchange, and so wait for each other."""
+    """The curve for ranks that have computed after the last exchange, and wait for each other."""
     issue: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Additional seconds on the CPU: of an all-gather or a reduce-scatter in the hooks of
-    `fully_shard`, of a send in an action of a pipeline's schedule. On a GPU they overlap with its
-    computation."""
+    """Additional seconds on the CPU for an all-gather or a reduce-scatter in the hooks of
+    `fully_shard`, or for a send in an action of a pipeline's schedule. On a GPU this time overlaps
+    with computation."""
 
 
 class Link(ConfigSection):
@@ -168,15 +173,16 @@ class Link(ConfigSection):
     latency: PositiveNumber
     """Seconds until the first byte arrives."""
     bandwidth: PositiveNumber
-    """Bytes per second and device, each direction, as in the data sheet."""
+    """Bytes per second and device in each direction, as in the data sheet."""
     efficiency: Efficiency = 0.8
-    """The share of the bandwidth that large messages reach. The default is an assumption; 1 if
-    `bandwidth` was measured."""
+    """The share of `bandwidth` that large messages reach; 1 if `bandwidth` was measured. The
+    default is an assumption."""
     kinds: dict[CommOp, LinkSpec] = Field(default_factory=dict)
-    """Figures of the exchanges that were measured separately; others use those of the link."""
+    """The figures of the kinds of exchange that were measured separately. Other kinds use those of
+    the link."""
 
     def of(self, kind: CommOp) -> Link:
-        """Return the link with the figures of one kind of exchange."""
+        """Return a link with the latency and bandwidth of one kind of exchange."""
         measured = self.kinds.get(kind)
         if measured is None:
             return self
@@ -184,24 +190,24 @@ class Link(ConfigSection):
 
     @property
     def rate(self) -> float:
-        """Bytes per second and device, each direction, that large messages reach."""
+        """Bytes per second and device in each direction that large messages reach."""
         return self.bandwidth * self.efficiency
 
 
 class Cluster(ConfigSection):
-    """Equal nodes of equal devices."""
+    """A cluster of equal nodes with equal devices."""
 
     name: str
     source: str
     """The source of the figures."""
     caveat: str = ""
-    """Why the figures may be wrong; printed with every forecast of seconds by them."""
+    """The reason why the figures may be wrong, which is printed with each forecast of seconds."""
     device: DeviceSpec
     node: NodeSpec
     inside: Link
-    """Between the devices of a node."""
+    """The link between the devices of a node."""
     between: Link | None = None
-    """Between devices of different nodes; null if there is one node."""
+    """The link between devices of different nodes; null if there is only one node."""
 
     @model_validator(mode="after")
     def _has_host_link(self) -> Cluster:
@@ -219,14 +225,14 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """Read a cluster.
+    """Read a cluster from its file.
 
     Args:
         name_or_path: one of `cluster_names`, or the path of a YAML file.
 
     Raises:
-        ConfigError: there is no such cluster, a figure is missing or no positive number, or a key
-            is unknown; the message has the file, the key and the fix.
+        ConfigError: there is no such cluster, a figure is missing or wrong, or a key is unknown.
+            The message contains the file, the key and the fix.
     """
     tree = read_preset(PRESET_FOLDER, name_or_path, "--cluster")
     is_name = name_or_path in cluster_names()
@@ -238,7 +244,7 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def _refusal(error: ValidationError, tree: ConfigTree, shown: str) -> str:
-    """One line for the first of pydantic's complaints: file and line, key, reason, fix."""
+    """Return a line for the first of pydantic's errors: file and line, key, reason, fix."""
     first = error.errors()[0]
     path = tuple(str(part) for part in first["loc"])
     origin, key = tree.origin(path) or shown, ".".join(path)
@@ -251,7 +257,8 @@ def _refusal(error: ValidationError, tree: ConfigTree, shown: str) -> str:
     if first["type"] == "missing":
         return f"{origin}: {key} is missing. Write it; {_known_keys(path)}."
     reason = str(first["msg"]).removeprefix("Value error, ")
-    if _keys_at(path) and first["type"] == "value_error":  # a check of several keys names them
+    # The message of a check of several keys already contains the keys.
+    if _keys_at(path) and first["type"] == "value_error":
         return f"{origin}: {reason}."
     return f"{origin}: {key}: {reason[:1].lower()}{reason[1:]} (got {first['input']!r})."
 
@@ -273,7 +280,7 @@ def _keys_at(path: tuple[str, ...]) -> list[str]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section of a field, if it is one: `Link | None` is a `Link`."""
+    """Return the section that a field's type is, also for `Link | None`; None for other types."""
     kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -1,15 +1,16 @@
-"""The seconds of an exchange between ranks, by latency and bandwidth of the links.
+"""The seconds of an exchange between ranks, from the latency and bandwidth of the links.
 
 The model is that of Thakur et al. 2005 (Optimization of Collective Communication Operations in
-MPICH): a message of S bytes takes alpha + S/b, where b is the bytes per second that a device sends
-while it receives at the same rate. In a ring of n ranks an all-gather or a reduce-scatter of S
-bytes takes n-1 such steps with S/n bytes in each; an all-reduce is a reduce-scatter followed by an
-all-gather. Patarasu and Yuan 2009 (Bandwidth optimal all-reduce algorithms for clusters of
-workstations) show that no all-reduce sends fewer bytes than the 2 (n-1)/n S of each rank.
+MPICH): a message of S bytes takes alpha + S/b seconds, where alpha is the latency, and b is the
+bytes per second that a device sends while it receives at the same rate. In a ring of n ranks an
+all-gather or a reduce-scatter of S bytes takes n-1 messages of S/n bytes. An all-reduce is a
+reduce-scatter followed by an all-gather. Patarasu and Yuan 2009 (Bandwidth optimal all-reduce
+algorithms for clusters of workstations) show that each rank sends at least 2 (n-1)/n S bytes in any
+all-reduce.
 
-An all-reduce in a group over several nodes has three stages, so that each device of a node sends
-one part over its link: a reduce-scatter inside the nodes, an all-reduce between them, an all-gather
-inside. Other exchanges have the stages that they need.
+In a group over several nodes an all-reduce has three stages: a reduce-scatter inside each node, an
+all-reduce between the nodes, and an all-gather inside each node. So each device of a node sends one
+part over its link. Other exchanges have those of the stages that they need.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ class NodeSpread:
     nodes: int
     """The number of nodes with ranks of the group."""
     most: int
-    """Ranks on the node with the most of them."""
+    """The number of ranks on the node with the most ranks of the group."""
     least: int
-    """Ranks on the node with the fewest: this many send between the nodes at once."""
+    """The number of ranks on the node with the fewest. So many ranks send between nodes at once."""
 
 
 def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
-    """Return the distribution of an axis' first group, whose ranks are 0, stride, 2 stride, ...
+    """Return the distribution over nodes of a mesh axis' first group.
 
-    The axes of a mesh are (dp, pp, tp), the last the fastest, and nodes are filled in the order of
-    ranks: a tp group has stride 1, a pp group tp, a dp group pp * tp. The other groups of an axis
-    have the same distribution if `ranks * stride` divides the devices of a node, or is a multiple
-    of them.
+    The ranks of this group are 0, stride, 2 stride, ... The axes of a mesh are (dp, pp, tp), of
+    which the last changes fastest, and nodes are filled in the order of ranks. So the stride is 1
+    for a tp group, tp for a pp group, and pp * tp for a dp group. The other groups of an axis have
+    the same distribution if `ranks * stride` divides the devices of a node, or is a multiple of
+    them.
 
     Args:
         ranks: the number of ranks of the group.
@@ -69,31 +71,35 @@ def collective_seconds(
     *,
     after_work: bool = False,
 ) -> float:
-    """Return the seconds of an exchange on idle links; 0 in a group of one.
+    """Return the seconds of exchanges of one kind on idle links; 0 in a group of one rank.
 
-    With S bytes and n ranks on one node, alpha the latency and b the rate of the link:
+    An exchange of S bytes among n ranks of one node takes these seconds, where alpha is the latency
+    and b the rate of the link:
 
     * all_gather, reduce_scatter: (n-1) alpha + (n-1)/n S/b
     * all_reduce: 2 (n-1) alpha + 2 (n-1)/n S/b
     * broadcast, reduce: (n-1) alpha + S/b, from rank to rank in a chain, in small pieces
     * send: alpha + S/b, over the slowest link between neighbours of the group
 
-    On several nodes, k ranks on each and m nodes, the stages of the module's docstring: between
-    the nodes there are rings of m, of which each carries S/k, and inside rings of k with all of S.
+    On m nodes with k ranks each, an exchange has the stages in the module's docstring. Between the
+    nodes there are k rings of m ranks, each for S/k bytes. Inside a node there is a ring of k ranks
+    for all S bytes.
+
+    If the cluster has a measured curve for this kind of exchange, the curve replaces the formula.
 
     Args:
         kind: the kind of exchange.
-        nbytes: S, summed over all calls: the whole tensor, as it is before a reduce-scatter and
-            after an all-gather.
+        nbytes: the bytes of the whole tensor, as it is before a reduce-scatter and after an
+            all-gather, summed over all calls.
         ranks: the number of ranks of the group.
         stride: the distance from one rank of the group to the next; see `spread_over_nodes`.
-        cluster: has the devices of a node, and the links.
-        calls: the number of messages; each adds the latency.
-        after_work: whether ranks compute between two messages; see `LinkSpec.after_work`.
+        cluster: the cluster, with the number of devices of a node and the links.
+        calls: the number of exchanges; each adds the latency.
+        after_work: whether ranks compute between two exchanges; see `LinkSpec.after_work`.
 
     Raises:
-        ConfigError: the group spans nodes, and the cluster has no link between them.
-        ValueError: bytes or calls are below 0.
+        ConfigError: the group spans several nodes, and the cluster has no link between nodes.
+        ValueError: `nbytes` or `calls` is below 0.
     """
     if nbytes < 0 or calls < 0:
         raise ValueError(f"nbytes={nbytes} calls={calls}: neither is below 0")
@@ -114,22 +120,23 @@ def collective_seconds(
 def _over_nodes(
     kind: CommOp, inside: Link, between: Link, node_spread: NodeSpread, nbytes: float, calls: int
 ) -> float:
-    """The sum of the stages.
+    """Return the sum of the seconds of all stages.
 
-    The node with most ranks has the slowest ring, the one with fewest the fewest links.
+    The ring inside is slowest on the node with the most ranks. The node with the fewest ranks has
+    the fewest links to other nodes.
     """
     if kind == "send":
         return _on_one("send", between, 2, nbytes, calls)
     across = _on_one(kind, between, node_spread.nodes, nbytes / node_spread.least, calls)
     half = _on_one("all_gather", inside, node_spread.most, nbytes, calls)
-    # A reduce-scatter takes as long as an all-gather; an exchange needs one of the two, or both.
+    # An exchange needs an all-gather, or a reduce-scatter, or both, and they take equally long.
     return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
 
 
 def _on_one(
     kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int, *, after_work: bool = False
 ) -> float:
-    """The seconds of a ring or a chain over links of one kind."""
+    """Return the seconds of a ring or a chain over equal links."""
     if ranks == 1:
         return 0.0
     seconds = _by_formula(kind, link.of(kind), ranks, nbytes, calls)
@@ -153,7 +160,7 @@ def _by_formula(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int)
 
 
 def _on_curve(curve: Sequence[tuple[float, float]], nbytes: float, otherwise: float) -> float:
-    """The seconds between measured sizes, interpolated; outside of them `otherwise`."""
+    """Interpolate the seconds between measured sizes; return `otherwise` outside of the curve."""
     for (low, before), (high, after) in pairwise(curve):
         if low <= nbytes <= high:
             return before + (after - before) * (nbytes - low) / (high - low)
@@ -161,7 +168,9 @@ def _on_curve(curve: Sequence[tuple[float, float]], nbytes: float, otherwise: fl
 
 
 def sent_bytes(kind: CommOp, nbytes: float, ranks: int) -> float:
-    """Return the bytes that the busiest rank of a ring sends: the volume in papers on ZeRO.
+    """Return the bytes that the busiest rank of a ring or a chain sends.
+
+    Papers on ZeRO call this the communication volume.
 
     Args:
         kind: the kind of exchange.

@@ -1,8 +1,8 @@
-"""The seconds that a CPU takes to issue an exchange, in addition to those of the exchange.
+"""Measure the seconds that a CPU takes to issue an exchange, in addition to the exchange itself.
 
-`link_rates` measures bare exchanges. In a step, `fully_shard` runs hooks around each unit and looks
-up its parameters; an action of a pipeline's schedule looks up tables and walks the autograd graph.
-On a GPU this overlaps with computation. All functions are collective.
+`link_rates` measures bare exchanges. In a step, `fully_shard` also runs hooks around each unit and
+looks up the unit's parameters. An action of a pipeline's schedule looks up tables and walks the
+autograd graph. On a GPU this time overlaps with computation. All functions are collective.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from bigtrain.ranks.context import RunContext
 
 WIDTH = 32
-"""The width of layers whose computation takes almost no time."""
+"""The width of the layers, so small that their computation takes almost no time."""
 UNITS = 12
 """The number of layers that are sharded."""
 STAGES, MICRO_BATCHES = 4, 2
-"""Stages of a rank, and micro-batches for each rank."""
+"""The number of stages of each rank, and of micro-batches for each rank."""
 
 
 def unit_seconds(context: RunContext, gather: float, reduce: float) -> tuple[float, float]:
@@ -32,8 +32,8 @@ def unit_seconds(context: RunContext, gather: float, reduce: float) -> tuple[flo
 
     Args:
         context: the context of all ranks; the layers are sharded over them.
-        gather: the seconds of a bare all-gather of as few numbers.
-        reduce: the seconds of a bare reduce-scatter of as few numbers.
+        gather: the seconds of a bare small all-gather, which are subtracted.
+        reduce: the seconds of a bare small reduce-scatter, which are subtracted.
 
     Raises:
         ValueError: there is only one rank.
@@ -58,7 +58,8 @@ def unit_seconds(context: RunContext, gather: float, reduce: float) -> tuple[flo
 
         return run
 
-    # A step without shards; with one all-gather of each layer; with one more in the backward pass.
+    # Steps without shards, with one all-gather of each layer, and with another all-gather in the
+    # backward pass.
     plain, once, twice = _alternating([step(gathers) for gathers in range(3)])
     again = (twice - once) / UNITS
     return max(0.0, again - gather), max(0.0, (once - plain) / UNITS - again - reduce)
@@ -68,8 +69,8 @@ def action_seconds(context: RunContext, send: float) -> float:
     """Return the seconds of an action of a pipeline's schedule without computation and message.
 
     Args:
-        context: the context of all ranks; each has several stages.
-        send: the seconds of a small message.
+        context: the context of all ranks, each of which gets several stages.
+        send: the seconds of a small message, which are subtracted.
     """
     ranks, micro_batches = context.world_size, MICRO_BATCHES * context.world_size
     count, rows = STAGES * ranks, torch.ones(micro_batches, WIDTH)
@@ -88,13 +89,17 @@ def action_seconds(context: RunContext, send: float) -> float:
         schedule.step(*inputs, target=rows if context.rank == ranks - 1 else None)
 
     (seconds,) = _alternating([step], warm=1, times=5)
-    # Forward and backward; in the bubble a rank idles for one action of each other rank.
+    # Each stage has an action for the forward and for the backward pass of each micro-batch. In the
+    # bubble a rank idles for the time of one action of each other rank.
     actions = 2 * (STAGES * micro_batches + ranks - 1)
     return max(0.0, seconds / actions - send)
 
 
 def _alternating(steps: Sequence[Callable[[], None]], warm: int = 2, times: int = 8) -> list[float]:
-    """The median seconds of each step; they alternate, so that all see the same machine."""
+    """Return the median seconds of each step.
+
+    The steps alternate, so that changes of the machine's speed affect all of them alike.
+    """
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(warm + times):
         for step, seconds in zip(steps, taken, strict=True):

@@ -1,4 +1,4 @@
-"""A library whose internals bigtrain uses: the names, and the versions known to have them."""
+"""Check a library whose internals bigtrain uses: the names, and the versions that have them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from bigtrain.machine.versions import installed_version
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A name inside a library that its next version may lack."""
+    """A name inside a library that a later version of the library may lack."""
 
     path: str
-    """The dotted path; an attribute that only objects have follows their class."""
+    """The dotted path of the name. An attribute that only instances have follows their class."""
     use: Literal["read", "replace"]
-    """Whether bigtrain reads or calls it, or replaces it."""
+    """Whether bigtrain reads or calls the object with this name ("read"), or replaces it
+    ("replace")."""
     why: str
-    """The purpose, for the message if it is missing."""
+    """The purpose of the use, for the message if the name is missing."""
 
 
 def foreign_names(
@@ -36,9 +37,9 @@ def foreign_names(
 
     Args:
         use: see `ForeignName`.
-        why: the purpose.
+        why: the purpose of the use.
         owner: the dotted path of the module or class.
-        names: its attributes, separated by spaces.
+        names: the names of attributes of the owner, separated by spaces.
     """
     return [ForeignName(f"{owner}.{name}", use, why) for name in names.split()]
 
@@ -65,7 +66,10 @@ class ForeignLibrary:
         return f'pip install "{self.requirement}"'
 
     def warning(self) -> str | None:
-        """Return a warning if the installed version was not tested; nothing is imported."""
+        """Return a warning if the installed version was not tested, otherwise None.
+
+        Nothing is imported.
+        """
         version = installed_version(self.name)
         if version is None or (_release(self.oldest) <= _release(version) < _release(self.below)):
             return None
@@ -76,15 +80,18 @@ class ForeignLibrary:
         )
 
     def missing_names(self) -> Sequence[str]:
-        """Return the names that the installed version lacks. Imports the modules that have them."""
+        """Return the dotted paths that the installed version lacks.
+
+        The modules that should contain them are imported.
+        """
         return _missing(tuple(name.path for name in self.names))
 
     def does_not_load(self, error: Exception, user: str, instead: str) -> ConfigError:
         """Return the error to raise if the library is not installed, or cannot be imported.
 
         Args:
-            error: the exception of its import.
-            user: the key with its value that needs the library.
+            error: the exception of the import.
+            user: the job's key and value that need the library, for the message.
             instead: an alternative for the user, as the end of a sentence.
         """
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -94,14 +101,14 @@ class ForeignLibrary:
         )
 
     def refuse_missing(self, user: str, instead: str) -> None:
-        """Refuse a version that lacks one of the names. Imports the modules that have them.
+        """Check that the installed version has all names, for which modules are imported.
 
         Args:
             user: see `does_not_load`.
             instead: see `does_not_load`.
 
         Raises:
-            ConfigError: a name is missing; the message has the first one.
+            ConfigError: a name is missing. The message contains the first missing name.
         """
         missing = self.missing_names()
         if not missing:
@@ -121,9 +128,9 @@ def _missing(paths: tuple[str, ...]) -> Sequence[str]:
 
 
 def _is_there(path: str) -> bool:
-    """Whether a dotted path exists.
+    """Return whether a dotted path exists.
 
-    An attribute that only objects have exists if a method of their class names it.
+    An attribute that only instances have exists if the code of their class contains its name.
     """
     first, *rest = path.split(".")
     value: Any = import_module(first)
@@ -141,7 +148,7 @@ def _is_there(path: str) -> bool:
 
 @cache
 def _named_by(kind: type) -> frozenset[str]:
-    """All names in the code of a class and of its bases."""
+    """Return all names in the code of the methods of a class and of its bases."""
     codes = [
         function.__code__
         for base in kind.__mro__
@@ -157,7 +164,7 @@ def _named_by(kind: type) -> frozenset[str]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, without trailing zeros."""
+    """Return the leading numbers of a version, without trailing zeros."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     release = [int(number) for number in numbers.group().split(".")] if numbers else []
     while release and not release[-1]:
@@ -167,7 +174,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def changed_environment(**values: str) -> Iterator[None]:
-    """Set environment variables for the length of a `with` block."""
+    """Set environment variables inside a `with` block."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -181,7 +188,7 @@ def changed_environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, **values: object) -> Iterator[None]:
-    """Set attributes for the length of a `with` block."""
+    """Set attributes of an object inside a `with` block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

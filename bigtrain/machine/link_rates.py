@@ -1,21 +1,22 @@
-"""The speed of the links between ranks of this machine: seconds of small and of large exchanges.
+"""Measure the links between ranks of this machine: the seconds of small and of large exchanges.
 
-`bigtrain.machine.rates` runs this file in a separate process, which starts the ranks; each rank
+`bigtrain.machine.rates` runs this file in a separate process, which starts the ranks. Each rank
 runs this file again:
 
     python bigtrain/machine/link_rates.py --start N ANSWER DEVICE
     python bigtrain/machine/link_rates.py ANSWER DEVICE          as a rank
 
-ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
-all-reduce, and "kinds", which has for each kind of exchange the same two; "curve", the seconds of
-some sizes, [[bytes, seconds], ...]; "after_work", the same after computation; and "issue", in
-seconds. See `bigtrain.machine.cluster.LinkSpec`.
+ANSWER is a JSON file that rank 0 writes. It contains "ranks", their number, and for an all-reduce
+"latency" (seconds) and "bytes" (per second). It also contains "kinds", an object for each kind of
+exchange with "latency", "bytes", "curve" (pairs of bytes and seconds), "after_work" (such a curve
+for exchanges after computation) and "issue" (seconds). See `bigtrain.machine.cluster.LinkSpec`.
 """
 
 import os
 import sys
 
-# As in train.py: a file run by its path has its own folder on sys.path, not the package's.
+# If Python runs a file by its path, sys.path begins with the file's folder, where Python does not
+# find the package `bigtrain`.
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -42,17 +43,23 @@ from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 LARGE = 2**25
-"""Bytes of the large message: the size of a bucket of gradients."""
+"""Bytes of the largest exchange: the size of a bucket of gradients."""
 CURVE = (2**14, 2**17, 2**20, 2**23, LARGE)
-"""Bytes of the messages of a curve: neither latency nor bandwidth predicts sizes in between."""
+"""Bytes of the exchanges of a curve. Latency and bandwidth do not predict the seconds of medium
+sizes."""
 WORK = 1536, 1024, 1024
-"""Sizes of the product that is computed before an exchange, like a block in a step: it replaces the
-content of caches, and ranks do not begin the exchange at the same moment. On two cores an
-all-gather of a block's parameters takes twice as long after it as after another all-gather."""
+"""The sizes of a matrix product that is computed before an exchange, as a block is in a step. The
+product replaces the content of caches, and afterwards ranks do not begin the exchange at the same
+moment. On two cores an all-gather of a block's parameters takes twice as long after a product as
+after another all-gather."""
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks, or run as one of them; returns the exit status."""
+    """Start the ranks, or measure as one of them; return the exit status.
+
+    Args:
+        arguments: the arguments in the module's docstring.
+    """
     if arguments[0] == "--start":
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, kind = arguments
@@ -71,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict[str, Any]:
-    """The figures of one kind of exchange; collective.
+    """Measure one kind of exchange. Collective.
 
     Args:
         context: this rank's context.
@@ -81,7 +88,7 @@ def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
     curve = []
     for nbytes in CURVE:
-        # Each rank has the same number of them.
+        # All ranks have equal shares of the numbers.
         numbers = nbytes // 4 // context.world_size * context.world_size
         curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
     after_work = []
@@ -95,14 +102,14 @@ def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict
 
 
 def _add_issue(context: RunContext, kinds: dict[CommOp, dict[str, Any]]) -> None:
-    """Measure `LinkSpec.issue` of the kinds that have it."""
+    """Measure `LinkSpec.issue` for sends, all-gathers and reduce-scatters. Collective."""
     send, gather, reduce = (kinds[kind] for kind in ("send", "all_gather", "reduce_scatter"))
     send["issue"] = action_seconds(context, send["latency"])
     gather["issue"], reduce["issue"] = unit_seconds(context, gather["latency"], reduce["latency"])
 
 
 def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:
-    """The median seconds of an exchange of so many numbers; collective."""
+    """Return the median seconds of an exchange of `numbers` floats. Collective."""
     taken = _times(context, kind, numbers, warm=warm, times=times, before=None)
     return statistics.median(exchange for _, exchange in taken) / _directions(kind)
 
@@ -110,7 +117,10 @@ def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, time
 def _seconds_after_work(
     context: RunContext, kind: CommOp, numbers: int, shared_work: float | None
 ) -> float:
-    """The mean seconds after computation, with the time that ranks wait for each other."""
+    """Return the mean seconds of an exchange after computation. Collective.
+
+    They include the time that ranks wait for each other.
+    """
     compute = _product(context.device)
     times = 12 if shared_work is None else 6  # rounds take longer on shared cores
     taken = _times(context, kind, numbers, warm=1, times=times, before=compute)
@@ -118,12 +128,16 @@ def _seconds_after_work(
         rounds = [work + exchange - shared_work for work, exchange in taken]
     else:
         rounds = [exchange for _, exchange in taken]
-    # The waiting varies and all of it counts, so the mean; without the slowest round, an outlier.
+    # The mean and not the median, because the waiting varies and all of it counts. The slowest
+    # round is an outlier.
     return statistics.fmean(sorted(rounds)[:-1]) / _directions(kind)
 
 
 def _directions(kind: CommOp) -> int:
-    """A send is timed forward and backward: the receiver cannot see when the sender began."""
+    """Return the number of timed messages of an exchange: 2 for a send, which is sent back.
+
+    The receiver of one message cannot know when the sender began.
+    """
     return 2 if kind == "send" else 1
 
 
@@ -136,7 +150,7 @@ def _times(
     times: int,
     before: Callable[[], None] | None,
 ) -> list[tuple[float, float]]:
-    """The seconds of the work before an exchange, and of the exchange, by round; collective."""
+    """Return for each round the seconds of the work and of the exchange after it. Collective."""
     whole_tensor = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
     taken = []
@@ -164,10 +178,10 @@ def _product(device: torch.device) -> Callable[[], None]:
 
 
 def _shared_work_seconds(context: RunContext) -> float | None:
-    """The seconds of all ranks' products if ranks share cores; None if each rank has a core.
+    """Return the seconds of all ranks' products if ranks share cores; None if they do not.
 
-    A rank that waits leaves its core to others, so that the work of all of them is part of a
-    round, and is subtracted from it. Collective.
+    A rank that waits leaves its core to other ranks. So a round takes the time of the products of
+    all ranks, which the caller subtracts. Collective.
     """
     cores = usable_cores()
     if context.device.type != "cpu" or context.world_size <= cores:
@@ -184,13 +198,13 @@ def _shared_work_seconds(context: RunContext) -> float | None:
 
 
 def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:
-    """Do one exchange among all ranks; a send goes from rank 0 to rank 1 and back.
+    """Do one exchange among all ranks; for "send", send from rank 0 to rank 1 and back. Collective.
 
     Args:
         context: this rank's context.
         kind: the kind of exchange.
-        whole: the tensor before a reduce-scatter, and after an all-gather.
-        share: this rank's part of it, 1/n of its numbers.
+        whole: the tensor before a reduce-scatter, or after an all-gather.
+        share: this rank's share of that tensor, 1/n of its numbers; only these kinds need it.
 
     Raises:
         ValueError: there is only one rank.

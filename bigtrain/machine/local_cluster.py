@@ -1,4 +1,4 @@
-"""A cluster of one node that describes this machine, from the rates that were measured on it."""
+"""Describe this machine as a cluster of one node, by the rates that were measured on it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from bigtrain.machine.rates import MeasuredRates, cpu_name, usable_cores
 from bigtrain.units import GIB, MIB, format_bytes
 
 LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 5e-6}
-"""Seconds of the smallest operation, issued from Python: an assumption."""
+"""Seconds of the smallest operation that is issued from Python; an assumption."""
 MAX_LINKED_RANKS = 8
-"""The most ranks on one CPU between which links are measured; more are taken to be as fast."""
+"""The most ranks on one CPU between which links are measured. More ranks are assumed to be as
+fast."""
 PROCESS_BYTES = {"cuda": 2 * GIB, "cpu": 512 * MIB}
-"""Bytes of a process that are no tensors: an assumption. On a CPU, the interpreter with torch."""
+"""Bytes of a process without tensors; an assumption. On a CPU it is the interpreter with torch."""
 
 
 def measure_local_cluster(ranks: int | None = None) -> Cluster:
-    """Return this machine; its rates are measured if none are cached, which takes some seconds.
+    """Return this machine as a cluster.
+
+    If the rates of this machine are not cached, they are measured, which takes some seconds.
 
     Args:
-        ranks: the number of ranks that share the CPU; None for one for each core. On a machine
-            with GPUs there is one for each GPU.
+        ranks: the number of ranks that share the CPU; None means one rank for each core. On a
+            machine with GPUs there is one rank for each GPU.
 
     Raises:
         ConfigError: a rate could not be measured.
@@ -50,11 +53,14 @@ def measure_local_cluster(ranks: int | None = None) -> Cluster:
 
 
 def cached_local_cluster(ranks: int, device_type: str) -> Cluster | None:
-    """Return this machine by its cached rates; None without any. Nothing is measured.
+    """Return this machine as a cluster by its cached rates. Nothing is measured.
 
     Args:
-        ranks: the number of ranks of this node.
-        device_type: 'cuda' or 'cpu'; rates of the other do not count.
+        ranks: the number of ranks on this machine.
+        device_type: the type of the ranks' devices.
+
+    Returns:
+        The cluster; None if no rates are cached, or only rates of another type of device.
 
     Raises:
         ConfigError: see `cluster_from_rates`.
@@ -89,12 +95,13 @@ def cluster_from_rates(
 
     Args:
         rates: the rates of this machine.
-        devices: GPUs of the node, or ranks that share its CPU.
+        devices: the number of GPUs of the node, or of ranks that share its CPU.
         host_memory: bytes of the host's memory.
-        device_memory: bytes of a GPU's memory; on a CPU a rank has an equal share of the host's.
-        device_name: the GPU's name; None for the processor's.
-        device_processors: a GPU's multiprocessors: products that do not fill all of them do not
-            reach the measured rate. None: all products reach it.
+        device_memory: bytes of a GPU's memory; None on a CPU, where each rank has an equal share
+            of the host's memory.
+        device_name: the GPU's name; None means the name of the CPU.
+        device_processors: the number of a GPU's multiprocessors. Products that do not use all of
+            them do not reach the measured rate. None means that all products reach it.
 
     Raises:
         ConfigError: a needed rate could not be measured, or the memory is too small.
@@ -142,7 +149,7 @@ def cluster_from_rates(
 
 
 def _link(rates: MeasuredRates) -> Link:
-    """The link: the latency of one step of each kind of exchange, from that of all its steps."""
+    """Return the link, with the latency of a whole exchange divided by its number of steps."""
     ring = rates.link_ranks - 1
     steps = {"all_reduce": 2 * ring, "send": 1}
     latency = _needed(rates, "link", rates.link_latency) / steps["all_reduce"]

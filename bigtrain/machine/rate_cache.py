@@ -1,4 +1,4 @@
-"""The measured rates of this node, cached for later runs."""
+"""Measure the rates of this machine, and cache them for later runs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from bigtrain.units import format_flops
 RATES = Cache("rates")
 """The rates of this machine, by hardware, version of torch and number of ranks."""
 NOTABLE_SPEEDUP = 2.0
-"""bf16 is mentioned if its products are at least so many times faster than those of fp32: below
-that, conversions use up the gain."""
+"""bf16 is recommended if its products are at least so many times faster than products in fp32. With
+a smaller factor, conversions take the gained time."""
 
 
 def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRates:
-    """Return the rates of this machine: cached ones, or measured now, which takes some seconds.
+    """Return the rates of this machine from the cache, or measure them, which takes some seconds.
 
-    Rates that were measured while other programs used the machine are measured again.
+    Cached rates that were measured while other programs used the machine are measured again. If the
+    machine is even busier then, the cached rates are returned. A warning is printed if the returned
+    rates were measured on a busy machine.
 
     Args:
-        again: measure even if rates are cached.
+        again: whether to measure even if rates are cached.
         ranks: the number of ranks between which links are measured; see `link_ranks`.
     """
     cached = None if again else cached_rates(ranks)
@@ -53,8 +55,8 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRat
     if rates.device == "cpu":  # the speed of a GPU does not depend on other programs' cores
         rates = replace(rates, others_cores=others_cores([clock.read()]))
     if cached is not None and (cached.others_cores or 0.0) < (rates.others_cores or 0.0):
-        rates = cached  # the machine was less busy then
-    elif not rates.problems:  # the cause of a problem may be gone next time
+        rates = cached  # the machine was less busy at the earlier measurement
+    elif not rates.problems:  # the next measurement may have no problems
         _store(rates)
     busy = describe_others(rates.others_cores)
     if busy:
@@ -67,10 +69,10 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRat
 
 
 def faster_precision(flops: Mapping[str, float]) -> list[str]:
-    """Return a line of advice if bf16 products are far faster here than fp32 products.
+    """Return a line of advice if products in bf16 are far faster than in fp32; otherwise nothing.
 
     Args:
-        flops: see `MeasuredRates`.
+        flops: the operations per second by precision; see `MeasuredRates`.
     """
     fp32, bf16 = flops.get("fp32", 0.0), flops.get("bf16", 0.0)
     if not fp32 or bf16 < NOTABLE_SPEEDUP * fp32:
@@ -82,7 +84,11 @@ def faster_precision(flops: Mapping[str, float]) -> list[str]:
 
 
 def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
-    """Return the cached rates of this hardware, torch and number of ranks; None without any."""
+    """Return the cached rates of this machine; None if there are none for its fingerprint.
+
+    Args:
+        ranks: see `measured_rates`.
+    """
     entry = RATES.read().get(_key(link_ranks(ranks)))
     if entry is None:
         return None
@@ -93,17 +99,18 @@ def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
 
 
 def rates_fingerprint(ranks: int | None = None) -> dict[str, Any]:
-    """Return the hardware and versions that rates belong to, as JSON values.
+    """Return the hardware, versions and number of ranks to which rates belong, as JSON values.
 
     Args:
         ranks: see `measured_rates`.
     """
     scratch = None
-    with contextlib.suppress(OSError):  # no folder takes files
+    with contextlib.suppress(OSError):  # raised if no temporary folder is writable
         scratch = scratch_folder()
     return {
         **device_fingerprint(accelerator() or "cpu"),
-        "figures": [figure.name for figure in fields(MeasuredRates)],  # they differ by version
+        # Versions of bigtrain differ in the figures.
+        "figures": [figure.name for figure in fields(MeasuredRates)],
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -119,7 +126,7 @@ def _key(ranks: int) -> str:
 
 
 def _rates_of(values: object) -> MeasuredRates | None:
-    """Return rates from JSON values; None if they are not rates."""
+    """Return rates from JSON values; None if the values are not complete rates."""
     names = {f.name for f in fields(MeasuredRates)}
     if not isinstance(values, dict) or set(values) != names or values["problems"] != {}:
         return None
@@ -164,6 +171,6 @@ def _is_positive(number: object) -> bool:
 
 
 def _store(rates: MeasuredRates) -> None:
-    """Add the rates to those of other machines that share the folder."""
+    """Add the rates to the cache, which may also have entries of other machines."""
     entry = {"rates": asdict(rates), "measured": time.strftime("%Y-%m-%d %H:%M:%S")}
     RATES.update(lambda entries: entries.update({_key(rates.link_ranks): entry}))

@@ -1,7 +1,7 @@
-"""The rates of this machine: computation, copies, the disk, host to GPU, and between ranks.
+"""Measure the rates of this machine: computation, copies, disk, host to GPU, and between ranks.
 
-Measuring takes a few seconds. `rate_cache` stores the rates for the hardware, the version of torch
-and the number of ranks that they were measured with.
+A measurement takes a few seconds. `rate_cache` stores the rates by the hardware, the version of
+torch and the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
 
 LINK_TIMEOUT_S = 60.0
-"""Seconds for each rank in which the ranks must answer: many ranks may share few cores."""
+"""Seconds for each rank in which the ranks must answer. Many ranks may share few cores, so the time
+grows with their number."""
 _DISK_BYTES = 64 * MIB
 _Figure = TypeVar("_Figure")
 PRODUCT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,15 +39,16 @@ PRODUCT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
-    """The rates that one process reaches on this machine, and those between its ranks.
+    """The rates that one process reaches on this machine, and the rates between its ranks.
 
-    On a machine with GPUs, computation and copies are those of the first GPU; otherwise of the CPU
-    with a thread for each core, so that ranks on the same cores share these rates.
-    A rate that could not be measured is None; `problems` has the reason.
+    On a machine with GPUs, computation and copies are measured on the first GPU. Otherwise they are
+    measured on the CPU with a thread for each core, so ranks on the same cores share these rates.
+    A rate that could not be measured is None, or is missing from `flops` and `link_kinds`;
+    `problems` contains the reason.
     """
 
     device: str
-    """'cuda', 'xpu' or 'cpu': the device of `flops` and `copy_bytes`."""
+    """The type of the device of `flops` and `copy_bytes`: 'cuda', 'xpu' or 'cpu'."""
     flops: dict[str, float]
     """Floating-point operations per second in a large matrix product, by precision: fp32, bf16."""
     copy_bytes: float | None
@@ -57,23 +59,24 @@ class MeasuredRates:
     """Bytes per second read from the scratch folder; without the system's page cache, if that can
     be dropped."""
     to_device_bytes: float | None
-    """Bytes per second from pinned host memory to the GPU; None without one."""
+    """Bytes per second copied from pinned host memory to the GPU; None without a GPU."""
     link_ranks: int
     """The number of ranks of this machine between which links were measured."""
     link_latency: float | None
     """Seconds of an all-reduce of one number."""
     link_bytes: float | None
-    """Bytes per second that each rank sends in a large all-reduce; of n ranks each sends
-    2 (n-1)/n of its size."""
+    """Bytes per second that each rank sends in a large all-reduce, where each of n ranks sends
+    2 (n-1)/n of the tensor."""
     link_kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Figures by kind of exchange: `latency`, seconds of a small one; `bytes` per second that the
-    busiest rank sends in a large one, as `collective_cost.sent_bytes` counts them; `curve`, pairs
-    of the bytes of a whole exchange and its seconds; `after_work`, the same for ranks that have
-    computed since the last one; `issue`. See `cluster.LinkSpec`."""
+    """Figures by kind of exchange. `latency`: seconds of a small exchange. `bytes`: bytes per
+    second that the busiest rank sends in a large exchange, counted as by
+    `collective_cost.sent_bytes`. `curve`: pairs of the bytes of a whole exchange and its seconds.
+    `after_work`: such a curve for ranks that have computed after the last exchange. `issue`: see
+    `cluster.LinkSpec`."""
     others_cores: float | None = None
-    """Cores that other programs used during the measurement; None if unknown."""
+    """Cores that other programs used during the measurement; None if unknown or on a GPU."""
     problems: dict[str, str] = field(default_factory=dict)
-    """Why a part (compute, memory, disk, device, link) could not be measured."""
+    """The reason why a part could not be measured, by part: compute, memory, disk, device, link."""
 
 
 def cpu_name() -> str:
@@ -97,15 +100,20 @@ def link_ranks(ranks: int | None = None) -> int:
     """Return the number of ranks between which links are measured.
 
     Args:
-        ranks: the number on a CPU, at least two; several GPUs have one rank each.
+        ranks: the number of ranks on a CPU; None and lower numbers mean two. With several GPUs the
+            result is their number.
     """
     return device_count() if device_count() > 1 else max(2, ranks or 2)
 
 
 def measure_rates(ranks: int) -> MeasuredRates:
-    """Measure the rates of this machine; see `rate_cache.measured_rates`."""
+    """Measure the rates of this machine; `rate_cache.measured_rates` also caches them.
+
+    Args:
+        ranks: the number of ranks between which links are measured.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(usable_cores())  # launchers may have limited this process to one
+    torch.set_num_threads(usable_cores())  # a launcher may have set the number of threads to one
     try:
         return _measured(ranks)
     finally:
@@ -122,7 +130,7 @@ def _measured(ranks: int) -> MeasuredRates:
     to_device = None
     if kind:
         to_device = _part(lambda: _to_device_bytes(device), "device", problems)
-        empty_cache()  # the ranks need the memory
+        empty_cache()  # the ranks that measure links need the memory
     link = _part(lambda: _link(ranks), "link", problems) or {}
     return MeasuredRates(
         device=device.type,
@@ -157,15 +165,15 @@ def _seconds(
     warm: int = 2,
     limit_s: float = 0.3,
 ) -> float:
-    """The median seconds of a piece of work, after a warm-up.
+    """Return the median seconds of a function, after a warm-up.
 
     Args:
         work: the function that is timed.
-        device: the device that it runs on.
+        device: the device on which it runs.
         before: called before each repetition, and not timed.
-        warm: the number of repetitions that do not count.
-        limit_s: the work is repeated for this many seconds, and at least three times; once if
-            three times would take more than ten times as long.
+        warm: the number of first repetitions that do not count.
+        limit_s: the function is called for this many seconds, but at least three and at most 20
+            times. The calls end earlier once they have taken ten times as long.
     """
     taken: list[float] = []
     spent = 0.0
@@ -184,12 +192,12 @@ def _seconds(
 
 
 def _flops(device: torch.device) -> dict[str, float]:
-    """Operations per second in products of square matrices, by precision."""
+    """Return the floating-point operations per second in products of matrices, by precision."""
     sizes = (1024, 2048, 4096, 8192) if is_accelerator(device) else (256, 512, 1024, 2048)
     generator = torch.Generator(device).manual_seed(0)  # does not advance the caller's generator
     best_flops: dict[str, float] = {}
     for name, kind in PRODUCT_TYPES.items():
-        for size in sizes:  # larger products are faster, until one takes too long
+        for size in sizes:  # larger products reach higher rates, but must not take too long
             a, b = (
                 torch.randn(size, size, device=device, generator=generator).to(kind)
                 for _ in range(2)
@@ -219,7 +227,7 @@ def _to_device_bytes(device: torch.device) -> float:
 
 
 def _disk_bytes() -> tuple[float, float]:
-    """Bytes per second written to, and read from, a file in the scratch folder."""
+    """Return the bytes per second written to, and read from, a file in the scratch folder."""
     folder = scratch_folder()
     free = free_disk_bytes(folder)
     if free < 4 * _DISK_BYTES:
@@ -247,14 +255,15 @@ def _disk_bytes() -> tuple[float, float]:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-        # The first write allocates the file's blocks; offloaded state overwrites existing ones.
+        # The first write, which allocates the file's blocks, does not count, because offloaded
+        # state overwrites existing blocks.
         write_seconds = _seconds(write, cpu, warm=1, limit_s=1.0)
         read_seconds = _seconds(read, cpu, before=forget, warm=0, limit_s=1.0)
     return _DISK_BYTES / write_seconds, _DISK_BYTES / read_seconds
 
 
 def _link(ranks: int) -> Mapping[str, Any]:
-    """The figures of `link_rates`."""
+    """Measure the links between ranks; see the answer of `link_rates`."""
     kind = (accelerator() if device_count() > 1 else None) or "cpu"
     script, timeout = Path(__file__).parent / "link_rates.py", max(1, ranks) * LINK_TIMEOUT_S
     link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], timeout)
@@ -262,18 +271,19 @@ def _link(ranks: int) -> Mapping[str, Any]:
 
 
 def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: float) -> Any:
-    """Let ranks of this machine measure, and return their answer, parsed from JSON.
+    """Start ranks on this machine that measure, and return their answer, parsed from JSON.
 
-    They run in separate processes, where a hang or a crash does no harm.
+    The ranks run in separate processes, so that a hang or a crash does not affect this process.
 
     Args:
-        script: run with `--start RANKS ANSWER` and the arguments; writes JSON to the file ANSWER.
-        ranks: the number of ranks that it starts.
-        arguments: arguments for the script.
-        timeout: seconds in which they must answer.
+        script: a Python file that is run with `--start RANKS ANSWER` and the arguments. It writes
+            JSON to the file ANSWER.
+        ranks: the number of ranks that the script starts.
+        arguments: further arguments for the script.
+        timeout: the seconds in which the ranks must answer.
 
     Raises:
-        RuntimeError: they did not answer.
+        RuntimeError: the ranks failed or did not answer in time.
     """
     with tempfile.TemporaryDirectory(prefix="bigtrain-measure-") as folder:
         answer, output = Path(folder) / "answer.json", Path(folder) / "output"
@@ -294,7 +304,7 @@ def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: f
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process that started the ranks; at SIGTERM it ends them first."""
+    """End the process that started the ranks; at SIGTERM this process first ends the ranks."""
     if child.poll() is None:
         child.terminate()
         try:

@@ -1,8 +1,8 @@
-"""How far forecasts of peaks and of seconds were off, and the safety margin that follows.
+"""The errors of earlier forecasts of peaks and of seconds, and the safety margin based on them.
 
-At the end of a run its main rank adds one entry for each rank, and one for its step, to
-`residuals.json` in the cache folder, under the device that it ran on. Later forecasts on that
-device take their safety margin from there.
+At the end of a run its main rank adds an entry for each rank, and an entry for the step, to
+`residuals.json` in the cache folder. The entries are stored under the device on which the run was.
+Later forecasts for this device take their safety margin from the entries.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from bigtrain.memory.cap import ACCELERATOR_BYTES, NON_TENSOR_BYTES
 
 EngineName = Literal["torch", "deepspeed", "fairscale"]
 StepBasis = Literal["blocks", "rates"]
-"""The basis of a forecast of seconds: blocks timed on the machine, or its rates alone."""
+"""The basis of a forecast of seconds: blocks timed on the machine, or only the machine's rates."""
 _Number = TypeVar("_Number", int, float)
 
 RESIDUALS = Cache("residuals")
 QUANTILE = 0.99
-"""The share of the recorded ranks for which the margin was enough."""
+"""The margin is enough for this share of the recorded ranks."""
 MIN_RANKS = 20
-"""The margin is a quantile from this many ranks of an engine on; below, the default applies. Up to
-100 ranks the quantile is the maximum."""
+"""The fewest recorded ranks of an engine from which the margin is computed. With fewer ranks the
+default margin is used. Up to 100 ranks the quantile is the maximum."""
 MAX_ENTRIES = 500
-"""The number of newest entries that are stored for a device, of ranks and of steps each."""
+"""The most entries of ranks, and of steps, that are stored for a device. Older entries are
+dropped."""
 DEFAULT_MARGIN: dict[EngineName, float] = {"torch": 0.005, "deepspeed": 0.05, "fairscale": 0.05}
-"""Share of the predicted peak, by engine: the bars that the benchmarks hold."""
+"""The default margin of each engine, as a share of the predicted peak. The benchmarks check that
+errors stay below it."""
 MIN_RUNS = 10
-"""The uncertainty of seconds is a quantile from this many runs of an engine on."""
+"""The fewest recorded runs of an engine from which the uncertainty of seconds is computed."""
 STEP_QUANTILE = 0.9
-"""The share of the recorded runs whose seconds were within the stated uncertainty."""
+"""The share of the recorded runs whose error is within the printed uncertainty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakRecord:
-    """The peak of one rank of one run that ended normally."""
+    """The predicted and the measured peak of one rank of a run that ended normally."""
 
     when: str
-    """The end of the run, ISO 8601 in UTC with microseconds; the same for all its ranks."""
+    """The time of the run's end (ISO 8601 in UTC with microseconds), the same for all its ranks."""
     engine: EngineName
     strategy: str
     device: str
@@ -58,17 +60,20 @@ class PeakRecord:
     """The rank's measured peak: tracked tensors on a CPU, bytes requested from the allocator on
     CUDA."""
     process_bytes: int | None
-    """CUDA: bytes that the caching allocator took from the device. CPU: resident memory above that
-    of the process before the model was built; None where the system does not report it."""
+    """On CUDA the bytes that the caching allocator took from the device. On a CPU the resident
+    memory of the process less that before the model was built; None if unknown."""
 
     @property
     def residual(self) -> float:
-        """The share of the prediction by which the measured peak is above it; 0 where below."""
+        """The excess of the measured over the predicted peak, as a share of the latter; at least 0.
+
+        0.01 means that the measured peak is 1 % above the prediction.
+        """
         return max(0.0, self.tracked_bytes / self.predicted_bytes - 1)
 
     @property
     def non_tensor_bytes(self) -> int | None:
-        """Bytes of the process that are no tensors."""
+        """Bytes of the process in addition to its tensors; None if unknown."""
         if self.process_bytes is None:
             return None
         return max(0, self.process_bytes - self.tracked_bytes)
@@ -76,10 +81,13 @@ class PeakRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The seconds of a step of one run that ended normally on an otherwise idle machine."""
+    """The predicted and the measured seconds of a step of a run that ended normally.
+
+    The machine was otherwise idle during the run.
+    """
 
     when: str
-    """The end of the run, ISO 8601 in UTC."""
+    """The time of the run's end (ISO 8601 in UTC)."""
     engine: EngineName
     strategy: str
     device: str
@@ -92,7 +100,7 @@ class StepRecord:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """The relative error of the prediction: 0.01 if it is 1 % above the measured seconds."""
         return self.predicted_seconds / self.measured_seconds - 1
 
 
@@ -101,23 +109,26 @@ class SafetyMargin:
     """The reserve that is added to a prediction before it is compared with a limit."""
 
     margin: float
-    """Share by which a predicted peak is enlarged: 0.01 is 1 %."""
+    """The share of a predicted peak that is added to it: 0.01 adds 1 %."""
     non_tensor_bytes: int
-    """Bytes to add per rank: the `QUANTILE` of `PeakRecord.non_tensor_bytes`; 0 if no run of the
-    engine has reported them."""
+    """Bytes per rank that are added: the `QUANTILE` of `PeakRecord.non_tensor_bytes`; 0 if they are
+    unknown for all recorded ranks."""
     runs: int
-    """Recorded runs of the engine on the device."""
+    """The number of recorded runs of the engine on the device."""
     ranks: int
-    """Ranks of these runs."""
+    """The number of recorded ranks of these runs."""
     explanation: str
-    """The margin and its source, in one sentence."""
+    """The margin and its source, as a sentence for the user."""
 
 
 def record_residuals(entries: Iterable[PeakRecord | StepRecord]) -> None:
-    """Add the ranks of a run and its step to the cache; only the run's main rank calls it.
+    """Add the entries of a run to the cache; only the run's main rank calls this function.
 
     The entries are stored under this machine's device. If the cache cannot be written, nothing
     happens.
+
+    Args:
+        entries: an entry for each rank, and one for the step.
     """
     new_records = list(entries)
     if not new_records:
@@ -131,7 +142,7 @@ def record_residuals(entries: Iterable[PeakRecord | StepRecord]) -> None:
         for key in list(stored):
             if isinstance(stored[key], list):
                 stored[key] = _dicts(stored[key])[-MAX_ENTRIES:]
-            else:  # damaged: it would never be read
+            else:  # the value is damaged, and would never be read
                 del stored[key]
 
     RESIDUALS.update(add)
@@ -140,13 +151,14 @@ def record_residuals(entries: Iterable[PeakRecord | StepRecord]) -> None:
 def safety_margin(
     engine: str, *, device_key: str | None = None, foreign_device: str | None = None
 ) -> SafetyMargin:
-    """Return the margin for an engine on a device, from the runs that were recorded there.
+    """Return the margin for an engine on a device, from the recorded runs on this device.
 
     Args:
         engine: 'torch', 'deepspeed' or 'fairscale'; see `prediction.memory_report.engine_of`.
-        device_key: a key from `hardware_key`; None means this machine's GPUs, or its CPU without
-            any.
-        foreign_device: the name of a device that this machine lacks: the default applies.
+        device_key: a key from `hardware_key`; None means this machine's GPUs, or the CPU if there
+            are none.
+        foreign_device: the name of a device that this machine does not have. The result is then
+            the engine's default margin.
     """
     if foreign_device is not None:
         return SafetyMargin(
@@ -183,15 +195,17 @@ def safety_margin(
 
 
 def non_tensor_reserve(kind: str, name: str | None = None) -> int:
-    """Return the bytes below a rank's limit that its tensors must leave free.
+    """Return the bytes of a rank's limit that its tensors must leave free.
 
-    A limit on a CPU is on tensors. A limit on an accelerator is on everything that its allocator
-    took: the `QUANTILE` of the recorded ranks, or, without any, a reserve for workspaces and for
-    rounding.
+    On a CPU a limit applies only to tensors, and the result is `NON_TENSOR_BYTES`. On an
+    accelerator it applies to all memory that the allocator takes. The result is then the `QUANTILE`
+    of `PeakRecord.non_tensor_bytes` of the recorded ranks, or `ACCELERATOR_BYTES` if none are
+    recorded.
 
     Args:
-        kind: 'cuda', 'xpu' or 'cpu'.
-        name: the name of the device, which this machine may lack; None means this machine's.
+        kind: the type of the device: 'cuda', 'xpu' or 'cpu'.
+        name: the name of the device, which this machine need not have; None means this machine's
+            device.
     """
     if kind == "cpu":
         return NON_TENSOR_BYTES
@@ -202,12 +216,12 @@ def non_tensor_reserve(kind: str, name: str | None = None) -> int:
 
 
 def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
-    """Describe the errors of earlier forecasts of seconds on this machine.
+    """Describe the errors of earlier forecasts of seconds on this machine, as words for a line.
 
     Args:
         engine: see `safety_margin`.
-        basis: the basis of the forecast; records of the other basis do not count.
-        device: 'cuda', 'xpu' or 'cpu'.
+        basis: the basis of the forecast. Only records with the same basis count.
+        device: the type of the device: 'cuda', 'xpu' or 'cpu'.
     """
     records = [
         entry
@@ -228,22 +242,22 @@ def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
 
 
 def _step_key(device_key: str) -> str:
-    """The key of the seconds of runs on a device, next to the key of its ranks' bytes."""
+    """Return the key for the seconds of steps on a device; `device_key` is that for peaks."""
     return json.dumps({"step_seconds": parse_json(device_key, "a key")})
 
 
 def _default(engine: str) -> float:
-    """The default margin; an unknown engine gets the largest."""
+    """Return the default margin of an engine; the largest for an unknown engine."""
     defaults = cast("dict[str, float]", DEFAULT_MARGIN)
     return defaults.get(engine, max(defaults.values()))
 
 
 def has_device(kind: str, name: str) -> bool:
-    """Whether this machine has the device of a description, by the words of its name.
+    """Return whether this machine has a device whose name contains all words of a name.
 
     Args:
-        kind: 'cuda', 'xpu' or 'cpu'.
-        name: the name as in the description, 'NVIDIA A100 SXM 80GB'.
+        kind: the type of the device: 'cuda', 'xpu' or 'cpu'.
+        name: the name in a cluster file, such as 'NVIDIA A100 SXM 80GB'.
     """
     if kind != "cpu" and accelerator() != kind:
         return False
@@ -255,22 +269,26 @@ def has_device(kind: str, name: str) -> bool:
 
 
 def hardware_key(kind: str) -> str:
-    """Return the key under which residuals of this machine's 'cuda', 'xpu' or 'cpu' are stored."""
+    """Return the key under which the entries of this machine's device are stored.
+
+    Args:
+        kind: the type of the device: 'cuda', 'xpu' or 'cpu'.
+    """
     return json.dumps(device_fingerprint(kind))
 
 
 def _quantile(values: Sequence[_Number], share: float = QUANTILE) -> _Number:
-    """The lowest of the values such that at least the share of them is at or below it."""
+    """Return the lowest of the values such that at least this share of them does not exceed it."""
     return sorted(values)[math.ceil(share * (len(values) - 1))]
 
 
 def _percent(share: float) -> str:
-    """Rounded up: a margin that is called enough must be enough."""
+    """Format a share in percent, rounded up, so that a printed margin is not too small."""
     return f"{math.ceil(share * 1000 - 1e-9) / 10:.1f} %"
 
 
 def _dicts(entries: object) -> list[dict[str, Any]]:
-    """The objects of a list from JSON; an entry that is none is damaged."""
+    """Return the objects in a JSON list; other values in the list are damaged entries."""
     if not isinstance(entries, list):
         return []
     return [entry for entry in entries if isinstance(entry, dict)]
@@ -286,7 +304,7 @@ def _peak_records(key: str) -> list[PeakRecord]:
 
 
 def _step_record(values: dict[str, Any]) -> StepRecord | None:
-    """Return an entry from JSON values; None if they are not one."""
+    """Return an entry from JSON values; None if the values are not an entry."""
     if set(values) != {f.name for f in fields(StepRecord)}:
         return None
     seconds = (values["predicted_seconds"], values["measured_seconds"])
@@ -295,7 +313,7 @@ def _step_record(values: dict[str, Any]) -> StepRecord | None:
 
 
 def _peak_record(values: dict[str, Any]) -> PeakRecord | None:
-    """Return an entry from JSON values; None if they are not one."""
+    """Return an entry from JSON values; None if the values are not an entry."""
     if set(values) != {f.name for f in fields(PeakRecord)}:
         return None
     words = ("when", "engine", "strategy", "device", "precision")
@@ -304,7 +322,7 @@ def _peak_record(values: dict[str, Any]) -> PeakRecord | None:
         sizes.append(values["process_bytes"])
     if not all(isinstance(values[word], str) for word in words):
         return None
-    # `type`, because a bool is an int, too.
+    # `type` and not `isinstance`, because a bool is also an int.
     if not all(type(size) is int and size >= 0 for size in sizes) or sizes[0] == 0:
         return None
     return PeakRecord(**values)

@@ -1,4 +1,4 @@
-"""Text that describes the hardware and the versions that a measurement belongs to."""
+"""Describe the hardware and the versions to which a measurement belongs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.devices import device_count, device_names, driver_versions
+from bigtrain.errors import UnreadableError
 from bigtrain.files.regular import is_there, read_text
 
 _DRIVER_MODULE = Path("/sys/module/nvidia/version")
@@ -25,10 +26,10 @@ def installed_version(name: str) -> str | None:
 
 
 def _driver() -> dict[str, str]:
-    """The version of NVIDIA's driver, from its kernel module: torch does not report it."""
+    """Return the version of NVIDIA's driver from its kernel module; torch does not report it."""
     if not is_there(_DRIVER_MODULE):
         return {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(UnreadableError):
         return {"driver": read_text(_DRIVER_MODULE).strip()}
     return {}
 

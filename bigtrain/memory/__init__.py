@@ -1,5 +1,5 @@
-"""Memory as data: the lifetime and the kind of each tensor storage; measured and limited.
+"""Measures and limits memory: the lifetime and the kind of each tensor storage, and the peaks.
 
-Kinds of memory and the peak; tracking of tensors, and the peak of the process; `memory.cap` and
-which errors mean out of memory; the free memory of the host and the free space of a disk.
+The package also enforces `memory.cap`, recognises errors that mean out of memory, and reads the
+free memory of the host and the free space of a disk.
 """

@@ -1,8 +1,8 @@
 """Count the bytes of tensors that a save or a resume adds to those of the run.
 
-The tracker knows every storage from the beginning of a run, and is closed after the first steps. A
-save or a resume comes later, or earlier, and may run in a thread: `AddedBytes` counts only the
-storages that it makes itself, and does not slow down other threads.
+`StorageTracker` follows every storage from the beginning of a run, and is closed after the first
+steps. A save usually happens after that, and may run in a thread of its own. `AddedBytes` therefore
+counts only the storages that the save or the resume makes, and does not slow down other threads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class StatePeak:
     """The peak of a save or of a resume on one rank, measured or predicted, in bytes."""
 
     bytes: int
-    """Tensors on the device: those from before, and those that it adds."""
+    """The bytes of tensors on the device, including those that existed before."""
     host_bytes: int = 0
-    """The bytes it adds on the host of an accelerator. On a CPU they are in `bytes`."""
+    """The bytes that a save or a resume adds on the host of an accelerator; 0 on a CPU, where
+    `bytes` includes them."""
 
     def or_higher(self, other: StatePeak | None) -> StatePeak:
-        """The maximum of two peaks, for each kind of bytes."""
+        """Return the maximum of two peaks for each kind of bytes; this peak if `other` is None."""
         if other is None:
             return self
         return StatePeak(max(self.bytes, other.bytes), max(self.host_bytes, other.host_bytes))
@@ -38,33 +39,33 @@ class StatePeak:
 
 @dataclass(frozen=True)
 class StatePeaks:
-    """The peaks of saves and of the resume of one rank; None if there was none or it is unknown."""
+    """The peaks of a rank's saves and resume; None if there was none or the peak is unknown."""
 
     save: StatePeak | None = None
     resume: StatePeak | None = None
 
 
 class AddedBytes:
-    """Bytes of the storages that operations make inside `counting`, by type of device.
+    """Counts the bytes of storages that operations make inside `counting`, by type of device.
 
     A storage that first appears as an operation's argument existed before, and is not counted.
-    Storages made in one thread may be freed in another.
+    Storages made in one thread may be freed in another thread.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a storage may be freed while another is counted
+        self._lock = threading.RLock()  # counting a storage may free another in the same thread
         self._seen: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._live: Counter[str] = Counter()
         self._peak: Counter[str] = Counter()
         self.active = 0
-        """The number of threads that are being counted."""
+        """The number of threads that are inside `counting`."""
 
     def peak_bytes(self, device_type: str) -> int:
-        """The most bytes alive at once on devices of a type since the last `restart`."""
+        """Return the most bytes alive at once on devices of this type since the last `restart`."""
         return self._peak[device_type]
 
     def restart(self) -> None:
-        """Reset the peak to the bytes that are alive now."""
+        """Reset the peak to the counted bytes that are alive."""
         with self._lock:
             self._peak = Counter(self._live)
 
@@ -117,7 +118,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation, and report its tensors."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # see `StorageTracker`: its plain tensors follow
+            return NotImplemented  # the subclass repeats the operation on its plain tensors
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._report(leaf, False)

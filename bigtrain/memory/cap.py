@@ -1,10 +1,10 @@
-"""A limit on the memory of one rank, and how to recognise that memory ran out.
+"""Limit the memory of one rank, and recognise errors that mean that memory ran out.
 
 On a GPU the caching allocator enforces the limit. On a CPU `StorageTracker` enforces it to the byte
-while tensors are tracked, and afterwards the kernel does: RLIMIT_DATA counts a process's private
-writable memory, and not files on disk. It is set to the limit on tensors, plus the memory that the
-process was seen to hold for other purposes, plus `ROOM_BYTES`. Only the soft limit is set, so that
-it can be lifted to explain what happened.
+while tensors are tracked. Afterwards the kernel enforces it by RLIMIT_DATA, which counts a
+process's private writable memory, and not files on disk. RLIMIT_DATA is set to the limit on
+tensors, plus the memory that the process already holds for other purposes, plus `ROOM_BYTES`. Only
+the soft limit is set, so that the process can lift it to report the error.
 """
 
 from __future__ import annotations
@@ -32,22 +32,26 @@ _WORDS = (
     "bad allocation",
     "out of memory",
     "status_alloc_failed",  # cuBLAS and cuDNN
-    "can't start new thread",  # a thread's stack is memory, too
+    "can't start new thread",  # the system has no memory for the thread's stack
 )
-# oneDNN gives no reason; in a limited process it is out of memory.
+# oneDNN gives no reason for these errors; under a limit the usual reason is a lack of memory.
 _WORDS_UNDER_A_CAP = ("could not create a primitive", "could not execute a primitive")
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 
 
 class MemoryCap:
-    """Limits the memory of this process's tensors on its device, from its construction.
+    """Limits the memory of this process's tensors on its device.
+
+    On a GPU the limit applies from construction. On a CPU the tracker has to enforce
+    `tensor_limit` until `limit_process` is called.
 
     Args:
-        limit: bytes, per rank. None limits nothing.
+        limit: bytes, per rank; None sets no limit.
         device: this rank's device.
 
     Raises:
-        ConfigError: the GPU has less, or this system cannot limit a process.
+        ConfigError: the GPU has less memory than `limit`, or the device is a CPU and the system is
+            not Linux.
     """
 
     def __init__(self, limit: int | None, device: torch.device) -> None:
@@ -69,14 +73,16 @@ class MemoryCap:
 
     @property
     def tensor_limit(self) -> int | None:
-        """Bytes that tensors on a CPU may take while they are tracked; None: no limit."""
+        """Bytes that tracked tensors may take on a CPU; None on a GPU or if there is no limit."""
         return self.limit if self._on_host else None
 
     def limit_process(self, tensor_bytes: int) -> None:
-        """Let the kernel enforce the limit on a CPU, on top of memory that is no tensor now.
+        """Let the kernel enforce the limit on a CPU; do nothing on a GPU or without a limit.
+
+        Memory that the process holds for other things than tensors does not count.
 
         Args:
-            tensor_bytes: the bytes of this rank's tensors now.
+            tensor_bytes: the bytes of this rank's tensors at the time of the call.
         """
         if self.limit is None or not self._on_host:
             return
@@ -105,14 +111,17 @@ def _cap_gpu(limit: int, device: torch.device) -> None:
 
 
 def _start_kernels() -> None:
-    """Make torch's kernels allocate their threads and buffers, which are no tensors of the run."""
+    """Run some operations, so that torch's kernels allocate their threads and buffers.
+
+    This memory then counts as memory of the process that holds no tensor.
+    """
     rows = torch.ones(512, 512, requires_grad=True)
     weight = torch.ones(2048, 512, requires_grad=True)
     (rows @ weight.t()).exp().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _set_soft(limit: int | None) -> None:
-    # It exists on Unix only.
+    # The module exists on Unix only.
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -123,7 +132,7 @@ def _set_soft(limit: int | None) -> None:
 
 
 def device_capacity_bytes(device: torch.device) -> int | None:
-    """The memory of a device: of a GPU, or of the host for a CPU. None if unknown."""
+    """Bytes of memory of a GPU, or of the host if the device is a CPU; None if unknown."""
     if is_accelerator(device):
         return capacity_bytes(device)
     try:
@@ -143,12 +152,18 @@ def _is_capped() -> bool:
 
 
 def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
-    """The bytes that one rank can take, before it has taken any; None if unknown.
+    """Return the bytes that one rank can take: its limit, or a share of the free memory.
+
+    The free memory is that at the call, so the function has to be called before the rank has
+    allocated memory.
 
     Args:
-        limit: the job's cap.
+        limit: the job's `memory.cap` in bytes, or None.
         device: this rank's device.
-        local_ranks: ranks that share the host's memory.
+        local_ranks: the number of ranks that share the host's memory.
+
+    Returns:
+        Bytes per rank; None if the free memory is unknown.
     """
     if limit is not None:
         return limit
@@ -159,7 +174,10 @@ def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; libraries share no exception type for it."""
+    """Return whether an error means that memory ran out.
+
+    Libraries share no exception type for this, so the text of a RuntimeError is searched as well.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -170,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """The bytes of the request that failed; None if the error does not tell."""
+    """Return the bytes of the allocation that failed; None if the error's text has no size."""
     match = _ASKED.search(str(error))
     if match is None:
         return None
@@ -179,18 +197,19 @@ def requested_bytes(error: BaseException) -> int | None:
 
 
 ROOM_BYTES = 24 * MIB
-"""The kernel's limit in addition to the tensors and the process's base: for scratch space of
-kernels and of exchanges, and blocks that are rounded up."""
+"""Bytes by which RLIMIT_DATA exceeds the limit on tensors and the process's other memory. They
+are for scratch space of kernels and of exchanges, and for the rounding of blocks."""
 _CAPPED_BLOCK_BYTES = 64 * KIB
-"""Under a cap, freed blocks of at least this size are returned to the system: unused memory in the
-heap would count."""
+"""Under a cap, freed blocks of at least this size are returned to the system at once, because
+RLIMIT_DATA counts unused memory in the heap."""
 USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
-"""A predicted peak may take this share of the limit, less these bytes: allocators round up, and
-kernels, graphs and Python's objects need memory besides tensors."""
+"""A predicted peak may take this share of the limit, less these bytes. Allocators round up, and
+kernels, graphs and Python's objects need memory in addition to tensors."""
 ACCELERATOR_BYTES = 256 * MIB
-"""The bytes that a predicted peak leaves free on an accelerator on which nothing was measured. The
-allocator's limit includes all that it reserves: cuBLAS has 32 MiB for each of two threads on
-Hopper, cuBLASLt may have the same, and the allocator reserves memory in pieces of 2 and 20 MiB."""
+"""Bytes that a predicted peak has to leave free on an accelerator on which nothing was measured.
+The allocator's limit includes all memory that it reserves. cuBLAS has a workspace of 32 MiB for
+each of two threads on Hopper, cuBLASLt may have the same, and the allocator reserves memory in
+pieces of 2 and 20 MiB."""
 
 
 @dataclass(frozen=True)
@@ -198,20 +217,22 @@ class Limit:
     """The memory that a rank may take, and the part of it that its tensors may take."""
 
     nbytes: int
+    """The bytes of the device's memory that the rank may take, or of its cap."""
     reserved: int | None = None
     """Bytes that a process takes of a device without any tensor; None if a cap is enforced."""
     non_tensor_bytes: int = NON_TENSOR_BYTES
-    """Under a cap: bytes reserved for other than tensors; see `residuals.non_tensor_reserve`."""
+    """Bytes of a cap that are not for tensors (see `residuals.non_tensor_reserve`); without effect
+    unless `reserved` is None."""
 
     @property
     def for_tensors(self) -> int:
-        """The largest predicted peak that fits, in bytes."""
+        """The largest predicted peak of tensors that fits, in bytes."""
         if self.reserved is None:
             return int(self.nbytes * USABLE_FRACTION) - self.non_tensor_bytes
         return self.nbytes - self.reserved
 
     def memory_for(self, peak_bytes: int) -> int:
-        """The bytes of a device, or of a cap, that such a peak needs."""
+        """Return the bytes of a device, or of a cap, that a predicted peak of tensors needs."""
         if self.reserved is None:
             return math.ceil((peak_bytes + self.non_tensor_bytes) / USABLE_FRACTION) + 1
         return peak_bytes + self.reserved

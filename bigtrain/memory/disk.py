@@ -1,4 +1,4 @@
-"""Folders on disks, their free space, and files without a name."""
+"""Check folders and their free space, and open files without a name."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from typing import IO
 from bigtrain.errors import ConfigError
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems whose files are memory."""
+"""Types of file systems that store their files in memory."""
 
 
 @dataclass(frozen=True)
 class SpaceRequest:
-    """The bytes that one rank wants to store in a place, and those that it finds free there."""
+    """The bytes that one rank wants to store on a file system or in memory, and the free bytes."""
 
     node: str
     where: str
-    """The file system's number, or `memory`: ranks with the same one share the free space."""
+    """The file system's device number, or `memory`. Ranks of a node with the same value share the
+    free space."""
     wanted: int
+    """The bytes that the rank wants to store."""
     free: int
+    """The bytes that the rank finds free."""
 
 
 @dataclass(frozen=True)
 class SpaceShortage:
-    """A place with less free space than the ranks want to store there. Bytes."""
+    """A node's file system or memory with less free space than its ranks want to store there."""
 
     node: str
     ranks: int
+    """The number of ranks that share the free space."""
     wanted: int
-    """The sum over all these ranks."""
+    """The bytes that all these ranks want to store together."""
     free: int
+    """The free bytes."""
 
 
 def find_shortage(needs: Iterable[SpaceRequest]) -> SpaceShortage | None:
-    """The first place where the ranks want more space than is free, or None."""
+    """Return the first file system or memory with too little free space for its ranks, or None."""
     requests_of: dict[tuple[str, str], list[SpaceRequest]] = {}
     for need in needs:
         requests_of.setdefault((need.node, need.where), []).append(need)
@@ -51,7 +56,7 @@ def find_shortage(needs: Iterable[SpaceRequest]) -> SpaceShortage | None:
 
 
 def anonymous_file(folder: str) -> IO[bytes]:
-    """Open a file that never has a name: nothing is left behind, however the process ends.
+    """Open a temporary file without a name, which vanishes however the process ends.
 
     Raises:
         ConfigError: no file can be made in the folder.
@@ -66,7 +71,10 @@ def anonymous_file(folder: str) -> IO[bytes]:
 
 
 def folder_problem(folder: str) -> str | None:
-    """Why files cannot be made in a folder, with the fix; None if they can."""
+    """Return why files cannot be made in a folder, with the fix; None if they can be made.
+
+    The text is the rest of a sentence about the folder: "does not exist. Run ...".
+    """
     path = Path(folder)
     if not path.exists():
         return f"does not exist. Run `mkdir -p {folder}`, or name another folder"
@@ -78,7 +86,7 @@ def folder_problem(folder: str) -> str | None:
 
 
 def scratch_folder() -> str:
-    """The system's folder for temporary files, preferably one on a disk."""
+    """Return the system's folder for temporary files, or /var/tmp if that folder is in memory."""
     folder = tempfile.gettempdir()
     lasting = "/var/tmp"  # noqa: S108 - a file there is opened without a name
     if file_system(folder) in MEMORY_FILE_SYSTEMS and folder_problem(lasting) is None:
@@ -87,7 +95,12 @@ def scratch_folder() -> str:
 
 
 def file_system(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of a folder's file system (ext4, tmpfs, ...); None if unknown."""
+    """Return the type of a folder's file system (ext4, tmpfs, ...); None if it is unknown.
+
+    Args:
+        folder: the folder; it need not exist.
+        mounts: the list of mounts to read.
+    """
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -98,12 +111,13 @@ def file_system(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str
         left, _, right = line.partition(" - ")
         point = left.split()[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= length:  # of two at one mount point the later one is visible
+        # The later of two file systems at one mount point hides the earlier.
+        if inside and len(point) >= length:
             file_system_type, length = right.split()[0], len(point)
     return file_system_type
 
 
 def free_disk_bytes(folder: str) -> int:
-    """The free bytes of a folder's file system, for this user."""
+    """Return the bytes that this user can still store on a folder's file system."""
     stats = os.statvfs(folder)
     return stats.f_bavail * stats.f_frsize

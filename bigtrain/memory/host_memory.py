@@ -1,4 +1,4 @@
-"""The memory of the host and of this process, and how much of it is free."""
+"""Read the memory of the host and of this process, and how much memory is free."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def proc_status_bytes(field: str) -> int | None:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """The bytes of host memory that this process may still take; None if the system does not tell.
+    """Return the bytes of host memory that this process may still take; None if unknown.
 
-    The minimum of the memory that the kernel calls available and the memory that the limits of the
-    process's control groups (versions 1 and 2; containers and job schedulers set them) leave.
+    The result is the minimum of two numbers: the memory that the kernel calls available, and the
+    memory that the limits of the process's control groups leave. Containers and job schedulers set
+    these limits; both versions of control groups are read.
 
     Args:
         root: the folder that contains `proc` and `sys`.
@@ -35,7 +36,7 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def host_memory_line(root: Path = Path("/")) -> str:
-    """Describe the host's memory: its size, and the bytes that are free now."""
+    """Return a line that describes the host's memory: its size and its free bytes."""
     total = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
     free = free_host_bytes(root)
     if total is None or free is None:
@@ -48,7 +49,10 @@ def _total(line: str) -> int | None:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed because memory ran out, since the system started."""
+    """Return how many processes the kernel has killed for lack of memory since it was booted.
+
+    The result is 0 if the number is unknown.
+    """
     for line in _lines(root / "proc/vmstat"):
         if line.startswith("oom_kill "):
             return int(line.split()[1])
@@ -76,7 +80,8 @@ def _cgroup_free_bytes(root: Path) -> Iterable[int | None]:
             )
         else:
             continue
-        # A group's parents limit it, too; in a container its own path may be mounted as the base.
+        # The limits of a group's parents apply to it as well. In a container the group itself may
+        # be mounted at the base.
         group = base / path.lstrip("/")
         while group != base:
             yield _group_free_bytes(group, *names)

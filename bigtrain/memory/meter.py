@@ -1,8 +1,8 @@
 """Measure memory: every tensor storage over a window of steps, and the peak of the process.
 
-The tracker sees each storage when an operation makes it and when its last reference is dropped, on
-real and on fake tensors. It cannot see scratch space inside a kernel, or the allocator's rounding:
-for these we read the peak of the process and of the CUDA allocator.
+The tracker sees each storage when an operation makes it and when its last reference is dropped. It
+does not see scratch space inside a kernel or the allocator's rounding. The peaks of the process and
+of the accelerator's allocator include both.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from bigtrain.recorder.ring import FlightRecorder
 
 
 class ProcessPeak:
-    """The process's peak resident memory in addition to that at the start (Linux; VmHWM)."""
+    """Measures the process's peak resident memory in addition to that at construction.
+
+    The figures are VmHWM and VmRSS of /proc/self/status, so it works on Linux only.
+    """
 
     def __init__(self) -> None:
-        # Otherwise tensors would reuse free memory of earlier work, and not be counted.
+        # Tensors that reuse free memory of earlier work would not raise the resident memory.
         gc.collect()
         release_free_memory()
-        # Forget the peak of the imports, if the system allows that.
+        # Reset VmHWM, which includes the peak of the imports, if the system allows it.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self.base_bytes = proc_status_bytes("VmRSS")
 
     def bytes(self) -> int | None:
-        """The peak in addition to the base, in bytes; None if the system does not tell."""
+        """Return the peak in addition to `base_bytes`, in bytes; None if it is unknown."""
         peak = proc_status_bytes("VmHWM")
         if peak is None or self.base_bytes is None:
             return None
@@ -55,53 +58,67 @@ class ProcessPeak:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The figures of the allocator of one device of a process, in bytes."""
+    """Memory of one accelerator, as the allocator of this process reports it, in bytes."""
 
     device: str
     peak_bytes: int
-    """Requested by tensors."""
+    """The peak of the bytes that tensors requested, less the bytes from before the run."""
     allocated_bytes: int
+    """The peak of the allocator's blocks."""
     reserved_bytes: int
+    """The peak of the memory that the allocator reserved."""
     capacity_bytes: int
+    """The size of the device's memory."""
 
 
 @dataclass(frozen=True)
 class MemoryMeasurement:
-    """The figures that one rank measured over the run so far, in bytes."""
+    """The memory that one rank measured over the run so far, in bytes.
+
+    The fields `allocated_bytes` to `alloc_retries` are sums over the rank's accelerators, and None
+    on a CPU.
+    """
 
     peak: Peak | None
-    """The peak; None if tracking was off and the device has no counter. Like forecasts it covers
-    all devices of the process: with several accelerators it is the sum of their peaks, which need
-    not be at one moment, so it is an upper bound on the bytes of all at once."""
+    """The peak of tensors; None if tracking was off and the device has no counter. Like a forecast
+    it covers all devices of the process. With several accelerators it is the sum of their peaks,
+    which may occur at different moments, so the sum is an upper bound."""
     process_peak_bytes: int | None
+    """The peak of the process's resident memory, less `process_base_bytes`; None if unknown."""
     allocated_bytes: int | None = None
-    """The peak of the allocator's blocks on an accelerator. `peak` counts requested bytes, as
-    forecasts do; blocks are rounded up, and kernels have workspaces in addition."""
+    """The peak of the allocator's blocks. `peak` counts requested bytes, as forecasts do; blocks
+    are rounded up and include the workspaces of kernels."""
     reserved_bytes: int | None = None
-    """The peak of memory that the caching allocator of an accelerator reserved."""
+    """The peak of the memory that the caching allocator reserved."""
     capacity_bytes: int | None = None
+    """The size of the accelerators' memory."""
     alloc_retries: int | None = None
+    """The number of times that the allocator freed its cache and tried again."""
     process_base_bytes: int | None = None
-    """Resident memory before the model was built; the process's peak is counted on top of it."""
+    """The resident memory before the model was built; None if unknown."""
     devices: tuple[DeviceMemory, ...] = ()
-    """The figures of each accelerator, if the process has its stages on several."""
+    """The memory of each accelerator if the process uses several; otherwise empty."""
     curve: MemoryCurve | None = None
-    """Memory over the last tracked step."""
+    """Memory over the last tracked step; None while or if steps were not tracked to the end."""
     state: StatePeaks = StatePeaks()
     """The peaks of saves and of the resume."""
 
 
 _MOMENT_S, _MOMENTS = 2e-4, 100
-"""The seconds of one wait for gloo's thread after a tracked exchange, and how often it waits."""
+"""The seconds of one wait for gloo's thread after a tracked exchange, and the most such waits."""
 
 
 class MemoryMeter:
-    """Measures one rank's memory over a run: tracked for the first steps, then by cheap counters.
+    """Measures one rank's memory over a run.
+
+    Every storage is tracked during the first steps. Afterwards only counters of the process and of
+    the allocator are read, which costs little.
 
     Args:
-        device: the device of the tensors; see `add_devices`.
-        track_steps: steps during which every storage is tracked; 0: none.
-        cap: enforces the job's limit; on a CPU the tracker does while tensors are tracked.
+        device: the device of the tensors; see `add_devices` for a rank with several.
+        track_steps: the number of steps during which every storage is tracked; 0 tracks nothing.
+        cap: the job's limit. The meter makes the tracker enforce it on a CPU while storages are
+            tracked, and the kernel afterwards.
     """
 
     def __init__(
@@ -112,7 +129,7 @@ class MemoryMeter:
     ) -> None:
         self.device = device
         self.recorder = FlightRecorder()
-        """Records steps, phases and peaks, too; a run replaces it by its recorder."""
+        """Records steps, phases and peaks as well; a run replaces it by its own recorder."""
         self.process = ProcessPeak()
         self._steps_left = track_steps
         self._cap = cap
@@ -135,7 +152,10 @@ class MemoryMeter:
         self.add_devices([device])
 
     def add_devices(self, devices: Iterable[torch.device]) -> None:
-        """Measure further accelerators, on which the run puts parts of the model."""
+        """Measure further accelerators; ignore CPUs and accelerators that are measured already.
+
+        The allocator's peaks of each added accelerator are reset.
+        """
         for device in devices:
             if is_accelerator(device) and device not in self._base_bytes:
                 start_kernels(device)
@@ -143,35 +163,39 @@ class MemoryMeter:
 
     @property
     def tracking(self) -> bool:
-        """Whether storages are being tracked now."""
+        """Whether storages are still being tracked."""
         return self._tracker is not None
 
     def phase(self, phase: Phase) -> None:
-        """Begin a phase."""
+        """Begin a phase of the step."""
         self.current = phase
         self.recorder.enter(phase)
         if self._tracker is not None:
             self._tracker.enter_phase(phase)
 
     def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
-        """Set the kind of these tensors; do nothing if storages are not tracked."""
+        """Set the kind of memory of these tensors; do nothing if storages are not tracked."""
         if self._tracker is not None:
             self._tracker.label(tensors, kind)
 
     def label_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Set the kind of parameters: frozen ones have a kind of their own."""
+        """Set the kind of memory of parameters: "parameters" if trained, otherwise "frozen"."""
         if self._tracker is not None:
             for parameter in parameters:
                 kind: MemoryKind = "parameters" if parameter.requires_grad else "frozen"
                 self._tracker.label([parameter], kind)
 
     def window(self) -> AbstractContextManager[object]:
-        """A context in which storages are tracked, as long as the window of steps lasts."""
+        """Return a context in which storages are tracked; it does nothing after the last step."""
         return self._tracker if self._tracker is not None else nullcontext()
 
     @contextmanager
     def step(self, number: int = 0) -> Iterator[None]:
-        """A context for one optimizer step, counted from 1; the last tracked one ends tracking."""
+        """A context for one optimizer step; the last of the tracked steps ends the tracking.
+
+        Args:
+            number: the number of the step, from 1.
+        """
         start_tick = self._tracker.clock if self._tracker is not None else 0
         self.recorder.begin_step(number)
         self._note_saving_thread()
@@ -192,7 +216,10 @@ class MemoryMeter:
 
     @property
     def _resident_bytes(self) -> int | None:
-        """Bytes alive between steps, after the last tracked step; None if unknown."""
+        """Bytes of the tensors alive between steps; None if unknown.
+
+        After the last tracked step they are the bytes that were alive at its end.
+        """
         return (self._tracker.live_bytes if self._tracker is not None else self._resident) or None
 
     @contextmanager
@@ -208,7 +235,7 @@ class MemoryMeter:
     def saving(self) -> Iterator[AddedBytes]:
         """A context that measures the peak memory of a save.
 
-        A thread that continues the save counts its bytes itself.
+        A thread that continues the save enters `counting` of the returned object itself.
 
         Bytes that a thread holds while steps run are added to the peak of a step. The two may
         occur at different moments, so the sum is an upper bound.
@@ -225,7 +252,7 @@ class MemoryMeter:
         self._saved_during_steps |= self._saving is not None and self._saving.active > 0
 
     def _end_saving(self) -> None:
-        """Include the bytes that a thread has held since the last save began."""
+        """Include in the peak of saves the bytes that a thread held after the last `saving`."""
         if self._saving is not None:
             base = self._resident_bytes
             if self._saved_during_steps and base is not None:
@@ -238,7 +265,7 @@ class MemoryMeter:
             self._state = replace(self._state, save=peak.or_higher(self._state.save))
 
     def _state_peak(self, base: int | None, added: AddedBytes) -> StatePeak | None:
-        """The peak from resident and added bytes; None if the resident bytes are unknown."""
+        """Return the peak from resident and added bytes; None if the resident bytes are unknown."""
         if base is None:
             return None
         host = added.peak_bytes("cpu") if is_accelerator(self.device) else 0
@@ -248,8 +275,9 @@ class MemoryMeter:
     def exchange(self) -> Iterator[None]:
         """A context for an exchange; its end waits until gloo has released the exchange's storages.
 
-        gloo's thread releases a tracked storage only once it gets Python's GIL: in one run at once,
-        in another one milliseconds later, when other storages exist as well.
+        gloo's thread needs Python's GIL to release a tracked storage. Without the wait it releases
+        the storage up to milliseconds later, and the measured peak varies from run to run. The wait
+        ends after `_MOMENTS` times `_MOMENT_S` seconds at the latest.
         """
         tracker = self._tracker
         before = tracker.live_bytes if tracker is not None else 0
@@ -264,7 +292,11 @@ class MemoryMeter:
     def exchanging(self, *exchanged: Tensor) -> Iterator[None]:
         """A context for an exchange of views; its end waits until gloo has released the views.
 
-        See `exchange`: otherwise memory that is freed right after the exchange would stay alive.
+        Without the wait, memory that the caller frees right after the exchange may stay alive; see
+        `exchange`.
+
+        Args:
+            *exchanged: tensors that share storages with the exchanged views.
         """
         if self._tracker is None or self.device.type != "cpu":
             yield
@@ -278,9 +310,9 @@ class MemoryMeter:
             time.sleep(_MOMENT_S)
 
     def peak_bytes(self) -> int | None:
-        """The peak so far in bytes: requested on accelerators, tracked on a CPU.
+        """Return the peak so far in bytes: requested on accelerators, tracked on a CPU.
 
-        See `MemoryMeasurement.peak`.
+        The recorder gets the result as well. See `MemoryMeasurement.peak`.
         """
         peak = self._tracked.bytes if self._tracked else None
         if self._base_bytes:
@@ -292,7 +324,7 @@ class MemoryMeter:
         return peak
 
     def measured(self) -> MemoryMeasurement:
-        """All figures measured so far."""
+        """Return all that was measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
         self._end_saving()
@@ -325,12 +357,15 @@ class MemoryMeter:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    """The number of tensors, in Python or C++, that use a storage."""
+    """Return the number of references to a storage from tensors in Python and C++."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _fill(peak: Peak, requested: int) -> Peak:
-    """Make the parts sum to the requested bytes: kernels' scratch space counts as temporary."""
+    """Change `temporary`, then `activations`, so that the parts sum to the requested bytes.
+
+    Kernels' scratch space, which is not tracked, thereby counts as temporary.
+    """
     breakdown = peak.breakdown
     temporary = breakdown.temporary + requested - breakdown.total
     if temporary >= 0:

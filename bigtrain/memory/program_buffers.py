@@ -1,7 +1,7 @@
-"""Report the memory of compiled programs, which no dispatch mode sees.
+"""Report the memory that programs compiled by torch.compile use, which no dispatch mode sees.
 
-In a run these are the programs' buffers; in a forecast, where programs run on fake tensors without
-buffers, their fused kernels.
+In a run each buffer of a program is reported. In a forecast programs run on fake tensors and make
+no buffers, so each fused kernel is reported instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _MAKERS = ("_empty_strided_cpu", "_empty_strided_cuda", "_empty_strided_xpu")
-"""Functions with which inductor's programs make buffers; a program looks them up when loaded."""
+"""Functions with which inductor's programs make buffers; a program binds them when it is loaded."""
 _watching: list[Callable[[Tensor], None]] = []
 _watching_kernels: list[Callable[[list[Tensor]], None]] = []
 
@@ -60,6 +60,10 @@ def kernels_announced(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
 
 def announce_kernel(touched: list[Tensor]) -> None:
-    """Report a fused kernel that a program on fake tensors would run now."""
+    """Report a fused kernel that a program would run here if its tensors were not fake.
+
+    Args:
+        touched: the fake tensors that the kernel reads and writes.
+    """
     for tell in _watching_kernels:
         tell(touched)

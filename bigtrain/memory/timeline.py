@@ -1,7 +1,7 @@
 """The lifetimes of tensor storages as data: their kinds, and the peak.
 
-Measuring (on real tensors) and predicting (on fake ones) both give a `Timeline`, so that the two
-can be compared. Bytes are per rank.
+A measurement (on real tensors) and a prediction (on fake tensors) both give a `Timeline`, so that
+the two can be compared. Bytes are per rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ class Breakdown:
     """Bytes by kind at one moment, per rank."""
 
     parameters: int = 0
-    """Trained parameters, and whole copies of sharded ones while a module computes."""
+    """Trained parameters, and whole copies of sharded parameters while a module computes."""
     frozen: int = 0
-    """Frozen parameters: without gradients and optimizer state."""
+    """Frozen parameters, which have no gradients and no optimizer state."""
     gradients: int = 0
     optimizer: int = 0
+    """The state of the optimizer."""
     activations: int = 0
-    """Saved for the backward pass, and the batch itself."""
+    """Tensors saved for the backward pass, and the batch itself."""
     buffers: int = 0
+    """The model's buffers, and memory that outlives a step: communication buckets and caches."""
     temporary: int = 0
     """Everything else: workspaces, intermediate results, gradients of activations."""
 
@@ -47,7 +49,7 @@ class Breakdown:
         return {kind: size for kind, size in parts.items() if size or kind != "frozen"}
 
     def plus(self, other: Breakdown) -> Breakdown:
-        """Add part by part."""
+        """Return the sum of two breakdowns, part by part."""
         return Breakdown(*(getattr(self, kind) + getattr(other, kind) for kind in MEMORY_KINDS))
 
 
@@ -55,7 +57,10 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(f.name for f in fields(Breakdown)) 
 
 
 def kinds_in(breakdowns: Iterable[Mapping[str, int] | None]) -> list[MemoryKind]:
-    """Return the kinds that a table of some breakdowns shows: `frozen` only if one has it."""
+    """Return the kinds that a table of breakdowns shows.
+
+    They are all of `MEMORY_KINDS`, but `frozen` only if it is not zero in some breakdown.
+    """
     has_frozen = any(parts and parts.get("frozen") for parts in breakdowns)
     return [kind for kind in MEMORY_KINDS if has_frozen or kind != "frozen"]
 
@@ -74,7 +79,10 @@ class Peak:
 
 
 class Span(NamedTuple):
-    """One storage: alive at the clock ticks `birth <= t < death`. Forecasts make millions."""
+    """One storage, alive at the clock ticks `birth <= t < death`.
+
+    A named tuple, because it is cheap and a forecast makes millions.
+    """
 
     nbytes: int
     kind: MemoryKind
@@ -84,30 +92,31 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockTicks:
-    """The parameters of a part of a model, and the ticks of its forward and backward pass."""
+    """The parameters of a block or another part of a model, and the ticks of its two passes."""
 
     shapes: tuple[tuple[int, ...], ...]
     """The shape of each parameter."""
     trained: tuple[bool, ...]
     forward: tuple[int, int]
-    """Clock ticks at which its forward pass begins and ends."""
+    """The clock ticks at which the part's forward pass begins and ends."""
     backward: tuple[int, int]
-    """Clock ticks at which the gradients of its outputs, and those of its inputs, are computed."""
+    """The clock ticks at which the gradients of the part's outputs and of its inputs are
+    computed."""
     packed: tuple[bool, ...] = ()
-    """Whether each parameter is bytes (weights in 4 bits), which no precision changes; empty if
-    none is."""
+    """For each parameter, whether it consists of bytes (weights in 4 bits), whose size does not
+    depend on the precision; empty if no parameter does."""
     left_out: tuple[bool, ...] = ()
-    """Whether each parameter is frozen only because the loss does not reach it; empty if none
-    is."""
+    """For each parameter, whether it is frozen only because the loss does not depend on it; empty
+    if no parameter is."""
     place: int = 0
-    """The place of a block among the model's blocks in the order of its modules."""
+    """The index of a block among the model's blocks, in the order of the modules."""
 
     def widths(self, trained: int, frozen: int) -> tuple[int, ...]:
-        """Return the bytes of an element of each parameter.
+        """Return the bytes of an element of each parameter; 1 for a packed parameter.
 
         Args:
-            trained: bytes of an element of a trained parameter, or of one that is left out.
-            frozen: bytes of an element of another frozen one that is not packed.
+            trained: bytes of an element of a parameter that is trained or left out.
+            frozen: bytes of an element of any other parameter that is not packed.
         """
         none = (False,) * len(self.shapes)
         every = zip(self.packed or none, self.left_out or none, self.trained, strict=True)
@@ -119,14 +128,14 @@ class BlockTicks:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory over the seconds of one step, thinned for a plot."""
+    """Memory over the time of one step, reduced to few points for a plot."""
 
     seconds: tuple[float, ...]
-    """Since the step began. Tracking makes the step slower than others."""
+    """The moments, in seconds after the step began. Tracking makes the step slower than others."""
     parts: dict[MemoryKind, tuple[int, ...]]
-    """Bytes of each kind at these moments."""
+    """Bytes of each kind at each of these moments."""
     phases: tuple[tuple[float, Phase], ...]
-    """When each phase began."""
+    """The seconds at which each phase began, and the phase."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,11 @@ class Timeline:
     phases: tuple[tuple[int, Phase], ...]
 
     def peak(self, persistent: Breakdown = Breakdown()) -> Peak:  # noqa: B008 - frozen
-        """The peak, with `persistent` bytes alive all the time."""
+        """Return the peak.
+
+        Args:
+            persistent: bytes that are alive all the time in addition to the spans.
+        """
         tick = self.highest_tick()
         parts = dict.fromkeys(MEMORY_KINDS, 0)
         for span in self.spans:
@@ -146,7 +159,7 @@ class Timeline:
         return Peak(self.phase_at(tick), persistent.plus(Breakdown(**parts)))
 
     def phase_at(self, tick: int) -> Phase:
-        """The phase that a tick falls in."""
+        """Return the phase to which a tick belongs."""
         current = self.phases[0][1]
         for start, phase in self.phases:
             if start > tick:
@@ -155,7 +168,7 @@ class Timeline:
         return current
 
     def highest_tick(self) -> int:
-        """The first tick at which most bytes are alive."""
+        """Return the tick at which the most bytes are alive; the first of several."""
         highest, at = 0, self.phases[0][0]
         for tick, alive in zip(*self.steps(), strict=True):
             if alive > highest:
@@ -163,7 +176,7 @@ class Timeline:
         return at
 
     def steps(self) -> tuple[list[int], list[int]]:
-        """The ticks at which a storage is made or freed, and the bytes alive after each."""
+        """Return the ticks at which a storage is made or freed, and the bytes alive from each."""
         changes: dict[int, int] = {}
         for nbytes, _, birth, death in self.spans:
             changes[birth] = changes.get(birth, 0) + nbytes
@@ -172,12 +185,12 @@ class Timeline:
         return ticks, list(accumulate(changes[tick] for tick in ticks))
 
     def curve(self, start: int, times: Sequence[float], points: int = 120) -> MemoryCurve:
-        """The bytes alive from a tick on, thinned to the peak of each interval.
+        """Return the bytes alive from a tick on, reduced to the highest value of each interval.
 
         Args:
             start: the tick at which the step begins.
             times: the time of each tick, in seconds.
-            points: the number of equal intervals that the step is divided into.
+            points: the number of equal intervals of time into which the step is divided.
         """
         last = len(times) - 1
         start_time, duration = (
@@ -208,7 +221,7 @@ class Timeline:
         )
 
     def only(self, *phases: Phase, drop: Sequence[MemoryKind] = ()) -> Timeline:
-        """The spans made in the given phases, without the kinds in `drop`."""
+        """Return the timeline of the storages made in the given phases, without kinds in `drop`."""
         selected = tuple(
             s for s in self.spans if s.kind not in drop and self.phase_at(s.birth) in phases
         )
@@ -216,7 +229,7 @@ class Timeline:
 
 
 def scale_timeline(timeline: Timeline, factor: float) -> Timeline:
-    """Scale the bytes of every storage but those of single numbers (at most 8 bytes)."""
+    """Multiply the bytes of every storage, except single numbers (at most 8 bytes), by a factor."""
     spans = (
         s._replace(nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in timeline.spans
     )
@@ -224,5 +237,5 @@ def scale_timeline(timeline: Timeline, factor: float) -> Timeline:
 
 
 def highest_peak(peaks: Iterable[Peak]) -> Peak:
-    """The highest of several peaks."""
+    """Return the highest of one or more peaks."""
     return max(peaks, key=lambda peak: peak.bytes)

@@ -26,10 +26,10 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class TellingMode(Protocol):
-    """A mode that reports its operations, such as `fake_mode.FakeMode`."""
+    """A dispatch mode that reports each operation it runs, such as `fake_mode.FakeMode`."""
 
     on_operation: Callable[[Any, Any, Any, Any], None] | None
-    """Called after each operation with its function, arguments and result."""
+    """Called after each operation with its function, arguments, keyword arguments and result."""
 
 
 @dataclass(slots=True)
@@ -43,16 +43,16 @@ class _Record:
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the lifetime of every storage that operations make while the mode is entered.
 
-    Storages are counted once, whatever views they have. The mode may be entered and left many
-    times; storages that are freed in between are noticed.
+    A storage is counted once, however many views it has. The mode may be entered and left many
+    times; storages that are freed in between are recorded as freed.
 
     Args:
-        fake: count fake tensors, and only those.
-        device_type: count storages on such devices only; None counts all.
-        limit_bytes: the most bytes that may be alive at once, per rank; None: no limit. The
+        fake: whether to count only fake tensors; otherwise only real tensors are counted.
+        device_type: the type of the devices whose storages are counted; None counts all.
+        limit_bytes: the most bytes that may be alive at once, per rank; None sets no limit. The
             operation that exceeds it raises torch.OutOfMemoryError after it has run.
-        inside: gives the bytes of workspace that an operation takes while it runs, from the
-            operation, its arguments and its result; by default none are counted.
+        inside: a function of an operation, its arguments and its result that returns the bytes of
+            workspace that the operation takes while it runs; None counts no workspaces.
     """
 
     def __init__(
@@ -70,11 +70,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside = inside
         self._watching = ExitStack()
         self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None
-        """See `TellingMode.on_operation`; called for operations that the tracker has recorded."""
+        """See `TellingMode.on_operation`; called after the tracker has recorded the operation."""
         self.clock = 0
+        """The current tick. Each change of a storage or phase is at a tick of its own."""
         self.times = array("d", [time.perf_counter()])
         """The time of each tick of the clock, in seconds."""
         self.live_bytes = 0
+        """The bytes of the recorded storages that are alive, per rank."""
         self.peak_bytes = 0
         """The highest `live_bytes` so far, per rank."""
         self._records: list[_Record] = []
@@ -90,10 +92,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and record the storages that it returns."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind not in _PLAIN):
-            # A DTensor and similar subclasses have no storage: let them decompose the operation,
-            # and record its plain tensors.
+            # A DTensor and similar subclasses have no storage. They decompose the operation, and
+            # the mode is called again with plain tensors.
             return NotImplemented
-        if func is torch.ops.prim.device.default:  # called more often than all others together
+        # Return early, because torch calls this more often than all other operations together.
+        if func is torch.ops.prim.device.default:
             return args[0].fake_device if self._fake else func(*args)
         known = len(self._records)
         result = func(*args, **(kwargs or {}))
@@ -124,7 +127,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def behind(self, mode: TellingMode) -> Iterator[None]:
-        """Record the operations of a mode for fake tensors; a second mode would be slower."""
+        """A context that records the operations which a mode for fake tensors reports.
+
+        This is faster than to enter the tracker as a second mode.
+        """
         before, mode.on_operation = mode.on_operation, self._seen
         try:
             with _resizes_told(self._resized), buffers_announced(self._buffer):
@@ -138,20 +144,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check_limit(known)
 
     def _see(self, tensor: Tensor) -> None:
-        # DTensor computes shapes on fake tensors during a real run.
+        # DTensor computes shapes on fake tensors during a real run; they take no memory.
         if isinstance(tensor, FakeTensor) == self._fake:
             self._note(tensor)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Stay active while a compiled block runs, but not while torch compiles it."""
+        """Return True: the mode is active while a compiled block runs, not while torch compiles it.
+
+        torch calls this method of a dispatch mode.
+        """
         return True
 
     def _check_limit(self, known: int) -> None:
-        """Refuse the storages recorded after the first `known` ones if the limit is exceeded.
+        """Drop the storages recorded after the first `known` ones if the limit is exceeded.
 
         Raises:
-            torch.OutOfMemoryError: it is.
+            torch.OutOfMemoryError: the limit is exceeded.
         """
         if self._limit_bytes is None or self.live_bytes <= self._limit_bytes:
             return
@@ -173,11 +182,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watching.close()
 
     def lives(self, storage: int) -> bool:
-        """Whether a storage, by its `_cdata`, is alive."""
+        """Return whether the storage whose `_cdata` is `storage` is recorded and alive."""
         return storage in self._live
 
     def birth_of(self, tensor: Tensor) -> int:
-        """The tick at which the storage of a living tensor was made."""
+        """Return the tick at which a tensor's storage was made, or first seen if this is it."""
         return self._note(tensor).birth
 
     def enter_phase(self, phase: Phase) -> None:
@@ -187,22 +196,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phases.append((self.clock, phase))
 
     def mark(self) -> int:
-        """Make a tick at which no storage is made or freed, to separate before from after."""
+        """Make a tick at which no storage is made or freed, and return it.
+
+        It separates the storages made before it from those made after it.
+        """
         self._tick()
         return self.clock
 
     def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
-        """Set the kind of these tensors' storages, which the tracker need not know yet."""
+        """Set the kind of these tensors' storages; record storages that are not recorded yet."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 for part in _parts(tensor):
                     self._note(part).kind = kind
 
     def _note(self, tensor: Tensor) -> _Record:
-        # For the device of a fake tensor torch would call every mode.
+        # The property `device` of a fake tensor would call every active mode.
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if self._device_type not in (None, device.type) or device.type == "meta":
-            return _Record(0, self.clock)  # the host's tensors of a run on a GPU; meta tensors
+            return _Record(0, self.clock)  # tensors on the host in a run on a GPU; meta tensors
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, quantised, functorch wrappers
@@ -229,7 +241,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Record a resized storage: sharded parameters are freed by a resize to zero."""
+        """Record a resized storage as a new storage: FSDP frees parameters by a resize to zero."""
         known = self._live.get(storage._cdata)
         if known is not None:
             self._record_death(storage._cdata)
@@ -249,7 +261,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.times.append(time.perf_counter())
 
     def timeline(self) -> Timeline:
-        """All storages recorded so far, each with its kind.
+        """Return the timeline of all storages recorded so far, each with its kind.
 
         A storage without a label is an activation if it outlives the forward pass that made it, a
         buffer if it outlives the whole step (communication buckets, caches), and temporary
@@ -275,7 +287,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return forwards, step_ends
 
     def close(self) -> None:
-        """Stop recording freed storages; keep the records."""
+        """Stop recording when storages are freed; the records remain."""
         self._live.clear()
 
 
@@ -309,6 +321,6 @@ def _infer(
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's data on this rank (a DTensor's local shard)."""
+    """Return the plain tensors with a tensor's data on this rank (a DTensor's local shard)."""
     local = getattr(tensor, "_local_tensor", None)
     return [local] if isinstance(local, Tensor) else [tensor]

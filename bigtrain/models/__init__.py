@@ -1,7 +1,8 @@
 """Models by name, described on the meta device and initialised later; and their blocks.
 
-Decides: built-in models, torchvision's, timm's and the Hub's, import paths; initial weights by seed
-and name (deferred initialisation); what counts as a block; which parameters may be bf16.
+The package makes built-in models, models of torchvision and timm, and models by import path. It
+computes initial weights from the seed and the name of a tensor (deferred initialisation), and
+decides which modules are blocks and which parameters may be bf16.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Construct a model with initial weights, on torch's default device.
 
     Args:
-        name: a built-in name, or `package.module:Class`.
-        args: arguments of its constructor; for a gpt, fields of `GPTConfig`.
+        name: a built-in name, `timm:NAME`, or `package.module:Class`.
+        args: arguments of the model's constructor; for a preset of GPT, fields of `GPTConfig`.
 
     Raises:
         ConfigError: the name or an argument is unknown, or the model cannot be made.
@@ -68,10 +69,15 @@ def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def check_model(name: str, args: Mapping[str, Any]) -> None:
-    """Refuse a model that cannot be made, without memory and without calling user code.
+    """Refuse a model that cannot be made, without allocating it and without calling user code.
+
+    Args:
+        name: see `make_model`.
+        args: see `make_model`.
 
     Raises:
-        ConfigError: with the key, `model.name` or `model.args.X`, and the fix.
+        ConfigError: the model cannot be made; the message has the key, `model.name` or
+            `model.args.X`, and the fix.
     """
     if name in PRESETS:
         GPTConfig.from_preset(name, args)
@@ -93,15 +99,16 @@ def model_defaults(
     """Return arguments of a model that follow from the data; the user's arguments take precedence.
 
     Args:
-        name: see `make_model`; a model by import path gets no arguments.
-        num_classes: classes of the targets; for a language model, its vocabulary.
-        sequence_length: tokens of a sample, if samples are tokens.
+        name: see `make_model`; the result is empty for a model by import path.
+        num_classes: the number of classes of the targets, or the size of the vocabulary for a
+            language model; None if it is unknown.
+        sequence_length: tokens of a sample; None if samples are not tokens.
     """
     if ":" in name and not name.startswith(TIMM):
         return {}
     if name in PRESETS:
-        # A model named for its size keeps its vocabulary even if the data need less: its number of
-        # parameters and the memory of its logits are what users expect of that name.
+        # A preset with the vocabulary of GPT-2 keeps it even if the data need fewer tokens: users
+        # expect the number of parameters and the memory of the logits that belong to its name.
         preset_vocabulary = PRESETS[name]["vocab_size"]
         keeps_preset = (
             preset_vocabulary == GPT2_VOCABULARY and (num_classes or 0) <= preset_vocabulary
@@ -118,6 +125,10 @@ def model_defaults(
 def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a sample of a built-in language model; None for other models.
 
+    Args:
+        name: see `make_model`.
+        args: see `make_model`.
+
     Raises:
         ConfigError: an argument is unknown or does not fit.
     """
@@ -125,7 +136,7 @@ def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
 
 
 def task_of(name: str) -> str | None:
-    """Return the task of a built-in model, see `losses.tasks`; None for one by import path."""
+    """Return the task of a model (see `losses.tasks`); None by import path or of the Hub."""
     if name.startswith(TIMM):
         return "classification"
     if ":" in name:

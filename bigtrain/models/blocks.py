@@ -15,14 +15,17 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks of any module tree, by name, in the order of the tree.
+    """Return the blocks of any module tree, with their names, in the order of the tree.
 
-    A container (ModuleList, ModuleDict, Sequential) is repeated if at least two of its children are
-    of one class and contain modules themselves. Its children are then blocks; if a child is a
-    repeated container as well (the stages of a vision model), the blocks are the children of that.
-    In a model without repeated containers the blocks are its direct children, and the elements of
-    lists and of plain `nn.Module()` containers, which have no forward pass. A stage of a cut model
-    names the blocks of the whole model that it computes (`own_blocks`).
+    A container (ModuleList, ModuleDict, Sequential) is repeated if at least two of its children
+    have the same class, parameters, and children of their own. The children of a repeated container
+    that have parameters and children are blocks. If a child is a repeated container as well (a
+    stage of a vision model), its children are blocks instead.
+
+    In a model without repeated containers, the blocks are its direct children with parameters. In
+    place of a child without a forward pass (a list, a dict, a plain `nn.Module()`), its own
+    children are blocks. A stage of a cut model lists the blocks of the whole model that it computes
+    in `own_blocks`.
     """
     named_blocks = getattr(model, "own_blocks", None)
     if named_blocks is not None:
@@ -55,16 +58,16 @@ def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Return the modules that match names, in the order of the tree.
+    """Return the names of the modules that match patterns, in the order of the tree.
 
     Args:
         model: the whole model.
         patterns: names as in `named_modules`; `*` matches within one dotted part.
-        key: the job's key, for messages.
+        key: the job's key that has the patterns, for messages.
 
     Raises:
-        ConfigError: a pattern matches nothing, or a list of modules; or a matched module is inside
-            another.
+        ConfigError: a pattern matches no module, or matches a list or dict of modules; or a matched
+            module is inside another matched module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     matched: set[str] = set()
@@ -117,7 +120,7 @@ def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the called children with weights: of a list, which is never called, its elements."""
+    """Yield the children with weights; in place of a child that is never called, its children."""
     for name, child in module.named_children():
         if isinstance(child, _LISTS) or _is_namespace(child):
             yield from _called(f"{path}{name}.", child)
@@ -126,7 +129,7 @@ def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return blocks without repetition: one that occurs twice has its first name."""
+    """Return blocks without repetition; a block that occurs twice has its first name."""
     seen: set[int] = set()
     blocks = []
     for name, block in named:
@@ -137,7 +140,7 @@ def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """Whether at least two children are of one class and contain modules."""
+    """Whether at least two children of one class have weights and contain modules."""
     kinds = Counter(type(child) for child in module.children() if _is_composite(child))
     return bool(kinds) and max(kinds.values()) >= 2
 
@@ -148,7 +151,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_namespace(module: nn.Module) -> bool:
-    """Whether a module has no forward pass and only contains others."""
+    """Whether a module has no forward pass and only contains other modules."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 

@@ -1,15 +1,15 @@
 """Models described first and materialised later, tensor by tensor.
 
-A description costs no memory: the constructor runs on the meta device while its operations on
-each tensor are recorded. Materialising replays, on the CPU, just the operations that one tensor
-depends on, with the random generator seeded by the run's seed and the tensor's name. So the
-initial weights do not depend on the order, the rank, the world size or the device, and a rank that
-holds a part of the model pays for that part only. The price: the numbers are not those of
-torch.manual_seed(seed) followed by the constructor.
+A description allocates no tensors: the constructor runs on the meta device while its operations
+on each tensor are recorded. Materialising a tensor replays on the CPU only the operations on which
+that tensor depends, with the random generator seeded by the run's seed and the tensor's name. So
+the initial weights do not depend on the order, the rank, the world size or the device, and a rank
+that holds a part of the model computes and allocates only that part. The weights therefore differ
+from the weights of torch.manual_seed(seed) followed by the constructor.
 
-A random draw that several tensors depend on (both chunks of one `randn`, the norm of a weight, a
-deep copy of a layer) belongs to the first of them in the order of the model, so that they are as
-consistent as in a model that was built in one go.
+If several tensors depend on one random draw (both chunks of one `randn`, the norm of a weight, a
+deep copy of a layer), the draw is seeded by the name of the first of these tensors in the order of
+the model. So they are as consistent as in a model that is built by one call of the constructor.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from bigtrain.models.parameters import first_named_tensors, named_tensors
 from bigtrain.tensors.shards import StateTensor, copy_saved
 
 ReadPart = Callable[[str, torch.Tensor, StateTensor], torch.Tensor | None]
-"""See `Blueprint.materialize`."""
+"""Reads a part of a saved value; see `read` of `Blueprint.materialize`."""
 
 
 def initial_seed(seed: int, name: str) -> int:
-    """Return the seed of one tensor's random numbers, equal in all processes, versions, machines.
+    """Return the seed of one tensor's random numbers, the same in all processes and versions.
 
     Args:
-        seed: the run's seed.
+        seed: the seed of the run.
         name: the tensor's first name in the model.
 
     Returns:
@@ -69,25 +69,26 @@ class Blueprint:
     model: nn.Module
     """The modules. If deferred, their tensors are on meta until they are materialised."""
     reason: str = ""
-    """Why the model is not deferred, in one line; '' if it is."""
+    """Why the model is not deferred, in one line; '' if it is deferred."""
     values: Mapping[str, StateTensor] = field(default_factory=dict)
-    """Values that replace initial ones, by the tensors' first names."""
+    """Saved values that replace initial values, by the tensors' first names."""
     made: Mapping[str, Callable[[int], torch.Tensor]] = field(default_factory=dict)
-    """Functions that make initial values, given the run's seed, in place of the constructor."""
+    """Functions that compute initial values from the run's seed, instead of the constructor, by the
+    tensors' first names."""
     saved_dtypes: tuple[str, ...] = ()
-    """The dtypes of `values` in their files, if the model is one of the Hub."""
+    """The dtypes of `values` in their files, for a model of the Hub."""
     files: Callable[[torch.dtype | None], Mapping[str, str | bytes]] | None = None
-    """Returns contents of files by name that every checkpoint keeps, given the dtype of the saved
-    parameters: the configuration, the tokenizer."""
+    """Returns the contents of files that every checkpoint stores (configuration, tokenizer), by
+    name, given the dtype of the saved parameters. None for a model without such files."""
     _make: Callable[[], nn.Module] | None = None
     _recording: InitRecording | None = None
     _origins: dict[str, _Origin] = field(default_factory=dict)
     _owners: dict[int, str] = field(default_factory=dict)
-    """For each random operation, the name that its seed is made from."""
+    """For each random operation, by index, the name from which its seed is computed."""
     _first_names: dict[str, str] = field(default_factory=dict)
-    """Every name of every tensor -> its first one; complete even if other stages are dropped."""
+    """The first name of every tensor by each of its names, also after other stages are dropped."""
     _seed_name: Callable[[str], str] = str
-    """The name that stands for a tensor's in its seed."""
+    """Returns the name from which the seed of a tensor is computed, given its first name."""
     _uncached: list[Any] = field(default_factory=list)
     """Configurations whose `use_cache` was switched off."""
 
@@ -96,16 +97,16 @@ class Blueprint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines to print about how the model is trained."""
+        """Lines for the user about changes to the model."""
         return (NOTE,) if self._uncached else ()
 
     def give_back(self) -> None:
-        """Restore the configurations that were changed, of a caller's module."""
+        """Restore `use_cache` in the configurations of a module that belongs to the caller."""
         switch_on_caches(self._uncached)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """Restore the configurations inside a `with` block, in which they are saved."""
+        """Restore `use_cache` inside a `with` block, in which the configurations are saved."""
         switch_on_caches(self._uncached)
         try:
             yield
@@ -114,10 +115,10 @@ class Blueprint:
 
     @classmethod
     def of(cls, module: nn.Module) -> Blueprint:
-        """Wrap a module that already has values; materialising only moves them.
+        """Return the blueprint of a module that has values; materialising only moves them.
 
         Raises:
-            ConfigError: it has tensors on the meta device, or without a shape.
+            ConfigError: the module has tensors on the meta device, or tensors without a shape.
         """
         _refuse_lazy(module)
         for name, tensor in first_named_tensors(module).items():
@@ -130,7 +131,7 @@ class Blueprint:
 
     @property
     def deferred(self) -> bool:
-        """Whether the values can be made tensor by tensor."""
+        """Whether the values can be computed tensor by tensor."""
         return self._recording is not None
 
     @property
@@ -140,13 +141,17 @@ class Blueprint:
         return sum(tensor.nbytes for tensor in tensors)
 
     def change(self, change: Callable[[nn.Module], nn.Module]) -> None:
-        """Apply a function to the module, and to modules that the constructor makes later."""
+        """Apply a function to the module, and to each module that the constructor makes later.
+
+        Args:
+            change: changes a module, and returns it or its replacement.
+        """
         self.model, make = change(self.model), self._make
         if make is not None:
             self._make = lambda: change(make())
 
     def twin(self) -> Blueprint:
-        """Describe the model again; a module that was passed already built is copied."""
+        """Return a separate blueprint of the same model; a module that has values is copied."""
         if self._make is None:
             return Blueprint.of(copy.deepcopy(self.model))
         twin = describe(self._make, self._seed_name)
@@ -164,26 +169,28 @@ class Blueprint:
     ) -> nn.Module:
         """Give parameters and buffers their initial values, in place.
 
-        The tensor objects stay the same (except in modules that hold weak references to theirs,
-        such as nn.RNN), so ties and existing references stay valid. A deferred model needs memory
-        for about one tensor in addition to the result; any other is built whole. A tensor with a
-        saved value is read straight into its place, a piece at a time.
+        The tensor objects stay the same (except in modules such as nn.RNN, which hold weak
+        references to their tensors), so ties and existing references stay valid. A deferred model
+        needs memory for about one tensor in addition to the result. Any other model is built whole.
+        A saved value is read directly into the memory of its tensor, a piece at a time.
 
         Args:
-            device: where the tensors go; the values are made on the CPU.
-            seed: the run's seed; ignored for a module that was passed already built.
-            only: names as in named_parameters and named_buffers (any name of a tied tensor), or
-                None for all. The others are not changed.
-            finish: called with the first name and the object of each tensor once it has its value,
-                before the next one of a deferred model gets memory.
-            read: returns this rank's part of a saved value, given the tensor's first name and its
-                description on meta; None to read it whole. Not called for tensors that overlap.
+            device: the device of the tensors; initial values are computed on the CPU.
+            seed: the seed of the run; ignored for a module that was given with values.
+            only: names as in `named_parameters` and `named_buffers` (any name of a tied tensor), or
+                None for all tensors. The other tensors are not changed.
+            finish: called with the first name and the object of each tensor after it has its value.
+                In a deferred model, the next tensor is allocated after the call.
+            read: returns this rank's part of a saved value, or None to read it whole. It gets the
+                tensor's first name, an empty meta tensor of its shape, and the saved value. It is
+                not called for tensors that share a storage.
 
         Returns:
             `model`.
 
         Raises:
-            ConfigError: a name in `only` is not in the model, or two constructions differ.
+            ConfigError: a name in `only` is not in the model, or a second call of the constructor
+                makes tensors of other names or shapes.
         """
         tensors = self._chosen(only)
         with kept_random_state():
@@ -205,15 +212,15 @@ class Blueprint:
         return self.model
 
     def saved_value(self, name: str) -> StateTensor | None:
-        """Return the value that replaces the initial one of a tensor; None if none does."""
+        """Return the saved value of a tensor, by any of its names; None if it has none."""
         return self.values.get(self._first_names.get(name, name))
 
     def initial_value(self, name: str, seed: int) -> torch.Tensor:
-        """Compute the initial value of a tensor, on the CPU; the model does not get it.
+        """Compute the initial value of a tensor on the CPU, without changing the model.
 
         Args:
             name: the tensor's first name.
-            seed: the run's seed.
+            seed: the seed of the run.
 
         Raises:
             ValueError: the model is not deferred.
@@ -283,11 +290,11 @@ class Blueprint:
 
         Args:
             recording: the recorded construction.
-            origin: the operations that the tensor depends on.
-            device: where the value goes.
-            seed: the run's seed.
-            shared: storages by number, of tensors that overlap, so that they keep overlapping; it
-                is added to. None for a tensor that has its storage to itself.
+            origin: the view of the tensor, and the operations on which it depends.
+            device: the device of the result.
+            seed: the seed of the run.
+            shared: storages that several tensors share, by key, so that the tensors share them
+                again; a new storage is added. None for a tensor with a storage of its own.
         """
         spec, closure = origin.spec, origin.closure
         storage = None if shared is None else shared.get(spec.storage)
@@ -307,14 +314,16 @@ def describe(make: Callable[[], nn.Module], seed_name: Callable[[str], str] = st
     """Run a model's constructor on the meta device and record how to compute the values.
 
     If that is impossible (the constructor reads random values, draws on the CPU, uses an
-    operation without a meta kernel, ...) it is run on the CPU instead; `reason` says why.
+    operation without a meta kernel, ...), the constructor runs on the CPU instead. `reason` of the
+    result then has the cause.
 
     Args:
         make: builds the model; called once, or once on meta and once on the CPU.
-        seed_name: returns the name that the seed of a tensor is made from, given its first name.
+        seed_name: returns the name from which the seed of a tensor is computed, given its first
+            name.
 
     Raises:
-        ConfigError: the result is not a module, or has parameters without a shape.
+        ConfigError: the result is not a module, or has tensors without a shape.
     """
     try:
         return _describe_on_meta(make, seed_name)
@@ -323,7 +332,7 @@ def describe(make: Callable[[], nn.Module], seed_name: Callable[[str], str] = st
     except CannotDefer as finding:
         reason = str(finding)
     except Exception as error:
-        # Any error: the construction on the CPU shows whether the model is at fault.
+        # Any error is caught: the construction on the CPU shows whether the model is at fault.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     with kept_random_state():
         torch.default_generator.manual_seed(0)
@@ -396,7 +405,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return tensors that modules keep in plain attributes, or in lists or mappings there."""
+    """Return the tensors in plain attributes of modules, and in lists or dicts there, by path."""
     registered = {id(tensor) for tensor in first_named_tensors(model).values()}
     loose: dict[str, torch.Tensor] = {}
 
@@ -419,11 +428,11 @@ def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
-    """Construct the model again and move the values into the tensor objects of `target`."""
+    """Construct the model again, and move its values into the tensor objects of `target`."""
     old = {**first_named_tensors(target), **_loose_tensors(target)}
     shapes = {name: tensor.shape for name, tensor in old.items()}
     apart = len({tensor.untyped_storage()._cdata for tensor in old.values()}) == len(old)
-    if apart:  # free the first values before the second are made
+    if apart:  # free the old values before the new values are made
         for tensor in old.values():
             tensor.data = tensor.data.new_empty(0)
     source = make()
@@ -437,7 +446,7 @@ def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
     for name, tensor in old.items():
         if apart:
             value = new[name].data
-            # A source that is in a reference cycle, as with `set_model_inputs`, lives on for a
+            # If `source` is in a reference cycle (as with `set_model_inputs`), it stays alive for a
             # while, and would keep the storages of tensors that this rank drops later.
             new[name].data = value.new_empty(0)
             tensor.data = value
@@ -460,7 +469,7 @@ def _saved_values(
 def _trimmed(
     storage: torch.UntypedStorage, spec: TensorSpec
 ) -> tuple[torch.UntypedStorage, TensorSpec]:
-    """Copy a view out of its storage, so that a slice does not keep the whole alive."""
+    """Copy a view out of its storage, so that a slice does not keep the whole storage alive."""
     span = 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
     if 0 in spec.size or span * spec.dtype.itemsize == storage.nbytes():
         return storage, spec
@@ -477,7 +486,7 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
 
 @torch.no_grad()
 def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Give a tensor object of the model these values, whatever its device; return the object."""
+    """Give a tensor object of the model these values, on any device; return the object."""
     kind = type(tensor)
     fresh = values
     if kind is not torch.Tensor:
@@ -494,7 +503,7 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> torch
                 if existing is tensor:
                     setattr(module, name, fresh)
         tensor = fresh
-    # The swap exchanged autograd's metadata, which knows the hooks: register them again.
+    # The swap exchanged autograd's metadata, with the hooks in it, so they are registered again.
     if hooks:
         tensor._backward_hooks = None
         tensor._backward_hooks = hooks
@@ -514,7 +523,7 @@ class _RandomState:
         self.numpy: Any = None if numpy is None else numpy.random.get_state()
 
     def changed(self) -> bool:
-        """Whether any of them has moved since."""
+        """Whether any of the generators has been used or seeded since."""
         now = _RandomState()
         return (
             not torch.equal(self.torch, now.torch)

@@ -1,8 +1,9 @@
 """Switch off key-value caches, which serve text generation and only hinder training.
 
-Models of transformers, and similar ones, return the keys and values of every layer if use_cache of
-their configuration is true, which is the default. One object collects them through the layers, so
-no pipeline could be cut between two layers; and they stay alive until the step ends.
+Models of transformers and similar libraries return the keys and values of every layer if
+`use_cache` of their configuration is true, which is the default. One object collects the keys and
+values of all layers, so a pipeline could not cut the model between two layers. They also stay in
+memory until the step ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from torch import nn
 
 NOTE = "use_cache=False for this run: keys and values for generating text are not kept in training"
-"""The line that a run prints if a cache was switched off."""
+"""The line that a run prints if it has switched off a cache."""
 
 
 def switch_off_caches(model: nn.Module) -> list[Any]:
@@ -34,13 +35,17 @@ def switch_off_caches(model: nn.Module) -> list[Any]:
 
 
 def switch_on_caches(configurations: Sequence[Any]) -> None:
-    """Undo `switch_off_caches`."""
+    """Undo `switch_off_caches`.
+
+    Args:
+        configurations: the result of `switch_off_caches`.
+    """
     for config in configurations:
         config.use_cache = True
 
 
 def _configurations(model: nn.Module) -> Iterator[Any]:
-    """Yield the `config` of every module, and nested configurations in it."""
+    """Yield the `config` of every module, and the objects in its attributes, without repetition."""
     seen: set[int] = set()
     for module in model.modules():
         config = vars(module).get("config")

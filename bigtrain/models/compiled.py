@@ -1,11 +1,11 @@
 """Compile blocks one by one (`train.compile=blocks`), inside all hooks.
 
-Blocks of one class share compiled programs, and techniques that shard, recompute or cut them see
-the same modules as without compilation. Source: PyTorch's recipe "regional compilation".
+Blocks of one class share compiled programs. Techniques that shard, recompute or cut blocks see the
+same modules as without compilation. Source: PyTorch's recipe "regional compilation".
 
-On fake tensors inductor lowers, fuses and plans as it does for a run, and writes the program that
-calls the kernels. That program is run unchanged, so it allocates and frees the same buffers; its
-kernels are not compiled and do nothing.
+On fake tensors, inductor lowers and fuses operations, plans memory, and writes the program that
+calls the kernels, as in a run. That program is executed unchanged, so it allocates and frees the
+same buffers. Its kernels are not compiled and do nothing.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from bigtrain.memory.program_buffers import announce_buffers, announce_kernel
 from bigtrain.models.blocks import find_blocks
 
 PROGRAMS = 64
-"""The most programs of a class of blocks, for different sizes, precisions and modes."""
+"""The most compiled programs of one class of blocks, for different sizes, dtypes and modes."""
 
 
 def compile_blocks(root: nn.Module, policies: Mapping[str, str]) -> None:
     """Compile the blocks of a model or of a stage, each at its first call.
 
-    In place, without changing names; copies made later are compiled as well. Not compiled are
-    blocks with `selective` recomputation, which observes single operations, blocks that a cut goes
-    through, and blocks whose instance overrides `forward`.
+    The blocks are changed in place, and keep their names. Copies of a block that are made later are
+    compiled as well. Some blocks are not compiled: blocks with `selective` recomputation, which
+    observes single operations; blocks that a cut goes through; blocks whose instance overrides
+    `forward`.
 
     Args:
-        root: the model or a stage, before recomputation wraps its blocks. A fake copy gets the
-            same programs without their kernels.
+        root: the model or a stage, before recomputation wraps its blocks. A copy on fake tensors
+            gets the same programs without their kernels.
         policies: recomputation policies by the block's name in the whole model.
     """
     cut_through = getattr(root, "cut_through", ())
@@ -64,9 +65,10 @@ def remove_compiled(root: nn.Module) -> None:
 
 
 def programs_for_every_size() -> AbstractContextManager[None]:
-    """Raise torch's limit of eight programs per class, and keep a block one program under DDP.
+    """A context that raises torch's limit of eight programs per class to `PROGRAMS`.
 
-    torch would split a program under DDP where a bucket is full.
+    It also keeps each block one program under DDP, where torch would split a program at the end of
+    each bucket.
     """
     from torch._dynamo import config
 
@@ -74,10 +76,14 @@ def programs_for_every_size() -> AbstractContextManager[None]:
 
 
 def check_compiler(device_type: str) -> None:
-    """Refuse to compile if torch's compiler cannot run here.
+    """Refuse to compile if torch's compiler cannot run on this machine.
+
+    Args:
+        device_type: the type of the run's devices, such as 'cpu' or 'cuda'.
 
     Raises:
-        ConfigError: on a CPU there is no C++ compiler, or on a GPU no Triton.
+        ConfigError: the device is a CPU and there is no C++ compiler, or it is a GPU and Triton is
+            not installed.
     """
     if device_type == "cpu":
         asked = os.environ.get("CXX", "")
@@ -99,7 +105,7 @@ def _forward(block: nn.Module, fake: bool, *args: Any, **kwargs: Any) -> Any:  #
 
 @cache
 def _program(forward: Callable[..., Any], *, fake: bool) -> Callable[..., Any]:
-    """Compile the forward pass of a class; dropout draws the same numbers as uncompiled."""
+    """Compile the forward pass of a class; dropout draws the same numbers as if not compiled."""
     options: dict[str, Any] = {"fallback_random": True}
     if fake:
         return fake_program(forward, options)
@@ -108,10 +114,10 @@ def _program(forward: Callable[..., Any], *, fake: bool) -> Callable[..., Any]:
 
 
 def fake_program(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a function as `torch.compile` does, for fake tensors.
+    """Compile a function as `torch.compile` does, but for calls with fake tensors.
 
     Args:
-        forward: the function; it is compiled at the first call for each size.
+        forward: the function; it is compiled at the first call with each size.
         options: options of inductor.
     """
     backend = _FakeBackend(options)
@@ -120,7 +126,7 @@ def fake_program(forward: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
 
 class _FakeBackend:
-    """A backend of `torch.compile` that bypasses the caches in which a run looks for programs."""
+    """A backend of `torch.compile` that neither reads nor fills the caches of programs of runs."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {**options, "fx_graph_cache": False, "fx_graph_remote_cache": False}
@@ -134,7 +140,7 @@ class _FakeBackend:
 
 
 def _lower(graph: torch.fx.GraphModule, example: Any, **settings: Any) -> Any:
-    """Lower the graph of a forward pass, or of a backward pass when that first runs."""
+    """Lower the graph of a forward pass, or of a backward pass when it first runs."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
@@ -143,7 +149,7 @@ def _lower(graph: torch.fx.GraphModule, example: Any, **settings: Any) -> Any:
 
 
 def _load(lowered: Any, written: Any) -> SimpleNamespace:
-    """Execute a written program, instead of importing it from a file and compiling its kernels."""
+    """Execute a written program; inductor would import it from a file and compile its kernels."""
     source = written.value
     names: dict[str, Any] = {"__name__": "fake_program"}
     names |= {**lowered.constants, **lowered.torchbind_constants}
@@ -174,7 +180,7 @@ class _NoKernels:
 
 
 class _NoKernel:
-    """A kernel that writes nothing: the program has allocated its outputs."""
+    """A kernel that writes nothing; the program has already allocated the outputs."""
 
     def __call__(self, *args: Any, **_kwargs: Any) -> None:
         announce_kernel([argument for argument in args if isinstance(argument, Tensor)])
@@ -208,4 +214,4 @@ _ON_FAKES: dict[str, Any] = {
     **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped"), _nothing),
     **dict.fromkeys(("assert_alignment", "assert_tensor_metadata"), _nothing),
 }
-"""Replacements of functions that read memory, or allocate tensors without any dispatch mode."""
+"""Replacements of functions that read memory, or that allocate tensors past dispatch modes."""

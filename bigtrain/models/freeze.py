@@ -10,25 +10,26 @@ from torch import nn
 from bigtrain.errors import ConfigError, as_word, did_you_mean
 
 NOT = "!"
-"""Before a pattern: the parameters that fit it are trained."""
+"""The prefix of a pattern whose parameters are trained."""
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
-    """Set `requires_grad` of the parameters that the patterns name to False.
+    """Set `requires_grad` of the parameters that patterns match to False.
 
-    A pattern is compared with the name of each parameter and of each module that holds it; `*`
-    stands for any characters, dots included. The last pattern that fits decides.
+    A pattern is compared with the name of each parameter and of each module that contains the
+    parameter; `*` matches any characters, dots included. The last pattern that matches decides. If
+    it begins with `!`, the parameter is trained.
 
     Args:
         model: the model, on any device; it is changed.
-        patterns: see `model.freeze`.
+        patterns: the patterns of the key `model.freeze`.
 
     Returns:
         `model`.
 
     Raises:
-        ConfigError: a pattern fits nothing, only one of two names of a tied parameter is frozen,
-            or nothing is left to train.
+        ConfigError: a pattern matches nothing, only one of two names of a tied parameter is frozen,
+            or no parameter is left to train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     forms = {name: _forms(name) for name, _ in named}
@@ -58,7 +59,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
 
 
 def _forms(name: str) -> list[str]:
-    """Return a parameter's name and those of the modules that hold it."""
+    """Return a parameter's name and the names of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 

@@ -1,4 +1,4 @@
-"""Models by import path: `package.module:Class`."""
+"""Make models by import path: `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def make_from_path(path: str, args: Mapping[str, Any]) -> nn.Module:
     """Import and construct a model.
 
     Args:
-        path: `package.module:Class`, or a function that returns a module.
-        args: arguments of the constructor.
+        path: the import path of a class, or of a function that returns a module.
+        args: arguments of the constructor. A mapping `config` becomes a configuration object if
+            the class has a `config_class`, as models of transformers do.
 
     Raises:
-        ConfigError: it cannot be imported, does not take these arguments, or is no module.
+        ConfigError: the path cannot be imported, the constructor does not take these arguments, or
+            its result is no module.
     """
     constructor = load_object(path, "model.name")
     check_arguments(path, constructor, args)
@@ -43,14 +45,19 @@ def make_from_path(path: str, args: Mapping[str, Any]) -> nn.Module:
 def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Compare arguments with a constructor's signature, without calling it.
 
+    Args:
+        name: the name of the model, for messages.
+        constructor: the class or function.
+        args: the arguments.
+
     Raises:
-        ConfigError: an argument is unknown or missing; or a field of the mapping `config` is, if
-            the class names its configuration class.
+        ConfigError: an argument is unknown or missing, or the class has a `config_class` and a
+            field of the mapping `config` is unknown.
     """
     try:
         parameters = inspect.signature(constructor).parameters.values()
     except (TypeError, ValueError):
-        return  # written in C, without a signature: the call checks the arguments
+        return  # a constructor in C without a signature: the call checks the arguments
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if all(p.kind is not p.VAR_KEYWORD for p in parameters):
         for key in args:
@@ -73,7 +80,7 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
 
 
 def _config_class(constructor: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the class of a model's configuration, if its class names one as transformers' do."""
+    """Return the `config_class` of a model's class, as transformers has them; None without one."""
     config_class = getattr(constructor, "config_class", None)
     return config_class if isinstance(config_class, type) else None
 
@@ -84,14 +91,14 @@ def _check_configuration(
     """Compare the mapping `config` with the fields of the model's configuration.
 
     Raises:
-        ConfigError: one is unknown.
+        ConfigError: a key is no field of the configuration.
     """
     kind, fields = _config_class(constructor), args.get("config")
     if kind is None or not isinstance(fields, Mapping):
         return
     parameters = inspect.signature(kind).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    # Aliases of fields; properties such as num_labels are checked by `hasattr`.
+    # Aliases of fields. Properties such as num_labels are found by `hasattr` below.
     known += getattr(kind, "attribute_map", {})
     for key in fields:
         if known and key not in known and not hasattr(kind, key):

@@ -1,10 +1,11 @@
 """A decoder-only transformer, and presets of well-known sizes.
 
 Pre-LayerNorm blocks, learned positions, GELU, causal attention through torch's fused kernel.
-The presets gpt2 to gpt2-xl have the shapes of GPT-2 (Radford et al. 2019, Table 2) and, with its
-vocabulary and 1024 positions, exactly its number of parameters. Those from gpt-124m on have
-the shapes of GPT-3 (Brown et al. 2020, Table 2.1), where the table multiplies out: 16 heads and not
-24 at 1.3B (24 x 128 is not 2048), width 5120 and not 5140 at 13B (40 x 128).
+The presets gpt2 to gpt2-xl have the shapes of GPT-2 (Radford et al. 2019, Table 2). With the
+vocabulary of GPT-2 and 1024 positions, they have exactly its number of parameters. The presets from
+gpt-124m on have the shapes of GPT-3 (Brown et al. 2020, Table 2.1). Two values differ from that
+table, because heads times head size has to be the width: 16 heads and not 24 at 1.3B (24 x 128 is
+not 2048), and width 5120 and not 5140 at 13B (40 x 128).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError, did_you_mean
 
 BYTE_VOCABULARY = 256
-"""Vocabulary of a model that reads bytes."""
+"""Size of the vocabulary of a model whose tokens are bytes."""
 GPT2_VOCABULARY = 50257
-"""Vocabulary of GPT-2 and GPT-3."""
+"""Size of the vocabulary of GPT-2 and GPT-3."""
 
 
 _MOST = {
@@ -35,12 +36,13 @@ _MOST = {
     "vocab_size": 1 << 30,
     "sequence_length": 1 << 32,
 }
-"""Limits beyond any trained model: a larger number is a mistake, refused before it takes memory."""
+"""Limits of a shape, beyond any trained model. A larger number is a mistake, and is refused before
+memory is allocated for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT.
+    """The shape of a GPT model.
 
     Raises:
         ConfigError: a value is out of range, or `num_heads` does not divide `width`.
@@ -48,17 +50,17 @@ class GPTConfig:
 
     vocab_size: int = BYTE_VOCABULARY
     sequence_length: int = 128
-    """The most tokens in one sample."""
+    """The most tokens in a sample; the number of learned positions."""
     num_layers: int = 4
     width: int = 256
-    """Length of a token's vector between blocks."""
+    """Length of the vector of a token between blocks."""
     num_heads: int = 4
     dropout: float = 0.0
-    """Probability of dropout after the embedding, in attention and after each branch."""
+    """Probability of dropout after the embedding, in attention, and after attention and MLP."""
     bias: bool = True
-    """Biases in LayerNorm and in all projections but the output."""
+    """Whether LayerNorm and all projections except the head have biases."""
     tie_embeddings: bool = True
-    """Whether the output projection is the token embedding."""
+    """Whether the head and the token embedding share one weight."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -83,8 +85,8 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model; a tied projection counts once."""
-        matrices = 12 * self.width**2  # 3 query, key, value; 1 attention output; 8 the MLP
+        """Elements of all parameters of the model; a tied weight counts once."""
+        matrices = 12 * self.width**2  # 3 for query, key, value; 1 for attention output; 8 for MLP
         biases = 9 * self.width if self.bias else 0
         norm = 2 * self.width if self.bias else self.width
         embeddings = (self.vocab_size + self.sequence_length) * self.width
@@ -95,8 +97,12 @@ class GPTConfig:
     def from_preset(cls, name: str, args: Mapping[str, Any]) -> GPTConfig:
         """Return a preset with some fields replaced.
 
+        Args:
+            name: a key of `PRESETS`.
+            args: the fields to replace, by name.
+
         Raises:
-            ConfigError: no such field, or a value that does not fit.
+            ConfigError: a field is unknown, or a value has the wrong type or is out of range.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for key in args:
@@ -165,10 +171,10 @@ PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 
 class Attention(nn.Module):
-    """Causal self-attention: (batch, seq, width) to the same."""
+    """Causal self-attention from (batch, seq, width) to (batch, seq, width)."""
 
     is_causal = True
-    """As the attention layers of transformers say it: no mask of padding is needed."""
+    """As in the attention layers of transformers: a causal layer needs no mask of padding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -178,7 +184,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x_BTW: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Mix each token with those before it, or with those that a mask shows; see `GPT`."""
+        """Mix each token with the tokens before it, or as a mask allows; see `GPT.forward`."""
         heads = (self.num_heads, -1)
         q_BHTD, k_BHTD, v_BHTD = (
             part_BTW.unflatten(-1, heads).transpose(1, 2)
@@ -199,7 +205,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two projections around a GELU: (batch, seq, width) to the same."""
+    """Two projections around a GELU, from (batch, seq, width) to (batch, seq, width)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -215,7 +221,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normalised input and with a residual connection."""
+    """Attention, then an MLP, each on a normalised input and with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -226,14 +232,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTW: Tensor, *masks: Tensor) -> Tensor:
-        """(batch, seq, width) to the same; with at most one mask, see `GPT`."""
+        """Transform (batch, seq, width), with at most one mask; see `GPT.forward`."""
         x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), *masks))
         out_BTW: Tensor = x_BTW + self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return out_BTW
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions as vectors: (batch, seq) to (batch, seq, width)."""
+    """Token and position embeddings: (batch, seq) to (batch, seq, width)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -242,10 +248,14 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Look both up and add them; without `position_ids` a sample has the positions from 0.
+        """Return the sum of the embeddings of the tokens and of their positions.
+
+        Args:
+            tokens_BT: (batch, seq), int64.
+            position_ids: (batch, seq), int64; None counts from 0 in each sample.
 
         Raises:
-            ConfigError: there are more tokens than positions.
+            ConfigError: a sample has more tokens than there are positions.
         """
         length, limit = tokens_BT.shape[1], self.position.num_embeddings
         if length > limit:
@@ -260,10 +270,13 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: tokens (batch, seq), int64, to logits (batch, seq, vocabulary).
+    """A language model: tokens (batch, seq), int64, to logits (batch, seq, vocabulary).
 
     The embedding, the blocks, the norm and the head are applied one after the other, so the
-    model can be cut between any two of them.
+    model can be cut between any two of these modules.
+
+    Args:
+        config: the shape of the model.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -283,12 +296,12 @@ class GPT(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Predict, at each position, the next token.
+        """Return the logits of the next token at each position.
 
         Args:
             tokens_BT: (batch, seq), int64.
-            attention_mask: (batch, 1, seq, seq), bool: true where a token sees another. None: it
-                sees itself and those before it.
+            attention_mask: (batch, 1, seq, seq), bool: true where a token sees another token. With
+                None, a token sees itself and the tokens before it.
             position_ids: (batch, seq), int64; None counts from 0 in each sample.
 
         Raises:
@@ -303,7 +316,8 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _initialize(self) -> None:
-        # Each block adds two branches to the residual stream; the scale keeps its variance.
+        # Each block adds two branches to the residual stream. The scale of their last projections
+        # keeps the variance of the stream independent of the number of blocks (GPT-2).
         branch = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):

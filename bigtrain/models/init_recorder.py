@@ -1,9 +1,10 @@
 """Run a constructor on the meta device and record its operations on tensors.
 
 Under `InitRecorder` a constructor allocates nothing: its tensors are on meta, and every operation
-that makes or changes one is recorded. torch drops some information on meta that the replay needs
-(the values of `torch.tensor([...])`, initialisers that return early); such calls are intercepted.
-Where that is impossible `CannotDefer` says why, and the constructor must be run on the CPU.
+that makes or changes a tensor is recorded. On meta, torch drops some information that the replay
+needs (the values of `torch.tensor([...])`, and initialisers that return early), so these calls are
+intercepted. If a call cannot be recorded, `CannotDefer` is raised with the reason, and the
+constructor has to run on the CPU.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ _INITIALISERS = {
     for function in vars(torch.nn.init).values()
     if isinstance(function, FunctionType)
 }
-"""The functions of torch.nn.init by their code: libraries replace the names in that module."""
+"""The functions of torch.nn.init by their code objects: libraries may replace the names."""
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class InitRecorder:
     """A context in which tensors are made on meta and operations on them are recorded.
 
-    It consists of two modes: one below autograd sees every operation; one above autograd sees the
-    few calls whose values torch drops on meta before they reach the lower mode.
+    It consists of two torch modes. A dispatch mode, below autograd, sees every operation. A
+    function mode, above autograd, sees the few calls whose values torch drops on meta before they
+    reach the dispatch mode.
     """
 
     def __init__(self) -> None:
         self.recording = InitRecording()
         self.busy = False
-        """Whether the recorder itself is calling torch; nothing is then recorded."""
+        """Whether the recorder itself is calling torch; such calls are not recorded."""
         self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Real tensors over the memory of an array, with copies of their values."""
+        """CPU tensors that share the memory of a NumPy array, with copies of their values."""
         self._modes = (torch.device("meta"), _Calls(self), _Operations(self))
 
     def __enter__(self) -> InitRecorder:
@@ -68,10 +70,10 @@ class InitRecorder:
             mode.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Confirm, after the construction, that arrays used as constants did not change.
+        """Check after the construction that arrays which were made into tensors did not change.
 
         Raises:
-            CannotDefer: one did.
+            CannotDefer: an array changed after a tensor was made of it.
         """
         if not all(torch.equal(tensor, before) for tensor, before in self._shared):
             raise CannotDefer("it changes an array after making a tensor of it")
@@ -86,10 +88,10 @@ class InitRecorder:
             self.busy = before
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a meta tensor, if they are not random, as a CPU tensor.
+        """Compute the values of a meta tensor, as a CPU tensor.
 
         Raises:
-            CannotDefer: they are random, and the seed is not known yet.
+            CannotDefer: the values are random, and the seed is not known yet.
         """
         with self.paused():
             spec = self.recording.spec(tensor)
@@ -100,13 +102,21 @@ class InitRecorder:
             return view_storage(storage, spec).clone()
 
     def constant(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make a tensor of constant values on the CPU, and record its copy to meta."""
+        """Make a tensor of constant values on the CPU, and return its copy on meta.
+
+        The copy is recorded with the values.
+
+        Args:
+            function: a function such as `torch.tensor`.
+            args: the arguments of the call.
+            kwargs: the keyword arguments of the call.
+        """
         with self.paused():
             real = function(*args, **{**kwargs, "device": CPU})
         return real.detach().to("meta").requires_grad_(real.requires_grad)
 
     def adopted(self, real: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor over an array's memory to meta, and record that."""
+        """Copy a tensor that shares an array's memory to meta, and record the copy."""
         with self.paused():
             values = real.detach().clone()
             self._shared.append((real, values))
@@ -117,12 +127,16 @@ class InitRecorder:
         return result
 
     def initialization(self, tensor: torch.Tensor, frame: FrameType) -> bool:
-        """Answer `tensor.is_meta`; if a function of torch.nn.init asks, record the function.
+        """Return `tensor.is_meta`; if a function of torch.nn.init reads it, record that function.
 
-        Such functions return early on meta, so their operations are never seen.
+        The functions of torch.nn.init return early on meta, so their operations are never seen.
+
+        Args:
+            tensor: a meta tensor.
+            frame: the frame that reads `tensor.is_meta`.
 
         Raises:
-            CannotDefer: other code asks, and may skip operations that must be recorded.
+            CannotDefer: other code reads it, and may skip operations that must be recorded.
         """
         code = frame.f_code
         function = _INITIALISERS.get(code)
@@ -144,7 +158,21 @@ class InitRecorder:
         overwrites: bool = False,
         random: bool = False,
     ) -> None:
-        """Add a call to the recording, after it was made."""
+        """Add a call to the recording, after the call was made, unless it only made views.
+
+        Args:
+            function: the function that was called.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            outputs: the tensors that it returned.
+            written: the meta tensors that it wrote.
+            overwrites: whether it ignores the earlier values of the first tensor in `written`.
+            random: whether it draws random numbers.
+
+        Raises:
+            CannotDefer: the call draws from a generator of its own, or an argument was not
+                recorded.
+        """
         with self.paused():
             recording = self.recording
             leaves = tree_leaves((args, kwargs))
@@ -182,7 +210,7 @@ class InitRecorder:
         if _on_meta(leaf):
             return self.recording.spec(leaf)
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()  # the constructor may change it after this call
+            return leaf.detach().clone()  # the constructor may change the tensor after this call
         if isinstance(leaf, torch.device):
             return CPU
         return leaf
@@ -209,7 +237,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             outputs = tree_leaves(result)
         if name == "set_" or not any(map(_on_meta, (*tree_leaves((args, kwargs)), *outputs))):
-            return result  # `set_` changes no storage's content; without meta there is nothing new
+            return result  # `set_` changes no content; without meta tensors, nothing is recorded
         if name in _ALLOCATIONS:
             recorder.recording.adopt(result)
             return result
@@ -268,7 +296,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the meta tensors among the arguments that the operator's schema says it writes."""
+    """Return the meta tensors among the arguments that an operator writes, by its schema."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,8 +1,8 @@
 """Recorded operations on meta tensors, which can be replayed on the CPU.
 
-Only the operations that a chosen tensor depends on are replayed. The bookkeeping is per storage,
-not per tensor: an argument is recorded as (storage, dtype, size, stride, offset), so views need no
-replay, and a Parameter is the same as the tensor it was made from.
+Only the operations that a chosen tensor depends on are replayed. Storages are tracked, and not
+tensors: an argument is recorded as (storage, dtype, size, stride, offset). So views need no replay,
+and a Parameter is the same as the tensor from which it was made.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ CPU = torch.device("cpu")
 
 
 class CannotDefer(BaseException):
-    """The constructor does something that cannot be replayed; the message says what.
+    """Raised if a constructor does something that cannot be replayed; the message has the reason.
 
-    Not an Exception, so that a constructor's own `except Exception` does not swallow it.
+    It is no `Exception`, so that an `except Exception` in the constructor does not catch it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's storage, by its key, and its view of it (offset in elements)."""
+    """The key of a tensor's storage, and the tensor's view of the storage (offset in elements)."""
 
     storage: int
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call that made or changed storages; meta tensors in its arguments are specs."""
+    """A call that made or changed storages; meta tensors in its arguments are replaced by specs."""
 
     function: Callable[..., Any]
     args: Any
@@ -47,15 +47,16 @@ class RecordedCall:
     fresh: tuple[TensorSpec | None, ...]
     """For each output in order, its spec if its storage is new, otherwise None."""
     reads: tuple[int, ...]
-    """Storages whose contents matter, those written in part included."""
+    """Keys of the storages on whose contents the result depends, including storages that the call
+    writes only in part."""
     overwritten: int | None
-    """A storage that the call overwrites completely."""
+    """The key of a storage that the call overwrites completely; None without one."""
     random: bool
     default_dtype: torch.dtype
 
     @property
     def touches(self) -> Iterator[int]:
-        """The storages that replaying it needs or makes."""
+        """The keys of the storages that a replay of this call reads, makes or overwrites."""
         yield from self.reads
         yield from (spec.storage for spec in self.fresh if spec)
         if self.overwritten is not None:
@@ -64,11 +65,11 @@ class RecordedCall:
 
 @dataclass
 class InitRecording:
-    """The operations in order, and an index from each storage to those that wrote it."""
+    """The operations in order, and an index from each storage to the operations that wrote it."""
 
     operations: list[RecordedCall] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
-    # Held for their identity: a storage that was freed could lend its key to another.
+    # Storages are kept alive, because another storage could get the key of a freed one.
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def adopt(self, tensor: torch.Tensor) -> bool:
@@ -80,7 +81,8 @@ class InitRecording:
         """Describe a meta tensor.
 
         Raises:
-            CannotDefer: its storage was not recorded, or it is lazily conjugated or negated.
+            CannotDefer: the tensor's storage was not recorded, or the tensor is lazily conjugated
+                or negated.
         """
         key = tensor.untyped_storage()._cdata
         if key not in self.storages:
@@ -92,13 +94,18 @@ class InitRecording:
         )
 
     def append(self, operation: RecordedCall, writes: Sequence[int]) -> None:
-        """Add an operation that wrote these storages."""
+        """Add an operation.
+
+        Args:
+            operation: the operation.
+            writes: keys of the storages that it wrote.
+        """
         for storage in dict.fromkeys(writes):
             self.writers.setdefault(storage, []).append(len(self.operations))
         self.operations.append(operation)
 
     def closure(self, storage: int) -> list[int]:
-        """Return the operations, in order, that the current content of a storage depends on."""
+        """Return the indices, in order, of the operations on which a storage's content depends."""
         needed: set[int] = set()
         pending = [(storage, len(self.operations))]
         while pending:
@@ -107,29 +114,29 @@ class InitRecording:
             position = bisect_left(writers, before)
             if not position or writers[position - 1] in needed:
                 continue
-            # The last writer is enough: one that keeps earlier content reads the storage too.
+            # The last writer is enough: a writer that keeps earlier content is also a reader.
             last = writers[position - 1]
             needed.add(last)
             pending += [(read, last) for read in self.operations[last].reads]
         return sorted(needed)
 
     def is_random(self, closure: Sequence[int]) -> bool:
-        """Whether any of the operations draws random numbers."""
+        """Whether any of the operations with these indices draws random numbers."""
         return any(self.operations[index].random for index in closure)
 
     @torch.no_grad()
     def replay(
         self, storage: int, closure: Sequence[int], seed_of: Callable[[int], int]
     ) -> torch.UntypedStorage:
-        """Run the operations of a closure on the CPU and return the storage they end in.
+        """Run the operations of a closure on the CPU, and return the content of a storage.
 
-        Memory that nothing writes is zeros. The default generator and dtype are changed
-        meanwhile; the caller restores the generator.
+        Memory that no operation writes contains zeros. The state of torch's default generator
+        changes; the caller restores it.
 
         Args:
-            storage: the key of the storage that is wanted.
-            closure: what `closure` returned for it.
-            seed_of: the seed for each random operation, by its index.
+            storage: the key of the storage.
+            closure: the result of `closure` for this storage.
+            seed_of: returns the seed of a random operation, given its index.
         """
         storages: dict[int, torch.UntypedStorage] = {}
         last_use = {key: index for index in closure for key in self.operations[index].touches}
@@ -155,7 +162,8 @@ class InitRecording:
             if spec is None:
                 continue
             if (output.stride(), output.storage_offset()) != (spec.stride, spec.offset):
-                # A kernel's output may have other strides than meta's; views rely on meta's.
+                # A CPU kernel's output may have other strides than the meta tensor, for which the
+                # recorded views were made.
                 laid_out = view_storage(self._storage(real, spec.storage, blank=True), spec)
                 laid_out.copy_(output)
             else:

@@ -7,15 +7,15 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 IMAGE_SIDE = 32
-"""Height and width of its images, in pixels."""
+"""Height and width of LeNet's images, in pixels."""
 
 
 class LeNet(nn.Module):
-    """Images (batch, in_channels, 32, 32) to logits (batch, num_classes).
+    """A classifier: images (batch, in_channels, 32, 32) to logits (batch, num_classes).
 
     Args:
-        num_classes: how many logits.
-        in_channels: 1 for grey, 3 for colour.
+        num_classes: the number of logits.
+        in_channels: 1 for grey images, 3 for colour images.
 
     Raises:
         ConfigError: an argument is not a whole number, at least 1.
@@ -47,7 +47,7 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classify each image.
+        """Return the logits of each image.
 
         Raises:
             ConfigError: the images are not 32 x 32.

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model by name, and which of them are bf16."""
+"""The parameters and buffers of a model by name, and the names of bf16 parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def first_named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters, then buffers; a tied tensor once, under its first name."""
+    """Return the parameters, then the buffers, by name; a tied tensor has only its first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters, then buffers; a tied tensor under each of its names."""
+    """Return the parameters, then the buffers, by name; a tied tensor has each of its names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -21,15 +21,15 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_of(model: nn.Module) -> list[str]:
-    """Return the first name of every parameter and buffer."""
+    """Return the first name of every parameter, then of every buffer."""
     return [*(n for n, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())]
 
 
 def bf16_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of fp32 parameters that layers can use in bf16, frozen ones included.
+    """Return the names of fp32 parameters that layers can use in bf16, including frozen parameters.
 
-    Parameters of BatchNorm and similar norms are not among them: their running statistics stay in
-    fp32, and the kernels take no mixture of dtypes.
+    The parameters of BatchNorm and InstanceNorm stay in fp32: their running statistics are fp32,
+    and the kernels take no mixture of dtypes.
     """
     in_norms = {
         id(parameter)
@@ -48,11 +48,12 @@ _AUTOCAST_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 _LEFT_OUT = "_bigtrain_left_out"
-"""The attribute of a module that names its own left-out parameters; copies of a model have it."""
+"""The attribute of a module with the names of its own left-out parameters. As an attribute, it is
+copied with the module."""
 
 
 def leave_out(model: nn.Module, name: str) -> None:
-    """Freeze a parameter because the loss does not reach it, and remember that."""
+    """Freeze a parameter on which the loss does not depend, and record its name in the module."""
     model.get_parameter(name).requires_grad_(False)
     owner, _, own_name = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -60,16 +61,16 @@ def leave_out(model: nn.Module, name: str) -> None:
 
 
 def forget_left_out(model: nn.Module) -> None:
-    """Remove what `leave_out` has noted; `requires_grad` stays."""
+    """Remove the names that `leave_out` recorded; `requires_grad` is not changed."""
     for module in model.modules():
         vars(module).pop(_LEFT_OUT, None)
 
 
 def left_out_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are frozen only because the loss does not reach them.
+    """Return the names of parameters that `leave_out` froze.
 
-    They keep fp32 values where trained parameters do: a run may train them after all, and a
-    checkpoint has their values unrounded.
+    These parameters have fp32 values if trained parameters have: a run may train them after all,
+    and a checkpoint has their values unrounded.
     """
     return {
         f"{name}.{own_name}" if name else own_name
@@ -79,15 +80,16 @@ def left_out_names(model: nn.Module) -> set[str]:
 
 
 def low_names(model: nn.Module, *, bf16_parameters: bool, frozen_in_bf16: bool) -> list[str]:
-    """Return the names of parameters that layers have in bf16.
+    """Return the names of the parameters that layers have in bf16.
 
-    Nothing updates a frozen parameter, so it needs no fp32 value. Where autocast converts weights
-    at each use, frozen ones of the layers that it does this for are bf16 all the time: the numbers
-    are the same. Others, such as those of norms and embeddings, are used in fp32 there, and so are
-    those of `left_out_names`.
+    With `bf16_parameters`, these are all parameters of `bf16_parameter_names`. Otherwise, with
+    `frozen_in_bf16`, they are the frozen weights that autocast would convert at each use (linear
+    and convolution layers): nothing updates a frozen parameter, so it needs no fp32 value, and the
+    results are the same. Frozen parameters of other layers, such as norms and embeddings, are used
+    in fp32 and stay in fp32, and so do the parameters of `left_out_names`.
 
     Args:
-        model: with `requires_grad` of its parameters as in the run.
+        model: the model; its parameters have the `requires_grad` of the run.
         bf16_parameters: see `Plan.bf16_parameters`.
         frozen_in_bf16: see `Plan.frozen_in_bf16`.
     """
@@ -105,9 +107,10 @@ def frozen_low_names(
     """Return the names of frozen parameters that have no fp32 value; see `low_names`.
 
     Args:
-        model: with `requires_grad` of its parameters as in the run.
+        model: the model; its parameters have the `requires_grad` of the run.
         bf16_parameters: see `Plan.bf16_parameters`.
-        cast_when_gathered: see `Plan.casts_when_gathered`; those of `left_out_names` are fp32 then.
+        cast_when_gathered: see `Plan.casts_when_gathered`. If it is true, the parameters of
+            `left_out_names` have fp32 values.
     """
     names = low_names(model, bf16_parameters=bf16_parameters, frozen_in_bf16=True)
     wide = left_out_names(model) if cast_when_gathered else set[str]()
@@ -115,7 +118,10 @@ def frozen_low_names(
 
 
 def _converted(model: nn.Module) -> set[str]:
-    """The names of frozen parameters that only layers use whose weights autocast converts."""
+    """Return the names of frozen parameters of layers whose weights autocast converts.
+
+    Parameters that other modules use too are not among them.
+    """
     elsewhere = {
         id(parameter)
         for module in model.modules()
@@ -123,7 +129,7 @@ def _converted(model: nn.Module) -> set[str]:
         if not _is_autocast(module)
     }
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):  # it reads its layers' weights itself
+        if isinstance(module, nn.MultiheadAttention):  # reads the weights without calling the layer
             elsewhere.update(map(id, module.parameters()))
     return {
         name

@@ -1,6 +1,6 @@
-"""Pretrained weights of a model, from a file: for all tensors, or all but some modules.
+"""Read pretrained weights of a model from a file: for all tensors, or all but some modules.
 
-Nothing is downloaded. For torchvision's models the file may be the one in torchvision's cache.
+Nothing is downloaded. For torchvision's models the file may be in torchvision's download cache.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from bigtrain.models.torchvision_models import cached_weights
 from bigtrain.tensors.shards import StateTensor
 
 CACHE = "cache"
-"""`model.pretrained=cache` means the file that torchvision has downloaded before."""
+"""The value of `model.pretrained` for the file that torchvision has downloaded before."""
 _LISTED = 3
 
 
 def use_pretrained(blueprint: Blueprint, name: str, source: str, excluded: Sequence[str]) -> Path:
-    """Set the values of a blueprint to those of a file.
+    """Let the tensors of a blueprint begin with the values of a file.
 
     Args:
         blueprint: the blueprint of the model; it is changed.
         name: the name of the model (`model.name`).
         source: the path of a state dict, or `cache`.
-        excluded: modules or tensors that keep initial values (`model.pretrained_except`).
+        excluded: names of modules or tensors that begin with initial values instead
+            (`model.pretrained_except`).
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ConfigError: there is no such file, it is no state dict, or its names or shapes differ.
+        ConfigError: the file does not exist or is no state dict, its names or shapes differ from
+            the model's, or an excluded name is unknown.
     """
     path = cached_weights(name) if source == CACHE else Path(source)
     key = f"model.pretrained={source}"
@@ -70,7 +72,10 @@ def _check_excluded(
     wanted: Mapping[str, torch.Tensor],
     saved: Mapping[str, StateTensor],
 ) -> None:
-    """Refuse a name that neither the model has nor the file, whose spare tensors it leaves out."""
+    """Refuse an excluded name that neither the model nor the file has.
+
+    A name that only the file has leaves out tensors of the file.
+    """
     for module in excluded:
         if not any(_is_in(name, [module]) for name in (*wanted, *saved)):
             known = sorted({name.split(".")[0] for name in wanted})
@@ -96,7 +101,7 @@ def _check(
             f"another model. Set {as_word('model.pretrained_except', modules)} to begin there "
             "with initial weights."
         )
-    # Files from before torch 0.4.1 have no such counters; torch also assumes 0.
+    # Files from before torch 0.4.1 have no such counters; torch assumes 0 for them, too.
     missing = [n for n in wanted if n not in saved and not n.endswith(".num_batches_tracked")]
     spare = [n for n in saved if n not in wanted]
     for names, where, how in (

@@ -1,4 +1,4 @@
-"""Parts of a described model's saved values, read by the rank that holds them."""
+"""Read parts of the saved values of a described model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class SavedParts:
     """Reads parts of saved values, for techniques that shard parameters before they have values.
 
     Args:
-        blueprint: the model.
-        done: names of tensors that have their values; those that are read here are added.
+        blueprint: the blueprint of the model.
+        done: names of the tensors that have their values. `copy` adds the names of the tensors that
+            it reads.
     """
 
     def __init__(self, blueprint: Blueprint, done: set[str]) -> None:
@@ -33,8 +34,8 @@ class SavedParts:
 
         Args:
             name: the name of the tensor in the model.
-            target: is changed; it may have another dtype, on any device.
-            extents: the elements of the whole tensor that `target` holds.
+            target: the tensor that is changed, of any dtype and on any device.
+            extents: the elements of the whole tensor that `target` contains.
 
         Raises:
             ValueError: the tensor has no saved value.

@@ -1,4 +1,4 @@
-"""The `model` section of a job, looked up once: a name becomes a model that can be described."""
+"""The model that the `model` section of a job names, and how to describe it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from bigtrain.tensors.shards import StateTensor
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model by its name and arguments, and what follows from the name alone."""
+    """A model by its name and arguments, with the facts that follow from the name alone."""
 
     config: ModelConfig
     task: str | None
-    """The task that a built-in model is for; None for a user's own model."""
+    """The task of the model, see `losses.tasks`; None by import path or of the Hub."""
     sequence_length: int | None
-    """The most tokens in a sample of a built-in language model; None for all others."""
+    """The most tokens in a sample of a built-in language model; None for other models."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelSpec:
-        """Look the name up. Nothing is constructed.
+        """Look up the name of a `model` section, without constructing the model.
 
         Raises:
             ConfigError: an argument of a built-in language model is unknown or does not fit.
@@ -51,7 +51,7 @@ class ModelSpec:
 
     @property
     def is_language(self) -> bool:
-        """Whether it is one of bigtrain's own language models, whose head has a known name."""
+        """Whether the model is one of bigtrain's language models, whose head has a known name."""
         return self.task == "language"
 
     @property
@@ -61,7 +61,11 @@ class ModelSpec:
 
     @cached_property
     def hub(self) -> HubModel | None:
-        """The model of the Hub, if the name begins with `hf:`; nothing is read yet."""
+        """The model of the Hub if the name begins with `hf:`, otherwise None. No file is read.
+
+        Raises:
+            ConfigError: the name has no folder or id after `hf:`.
+        """
         config: ModelConfig = self.config
         if not config.name.startswith(HF):
             return None
@@ -72,24 +76,25 @@ class ModelSpec:
 
     @property
     def is_hub_language(self) -> bool:
-        """Whether it is a causal language model of the Hub, whose head is found by a run."""
+        """Whether the model is a causal language model of the Hub, whose head a run finds."""
         if self.hub is None:
             return False
         return self.hub.architecture.name.endswith(("ForCausalLM", "LMHeadModel"))
 
     @property
     def begins_with_values(self) -> bool:
-        """Whether `model.pretrained` gives values, by default or by name."""
+        """Whether the model begins with saved values, by default or by `model.pretrained`."""
         config: ModelConfig = self.config
         if self.hub is not None:
             return self.hub.has_weights
         return config.pretrained not in (None, INITIAL)
 
     def check(self) -> None:
-        """Refuse a model that cannot be made. Allocates nothing, calls no user's constructor.
+        """Refuse a model that cannot be made, without allocating it or calling user code.
 
         Raises:
-            ConfigError: with the key, `model.name` or `model.args.X`, and the fix.
+            ConfigError: the model cannot be made; the message has the key, `model.name` or
+                `model.args.X`, and the fix.
         """
         if self.hub is not None:
             _ = self.hub.architecture
@@ -97,15 +102,16 @@ class ModelSpec:
         check_model(self.config.name, self.config.args)
 
     def describe(self, *, num_classes: int | None, sequence_length: int | None) -> Blueprint:
-        """The model on the meta device, with its initial values or those of `model.pretrained`.
+        """Describe the model, with its initial values or the values of `model.pretrained`.
 
         Args:
-            num_classes: the number of the data's classes, or the size of their vocabulary;
-                `model.args` goes before it.
-            sequence_length: tokens of a sample of the data; `model.args` goes before it.
+            num_classes: the number of classes of the data, or the size of the vocabulary; None if
+                it is unknown. `model.args` takes precedence.
+            sequence_length: tokens of a sample of the data; None if samples are not tokens.
+                `model.args` takes precedence.
 
         Raises:
-            ConfigError: the model cannot be made, or the file of its values is another model's.
+            ConfigError: the model cannot be made, or the file of its values is of another model.
         """
         config: ModelConfig = self.config
         if self.hub is not None:
@@ -124,7 +130,7 @@ class ModelSpec:
 
 
 def _blueprint(config: ModelConfig, args: Mapping[str, Any], has_values: bool) -> Blueprint:  # noqa: FBT001
-    """Describe a model that is not of the Hub, with adapters if the job asks for them."""
+    """Describe a model that is not of the Hub, with adapters if the job has `model.lora`."""
 
     def make() -> nn.Module:
         return make_model(config.name, args)
@@ -140,13 +146,13 @@ def _blueprint(config: ModelConfig, args: Mapping[str, Any], has_values: bool) -
 
 
 def _hub_blueprint(hub: HubModel, labels: Mapping[str, Any], lora: LoraConfig | None) -> Blueprint:
-    """Describe a model of the Hub: each tensor has a saved value, or an initial one."""
+    """Describe a model of the Hub, with saved values if the folder has weights."""
     if labels and not labels.keys() & hub.args.keys():
         hub = replace(hub, args={**hub.args, **labels})
     blueprint = _adapted(hub.architecture.make, lora, hub.source, hub.architecture.name)
     saved = None
     if hub.has_weights:
-        # Adapters change the names of the tensors, and the files have those of the plain model.
+        # Adapters change the names of the tensors; the files have the names of the plain model.
         saved = hub.values(blueprint.model if lora is None else _on_meta(hub))
         blueprint.values = _adapted_values(blueprint.model, saved.values)
         blueprint.saved_dtypes = saved.dtypes
@@ -166,7 +172,7 @@ def _adapted(
     base: str,
     class_name: str | None = None,
 ) -> Blueprint:
-    """Describe a model with its adapters; other tensors have the values that they have without."""
+    """Describe a model with adapters if there are any; they do not change other tensors' values."""
     if lora is None:
         return describe(make)
     return describe(lambda: attach(make(), lora, base, class_name), name_without_adapter)
@@ -175,7 +181,7 @@ def _adapted(
 def _adapted_values(
     model: nn.Module, values: Mapping[str, StateTensor]
 ) -> Mapping[str, StateTensor]:
-    """Return values by the names and in the form that they have in a model with adapters."""
+    """Return values with the names and the form (such as 4 bits) of a model with adapters."""
     adapters = adapters_of(model)
     if adapters is None:
         return values
@@ -194,10 +200,10 @@ def _adapted_values(
 
 
 def _quantize_initial(blueprint: Blueprint, make: Callable[[], nn.Module]) -> None:
-    """Let weights in 4 bits without saved values begin with those of the model without adapters."""
+    """Give 4-bit weights without saved values the initial values of the model without adapters."""
     adapters = adapters_of(blueprint.model)
     if adapters is None or not blueprint.deferred:
-        return  # a constructor that makes values has them quantized
+        return  # a constructor that computes values has quantized them already
     plain = cache(lambda: describe(make))
 
     def made(name: str, layer: QuantizedLayer, seed: int) -> torch.Tensor:

@@ -17,9 +17,10 @@ from torch import nn
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.models.blueprint import describe
 
-# Every argument that makes torchvision fetch weights, in its current and its older spelling.
+# The arguments that make torchvision download weights, in their current and older spellings.
 _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
-# These two warn that their default is going to change, and initialise well only with True.
+# Without init_weights these two models warn about its default, and they initialise well only with
+# True.
 _WITH_INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
@@ -43,13 +44,18 @@ def segmentation_names() -> list[str]:
 
 
 def make_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """Construct a model with initial weights, without a download.
+    """Construct a model of torchvision with initial weights, without a download.
 
-    bigtrain adds one argument: with `small_images=True` a ResNet has the first layer for images of
-    32 x 32 (He et al. 2016, arXiv 1512.03385, section 4.2): 3 x 3 at stride 1, and no pooling.
+    bigtrain adds one argument: with `small_images=True` a ResNet begins as for images of 32 x 32
+    (He et al. 2016, arXiv 1512.03385, section 4.2): with a 3 x 3 convolution at stride 1, and
+    without max pooling.
+
+    Args:
+        name: one of `torchvision_names`.
+        args: arguments of torchvision's builder, and `small_images`.
 
     Raises:
-        ConfigError: the model does not take these arguments, or they ask for a download.
+        ConfigError: the model does not take these arguments, or they request a download.
     """
     builder = _models().get_model_builder(name)
     _refuse(name, args)
@@ -79,16 +85,16 @@ def _set_small_stem(name: str, model: nn.Module) -> None:
         )
     first = model.conv1.out_channels
     model.conv1 = nn.Conv2d(3, first, kernel_size=3, stride=1, padding=1, bias=False)
-    # torchvision's ResNet initialises all of its convolutions so.
+    # torchvision's ResNet initialises all of its convolutions in this way.
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
 
 
 def check_torchvision(name: str, args: Mapping[str, Any]) -> None:
-    """Refuse wrong arguments, by a construction on the meta device.
+    """Refuse wrong arguments of a model, by constructing it on the meta device.
 
     Raises:
-        ConfigError: as `make_torchvision`.
+        ConfigError: see `make_torchvision`.
     """
     describe(lambda: make_torchvision(name, args))
 
@@ -97,8 +103,8 @@ def cached_weights(name: str) -> Path:
     """Return the file of a model's trained weights in torchvision's download cache.
 
     Raises:
-        ConfigError: it is none of torchvision's models, has no trained weights, or they are not in
-            the cache.
+        ConfigError: torchvision has no model of this name or no trained weights for it, or the
+            weights are not in the cache.
     """
     known = torchvision_names() if ":" not in name else []
     if name not in known:
@@ -122,7 +128,7 @@ def cached_weights(name: str) -> Path:
 
 
 def _default(weights: Any) -> list[Any]:
-    """Return the default of a model's trained weights, if there are any."""
+    """Return the default among a model's trained weights; empty if there are none."""
     return [weights.DEFAULT] if len(weights) else []
 
 

@@ -1,4 +1,4 @@
-"""Optimizers from a job's keys, and the learning rate as a function of the step alone."""
+"""Make optimizers from the `optim` section of a job, and compute the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigtrain.job.schema import LOW_BIT, OptimConfig
+from bigtrain.job.optim_keys import LOW_BIT, OptimConfig
 from bigtrain.optim.lean_adamw import LeanAdamW
 from bigtrain.optim.low_bit_adamw import LowBitAdamW, quantization_maps
 from bigtrain.optim.whole import MakeOptimizer
 
 
 def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
-    """Return the function that makes the job's optimizer of the parameters that a rank updates.
+    """Return the function that makes a job's optimizer of parameters.
 
     Args:
-        config: the job's `optim`.
+        config: the `optim` section of the job.
         seed: the seed of stochastic rounding.
 
     Raises:
@@ -34,7 +34,7 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
 
 
 def _without_decay(parameters: Iterable[nn.Parameter]) -> Iterable[Any]:
-    """Return two groups; the second, of parameters with at most one dim, has no weight decay."""
+    """Return the parameters in two groups; parameters with at most one dim have no weight decay."""
     all_parameters = list(parameters)
     decayed = [parameter for parameter in all_parameters if parameter.dim() > 1]
     others = [parameter for parameter in all_parameters if parameter.dim() <= 1]
@@ -55,7 +55,7 @@ def _torch_factory(config: OptimConfig) -> MakeOptimizer:
 
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         if config.name == "adafactor":
-            # One parameter at a time by default: all at once needs a copy of all.
+            # One parameter at a time by default: foreach kernels need a copy of all parameters.
             foreach = config.implementation == "foreach"
             return torch.optim.Adafactor(
                 parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=foreach
@@ -102,7 +102,7 @@ def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
 
 
 def warmup_length(config: OptimConfig, steps_per_epoch: int) -> int:
-    """Return the steps of the warm-up, which a job gives in steps or epochs."""
+    """Return the number of steps of the warm-up, which a job sets in steps or in epochs."""
     return config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
 
 
@@ -113,12 +113,19 @@ def learning_rate(
     global_batch_size: int,
     steps_per_epoch: int,
 ) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of one optimizer step.
 
-    A linear warm-up (starting at `warmup_factor`, if it is set) is followed by a constant rate, by
-    steps down, or by half a cosine, a line or a power of a line down to `final_lr_share` of the
-    highest rate. With `base_batch_size` the rate is proportional to the global batch (Goyal et al.
-    2017, arXiv 1706.02677, section 2.1).
+    A linear warm-up (from `warmup_factor` of the highest rate, if it is set) is followed by a
+    constant rate, by drops at milestones, or by a decay to `final_lr_share` of the highest rate:
+    half a cosine, a line or a power of a line. With `base_batch_size` the rate is proportional to
+    the global batch (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+
+    Args:
+        config: the `optim` section of the job.
+        step: the index of the step, from 0.
+        total_steps: the number of steps of the run.
+        global_batch_size: samples of a global batch.
+        steps_per_epoch: the number of steps of an epoch.
     """
     highest = config.lr
     if config.base_batch_size is not None:

@@ -1,8 +1,9 @@
-"""The optimizer's step inside the backward pass: a gradient lives until its parameter is updated.
+"""Run the optimizer's step inside the backward pass, and free each gradient at once.
 
-When the backward pass has finished a parameter's gradient, the parameter is updated and the
-gradient freed, so the gradients of the whole model never exist together. The numbers are those of a
-step after the backward pass, because a parameter is not read again once its gradient is complete.
+As soon as the backward pass has computed a parameter's gradient, the parameter is updated and the
+gradient is freed, so the gradients of the whole model never exist together. The results are those
+of a step after the backward pass, because the backward pass does not read a parameter again after
+its gradient is complete.
 
 Sources: Lv et al. 2023, Full Parameter Fine-tuning with Limited Resources (LOMO, arXiv
 2306.09782), section 3.2; Pudipeddi et al. 2020, L2L (arXiv 2002.05645), section 3.
@@ -22,12 +23,14 @@ from bigtrain.tensors.norms import GradientNorm
 
 
 class InBackwardUpdate(WholeUpdate):
-    """Updates each parameter in the backward pass, once its gradient is complete, and frees that.
+    """Updates each parameter in the backward pass when its gradient is complete.
+
+    The gradient is freed after the update.
 
     Args:
-        parameters: the trained parameters, by their plain names: plain tensors, or DTensors whose
-            gradients are already reduced.
-        make_optimizer: called once, with all parameters.
+        parameters: the trained parameters, by name in the model: plain tensors, or DTensors whose
+            gradients are reduced when they are accumulated.
+        make_optimizer: makes the optimizer of all parameters.
         meter: labels gradients and optimizer state in the memory record.
         apart: names of parameters whose gradients have a separate norm; see `norms`.
     """
@@ -94,21 +97,22 @@ class InBackwardUpdate(WholeUpdate):
                 )
 
     def begin_step(self) -> None:
-        """Start a new step: the next gradients belong to it."""
+        """Start a new step, with norms of zero and no updated parameters."""
         self._norms = GradientNorm(), GradientNorm()
         self._updated.clear()
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """Return the norms of the step's gradients: of the others, and of those of `apart`.
+        """Return two 0-dim norms of the step's gradients, and start a new step.
 
-        Starts a new step. Collective if gradients are in shards.
+        The second norm is of the parameters in `apart`, and the first norm is of all other
+        parameters. Collective if gradients are sharded.
         """
         others, apart = (norm.total() for norm in self._norms)
         self.begin_step()
         return others, apart
 
     def step(self) -> None:
-        """See `Update.step`. Every parameter is updated already."""
+        """See `Update.step`. Does nothing: every parameter is updated already."""
 
     def close(self) -> None:
         """See `Update.close`."""

@@ -1,8 +1,8 @@
-"""Whether an optimizer's step is elementwise, works on whole parameters, or on all at once.
+"""Find whether an optimizer's step is elementwise, needs whole parameters, or needs all of them.
 
-This is found by trial steps on small parameters: if the result does not depend on how a parameter
-is cut, the step is elementwise; if not on other parameters, it is separable. So this works for a
-user's class as for torch's.
+The properties are found by trial steps on small parameters, so this works for a user's class as for
+torch's classes. If the result does not depend on how a parameter is cut, the step is elementwise.
+If it does not depend on other parameters, the step is separable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENTWISE_OPTIMIZERS = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
     *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "LeanAdamW"),
 }
-"""Elementwise optimizers: any cut of the parameters gives the same numbers."""
+"""Optimizers that are known to be elementwise: any cut of the parameters gives the same numbers."""
 
 _KNOWN = ("torch.optim.", "bigtrain.optim.")
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (160,), 2: (256, 144), 3: (16, 24, 10)}
@@ -35,8 +35,10 @@ optimizers factor only larger matrices."""
 _STEPS = 3
 _TOLERANCE = 1e-5
 _ROUNDED = 1e-3
-"""The share of elements that may differ by more: sums in another order are rounded otherwise, which
-shows where a step almost cancels an element. Another update differs in nearly all elements."""
+"""The share of elements that may differ by more than `_TOLERANCE`.
+
+Sums in another order are rounded differently, which is visible where a step almost cancels an
+element. The results of another update rule differ in nearly all elements."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,16 @@ class OptimizerKind:
     """Properties of an optimizer's step."""
 
     elementwise: bool
-    """Each element is updated independently: parameters may be cut anywhere."""
+    """Whether each element is updated independently. Parameters may then be cut anywhere."""
     separable: bool
-    """Each parameter is updated independently: each rank may update some of them."""
+    """Whether each parameter is updated independently. Ranks may then update some parameters
+    each."""
     counts: bool = False
-    """The optimizer counts steps in the settings of a group, so it must run once a step."""
+    """Whether the optimizer counts steps in the settings of a group. It then has to be called once
+    a step."""
     reads_notes: bool = False
-    """The optimizer reads attributes that the user set on parameters, such as a learning rate."""
+    """Whether the optimizer reads attributes that the user set on parameters, such as a
+    learning-rate factor."""
     failure: str | None = None
     """The error of a trial step; None if it succeeded."""
 
@@ -62,13 +67,15 @@ def kind_of(
     *,
     begins_with_state: bool = False,
 ) -> OptimizerKind:
-    """Find the properties of an optimizer's step by trial steps of a copy.
+    """Find the properties of an optimizer's step by trial steps of a copy on the CPU.
+
+    If a trial step raises, the result is neither elementwise nor separable, and has the error.
 
     Args:
         optimizer: an optimizer of any class; it is not changed.
         dims: for each group, the different numbers of dims of its parameters.
         notes: for each group, the attributes that the user has set on one of its parameters.
-        begins_with_state: whether it has state before its first step.
+        begins_with_state: whether the optimizer has state before its first step.
     """
     kind = type(optimizer)
     if kind.__name__ in ELEMENTWISE_OPTIMIZERS and kind.__module__.startswith(_KNOWN):
@@ -120,7 +127,7 @@ def same_on_shards(
 
 
 _Cut = Callable[[int, Tensor], Sequence[Tensor]]
-"""Called with a parameter's index in its group and its values; returns the tensors to update."""
+"""Returns the tensors to update, given a parameter's index in its group and its values."""
 
 
 def _halves(_index: int, values: Tensor) -> Sequence[Tensor]:
@@ -152,7 +159,7 @@ class _Trial:
 
         def values(shape: tuple[int, ...]) -> Tensor:
             drawn = torch.randn(shape, generator=draw)
-            drawn.view(-1)[drawn.numel() // 2 :] *= 8.0  # the halves have different norms
+            drawn.view(-1)[drawn.numel() // 2 :] *= 8.0  # so that the halves have different norms
             return drawn
 
         self._starts: list[list[Tensor]] = []
@@ -165,13 +172,18 @@ class _Trial:
         self._whole: list[list[Tensor]] = []
 
     def run_whole(self) -> bool:
-        """Update whole parameters; return whether that has changed the settings of groups."""
+        """Update whole parameters; return whether the steps changed the settings of groups."""
         twin = self._run(_uncut)
         self._whole = [[p.detach() for p in group["params"]] for group in twin.param_groups]
         return _settings(twin) != _settings(self._optimizer)
 
     def same(self, cut: _Cut, *, noted: bool = True) -> bool:
-        """Whether the tensors of a cut are updated to the same values as whole parameters."""
+        """Whether the tensors of a cut are updated to the same values as whole parameters.
+
+        Args:
+            cut: divides the values of a parameter.
+            noted: whether the tensors have the user's attributes.
+        """
         try:
             twin = self._run(cut, noted=noted)
         except Exception:  # noqa: BLE001
@@ -206,7 +218,7 @@ class _Trial:
 
 
 def _same_update(updated: Tensor, expected: Tensor, before: Tensor) -> bool:
-    """Whether two results of steps from the same values are equal but for rounding."""
+    """Whether two results of steps from the same values are equal up to rounding."""
     size = torch.maximum(expected.abs(), before.abs())
     is_near = (updated - expected).abs() <= _TOLERANCE * (size + 1e-2)  # not if either is nan
     return bool((~is_near).sum() <= _ROUNDED * is_near.numel())
@@ -222,8 +234,8 @@ def twin_of(
     """Return an optimizer with the same settings and no state, on other parameters.
 
     Args:
-        optimizer: is not changed.
-        groups: the parameters of each group.
+        optimizer: an optimizer of any class; it is not changed.
+        groups: the new parameters of each group.
     """
     twin: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): defaultdict(dict)}
@@ -249,10 +261,10 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
 
 
 def initial_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-    """Return the state that a new optimizer of this class has, such as Adagrad's sums.
+    """Return the state that a new optimizer of this class and these groups has.
 
     Raises:
-        ConfigError: no new one can be made of these groups.
+        ConfigError: the constructor of the class fails for these groups.
     """
     groups = [
         {**group, "params": list(group["params"])}

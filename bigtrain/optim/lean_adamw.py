@@ -1,10 +1,10 @@
 """AdamW with little memory: bf16 moments, bf16 parameters without an fp32 copy, small temporaries.
 
-A parameter is updated a chunk at a time, so the temporaries of a step are as large as a chunk and
-not as the largest parameter. bf16 values are written with stochastic rounding: up or down with
-probabilities by the distance. So changes smaller than the gap between two bf16 numbers (1/256 of
-the value) are correct on average instead of lost. This matters for the second moment too: it
-shrinks by a thousandth a step, which rounding to the nearest would undo.
+A parameter is updated a chunk at a time, so the temporary tensors of a step are as large as a chunk
+and not as the largest parameter. bf16 values are written with stochastic rounding: the nearer of
+the two neighbouring bf16 numbers has the higher probability. So changes smaller than the gap
+between two bf16 numbers (1/256 of the value) are correct on average instead of lost. The second
+moment needs this too: it shrinks by a thousandth a step, which rounding to the nearest would undo.
 
 Sources: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101),
 algorithm 2; Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192), section 4.
@@ -31,34 +31,38 @@ ACCELERATOR_CHUNK_ELEMENTS = 1 << 22
 kernels take longer than their launches."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The keys of the first and the second moment in a parameter's state."""
 
 
 def chunks(elements: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices that cover `elements` elements; each slice is updated at a time."""
+    """Yield consecutive slices of `elements` elements, which are updated one after the other."""
     size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(device) else CHUNK_ELEMENTS
     for start in range(0, elements, size):
         yield slice(start, min(start + size, elements))
 
 
 class LeanAdamW(torch.optim.Optimizer):
-    """AdamW on chunks of the parameters; with fp32 state equal to torch's up to rounding.
+    """AdamW on chunks of the parameters; with fp32 state, equal to torch's AdamW up to rounding.
 
-    Of a DTensor the local tensor is updated, of any shape; nothing is exchanged.
+    If a parameter is a DTensor, its local tensor is updated, without communication.
 
     Args:
-        parameters: floating-point, of any dtype; the update is computed in fp32 (fp64 for fp64).
-        lr: learning rate; each group's `lr` is read at every step.
-        betas: decay of the first and second moment.
+        parameters: floating-point parameters of any dtype, or parameter groups. The update is
+            computed in fp32 (in fp64 for fp64 parameters).
+        lr: the learning rate; each group's `lr` is read at every step.
+        betas: the decay of the first and of the second moment.
         eps: added to the root of the second moment.
-        weight_decay: decoupled, times the learning rate.
-        state: dtype of the moments: torch.float32 or torch.bfloat16.
-        stochastic_rounding: how bf16 parameters and moments are rounded; False is to the nearest.
-        seed: the seed of the rounding. Its random numbers depend only on seed, step and the
-            parameter's shape: a resumed run draws the same ones, and no other generator is used.
+        weight_decay: decoupled weight decay, which is multiplied by the learning rate.
+        state: the dtype of the moments, torch.float32 or torch.bfloat16.
+        stochastic_rounding: whether bf16 parameters and moments are rounded stochastically; False
+            rounds to the nearest.
+        seed: the seed of the rounding. The random numbers depend only on the seed, the step, and
+            the parameter's shape (and shard), so a resumed run draws the same numbers. The
+            generators are the optimizer's own.
     """
 
     state_keys: ClassVar[frozenset[str]] = frozenset({"step", *MOMENTS})
-    """The slots of a parameter's state, as they are saved."""
+    """The keys of a parameter's state that are saved."""
 
     def __init__(
         self,
@@ -84,7 +88,7 @@ class LeanAdamW(torch.optim.Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: computes the loss again, as for torch's optimizers.
+            closure: computes the loss again, as in torch's optimizers.
 
         Returns:
             The result of the closure, or None.
@@ -109,7 +113,7 @@ class LeanAdamW(torch.optim.Optimizer):
         compute_dtype = torch.float64 if own_values.dtype == torch.float64 else torch.float32
         self._store_moments(parameter, slots, compute_dtype)
         generator = self._generator(parameter, count) if self._stochastic else None
-        # A parameter whose memory has gaps or overlaps (rare) is copied.
+        # A parameter whose memory has gaps or overlaps is copied; this is rare.
         contiguous = (
             own_values if is_dense(own_values) else torch.empty_like(own_values).copy_(own_values)
         )
@@ -157,7 +161,7 @@ class LeanAdamW(torch.optim.Optimizer):
     def _store_moments(
         self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype
     ) -> None:
-        """Create the moments, or convert loaded ones to their dtype."""
+        """Create the moments, or convert loaded moments to the dtype of the state."""
         dtype = torch.bfloat16 if self._state_dtype == torch.bfloat16 else work
         for key in MOMENTS:
             if key not in slots:
@@ -184,8 +188,8 @@ class LeanAdamW(torch.optim.Optimizer):
     def _generator(self, parameter: nn.Parameter, count: int) -> torch.Generator:
         """Return a generator that is seeded anew for every parameter and step.
 
-        Parameters of the same shape draw the same numbers, so that copies of a tied parameter,
-        which several stages of a pipeline update, stay equal.
+        Parameters of the same shape draw the same numbers. So copies of a tied parameter that
+        several stages of a pipeline update stay equal.
         """
         numbers = [self._seed, count, *parameter.shape]
         if isinstance(parameter, DTensor):  # different shards draw different numbers
@@ -201,12 +205,12 @@ class LeanAdamW(torch.optim.Optimizer):
 
 
 def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | None) -> None:
-    """Copy values into a tensor of their own dtype or a smaller one.
+    """Copy values into a tensor of the same dtype or of a smaller dtype.
 
     Args:
-        target: a tensor of any floating-point dtype; if it has the memory of `value`, nothing is
+        target: a tensor of any floating-point dtype. If it shares memory with `value`, nothing is
             copied.
-        value: a tensor of the same shape; overwritten if it is rounded.
+        value: a tensor of the same shape.
         generator: the generator for stochastic rounding to bf16; None rounds to the nearest.
     """
     if target.dtype == value.dtype:
@@ -231,5 +235,5 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
     # bf16 is the upper half of fp32. Adding a random lower half carries with the right probability.
     bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
     rounded = bits.add_(value.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
-    # A carry must not turn nan into a number.
+    # The addition may turn nan into a number, so nan is set again.
     return rounded.masked_fill_(value.isnan(), math.nan)

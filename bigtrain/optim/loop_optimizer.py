@@ -1,9 +1,10 @@
 """`engine.optimizer`: the user's parameter groups and their settings, for a custom training loop.
 
-The optimizer that updates parameters differs between engines: it has flat pieces, the parameters of
-one stage, a server's share, or nothing (a worker). A scheduler of torch needs one object that
-exists from the start, has the user's groups on every rank, and is never replaced. So a loop gets
-this view, whose settings are copied to the engine's optimizer before each step.
+The optimizer that updates the parameters differs between engines and ranks: it has flat pieces, the
+parameters of one stage, the share of a parameter server, or nothing (on a worker). A scheduler of
+torch needs one object that exists from the start, has the user's groups on every rank, and is never
+replaced. So a training loop gets a view of that optimizer, whose settings are copied to it before
+each step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _OF_PARAMETERS = ("params", "param_names")
 class LoopOptimizer(torch.optim.Optimizer):
     """The user's parameter groups, the same on every rank and in the user's order.
 
-    `param_groups` can be read and set: `lr`, `momentum`, `betas`, `weight_decay`, every option of
-    the optimizer. torch's `LRScheduler` classes work on it. A group's `params` are the tensors that
-    this rank updates: pieces, or none.
+    Every option of the optimizer, such as `lr`, `momentum`, `betas` and `weight_decay`, can be read
+    and set in `param_groups`. torch's `LRScheduler` classes work on this object. The `params` of a
+    group are the tensors that this rank updates: parameters, pieces of them, or none.
 
     Args:
-        optimizer: returns the optimizer that updates; it may have fewer groups, see `group_places`.
+        optimizer: returns the optimizer that updates this rank's tensors. It may have fewer groups
+            than the user's; see `group_places`.
         settings: the settings of each of the user's groups, without its parameters.
     """
 
@@ -45,22 +47,27 @@ class LoopOptimizer(torch.optim.Optimizer):
             options = {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
             self.param_groups[index].update(_copied(options), params=group["params"])
         self._agreed = [_settings(group) for group in self.param_groups]
-        """The settings when view and optimizer were last synchronized."""
+        """The settings when this view and the updating optimizer were last synchronized."""
         self._ever_set: list[set[str]] = [set() for _ in self.param_groups]
+        """For each group, the keys of settings that were ever changed on this view."""
         self._set_below: list[set[str]] = [set() for _ in self.param_groups]
+        """For each group, the keys of settings that were ever changed on the updating optimizer."""
 
     def _pairs(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the groups of the optimizer that updates, with their indices in the user's."""
+        """Return the groups of the updating optimizer, with their indices in the user's order."""
         optimizer = self._updating()
         return list(zip(group_places(optimizer), optimizer.param_groups, strict=True))
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of this rank's optimizer."""
+        """The state of the optimizer that updates this rank's tensors."""
         return self._updating().state
 
     def hand_over(self) -> None:
-        """Copy settings that were set here to the optimizer that updates, and the reverse."""
+        """Copy settings that were changed here to the updating optimizer, and the reverse.
+
+        A setting that was changed on both has the value that it has here.
+        """
         self._note_what_was_set()
         for index, group in self._pairs():
             view, agreed = self.param_groups[index], self._agreed[index]
@@ -78,7 +85,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         self._agreed = [_settings(group) for group in self.param_groups]
 
     def stepped(self) -> None:
-        """Note that the engine has updated, for schedulers, and read settings that it counts."""
+        """Count a step of the engine for schedulers, and read settings that the step changed."""
         self._stepping = True
         try:
             self.step()
@@ -87,10 +94,10 @@ class LoopOptimizer(torch.optim.Optimizer):
         self.hand_over()
 
     def changed_settings(self, *, below: bool = True) -> list[dict[str, Any]]:
-        """Return for each group the settings that a scheduler or the loop has ever changed.
+        """Return for each group the settings that a scheduler or the loop has ever changed, by key.
 
         Args:
-            below: whether to include those changed on the optimizer that updates.
+            below: whether to include settings that the updating optimizer has changed.
         """
         self._note_what_was_set()
         return [
@@ -109,10 +116,10 @@ class LoopOptimizer(torch.optim.Optimizer):
                     keys.add(key)
 
     def step(self, closure: Any = None) -> Any:
-        """Refuse: `engine.step` updates.
+        """Refuse a step of the user's loop: `engine.step` updates the parameters.
 
         Raises:
-            ConfigError: always, unless the engine itself calls it.
+            ConfigError: the caller is not the engine.
         """
         del closure
         if not self._stepping:
@@ -122,11 +129,11 @@ class LoopOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: `engine.step` has cleared the gradients."""
+        """Do nothing: `engine.step` clears the gradients."""
         del set_to_none
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refuse: the engine decides at its start how parameters are sharded and cut.
+        """Refuse to add a group: the engine decides at its start how parameters are sharded.
 
         Raises:
             ConfigError: always.
@@ -139,7 +146,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> NoReturn:
-        """Refuse: each rank has a part of the state.
+        """Refuse to return the state, of which each rank has a part; `engine.save` saves it.
 
         Raises:
             ConfigError: always.
@@ -150,7 +157,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refuse: each rank has a part of the state.
+        """Refuse to load a state, of which each rank has a part; `engine.load` loads it.
 
         Raises:
             ConfigError: always.

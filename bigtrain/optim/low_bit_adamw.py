@@ -1,9 +1,10 @@
 """AdamW with moments of 8 or 4 bits an element, in the formats of torchao.
 
-A block of consecutive elements (256 with 8 bits, 128 with 4) is divided by its largest, and each
-quotient is stored as the nearest of 256 or 16 values, which are denser where moments are small. The
-update itself is in fp32, on chunks of a parameter. torchao compiles its step, which needs a C++
-compiler on a CPU and temporary memory that cannot be measured; this one runs without compilation.
+A block of consecutive elements (256 with 8 bits, 128 with 4) is divided by its largest absolute
+value. Each quotient is stored as the code of the nearest of 256 or 16 values, which are denser
+where moments are small. The update itself is in fp32, on chunks of a parameter. torchao's own step
+is compiled, which needs a C++ compiler on a CPU, and temporary memory that cannot be measured. The
+step of this module runs without compilation.
 
 Memory: 2.03 bytes of state for each parameter with 8 bits and 1.06 with 4, compared with 8 in fp32.
 As in torchao, parameters of fewer than 4096 elements, or with an incomplete block, have fp32
@@ -29,22 +30,23 @@ from bigtrain.tensors.memory_format import flat_view
 from bigtrain.tensors.shards import local_tensor
 
 QUANTIZATION_BLOCK = {8: 256, 4: 128}
-"""Elements that share a scale, by the bits of an element, as in torchao."""
+"""The number of elements that share a scale, by the bits of an element, as in torchao."""
 
 MIN_QUANTIZED_ELEMENTS = 4096
 """Elements of the smallest parameter whose moments are quantized."""
 
 
 class LowBitAdamW(LeanAdamW):
-    """AdamW with moments of 8 or 4 bits; all else is as in `LeanAdamW`.
+    """`LeanAdamW` with moments of 8 or 4 bits.
 
-    The state has `exp_avg` and `exp_avg_sq` as codes (uint8: of the parameter's shape with 8 bits,
-    two to a byte with 4 bits), and for each of them the fp32 scales of the blocks.
+    The state has `exp_avg` and `exp_avg_sq` as uint8 codes, and for each of them the fp32 scales of
+    the blocks. With 8 bits the codes have the shape of the parameter. With 4 bits they are flat,
+    with two codes to a byte.
 
     Args:
-        parameters: see `LeanAdamW`, but whole parameters: blocks are counted from the first
-            element.
-        bits: 8 or 4.
+        parameters: see `LeanAdamW`. They have to be whole, because blocks are counted from the
+            first element of a parameter.
+        bits: bits of an element, 8 or 4.
         more: lr, betas, eps, weight_decay, stochastic_rounding and seed of `LeanAdamW`.
 
     Raises:
@@ -127,7 +129,7 @@ class LowBitAdamW(LeanAdamW):
             target[part.start // 2 : part.stop // 2] = (pairs[:, 0] << 4) | pairs[:, 1]
 
     def _table(self, key: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of the codes, and the midpoints between neighbours."""
+        """Return the values of the codes, and the midpoints between neighbouring values."""
         if (key, device) not in self._tables:
             values = torch.tensor(self._maps[key], device=device)
             self._tables[key, device] = (values, (values[1:] + values[:-1]) / 2)
@@ -135,7 +137,10 @@ class LowBitAdamW(LeanAdamW):
 
 
 def quantization_maps(bits: int) -> dict[str, tuple[float, ...]]:
-    """Return the values of torchao's codes in ascending order, by moment; the second is unsigned.
+    """Return the values of torchao's codes in ascending order, for each of `MOMENTS`.
+
+    Args:
+        bits: bits of an element, 8 or 4.
 
     Raises:
         ConfigError: torchao is not installed.

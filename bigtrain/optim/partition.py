@@ -1,4 +1,4 @@
-"""Divide the concatenation of all parameters into pieces, each of which one rank updates."""
+"""Divide the concatenation of all parameters into pieces; one rank updates each piece."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ class Slice:
 
     name: str
     owner: int
-    """The dp rank that updates them."""
+    """The dp rank that updates these elements."""
     start: int
     stop: int
     """Elements [start, stop) of the parameter's local tensor, in memory order."""
 
 
 def even_bounds(total: int, ranks: int) -> list[int]:
-    """Return the first element of each rank's share, and the total."""
-    # Cuts at multiples of 64 elements keep the vector kernels aligned.
+    """Return the index of the first element of each rank's share, followed by the total."""
+    # Bounds at multiples of 64 elements keep the data of vector kernels aligned.
     return [round(total * rank / ranks / 64) * 64 for rank in range(ranks)] + [total]
 
 
 def partition_evenly(
     sizes: Mapping[str, int], ranks: int, may_split: bool, max_elements: int | None = None
 ) -> list[tuple[str, int, int, int]]:
-    """Give each rank an equal share of the concatenation of all parameters.
+    """Divide the concatenation of all parameters into equal shares, one for each rank.
 
     Args:
-        sizes: elements of each parameter, in their order.
-        ranks: number of shares.
-        may_split: whether a parameter may be cut; otherwise the rank in whose share its middle is
-            gets it whole.
-        max_elements: elements of the largest piece; None is no limit.
+        sizes: the number of elements of each parameter, in order.
+        ranks: the number of shares.
+        may_split: whether a parameter may be cut. Otherwise a parameter belongs whole to the rank
+            whose share contains its middle element.
+        max_elements: elements of the largest piece, if parameters are cut; None for no limit.
 
     Returns:
         (name, rank, start, stop) of each piece, in order. An empty parameter has an empty piece, so
-        that its optimizer state has the same names on every rank.
+        that its optimizer state has names.
     """
     bounds = even_bounds(sum(sizes.values()), ranks)
     pieces = []
@@ -63,7 +63,14 @@ def partition_evenly(
 
 
 def chunk_elements(elements: int, ranks: int) -> int:
-    """Return the elements that are updated at a time if copies are needed: a 32nd of a share."""
+    """Return the number of elements that are updated at a time if the update needs copies.
+
+    It is a 32nd of a rank's share, but at least 2**18.
+
+    Args:
+        elements: elements of all parameters.
+        ranks: the number of shares.
+    """
     return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
 
 
@@ -71,11 +78,11 @@ def split_into_chunks(sizes: Sequence[int], chunk_size: int | None) -> list[list
     """Group consecutive pieces into chunks that are updated one after the other.
 
     Args:
-        sizes: elements of each piece.
-        chunk_size: elements of the largest chunk; None for one chunk.
+        sizes: the number of elements of each piece.
+        chunk_size: the most elements of a chunk of several pieces; None for one chunk.
 
     Returns:
-        For each chunk, the numbers of its pieces.
+        For each chunk, the indices of its pieces.
     """
     if chunk_size is None:
         return [list(range(len(sizes)))] if sizes else []

@@ -1,9 +1,9 @@
 """An optimizer on pieces of the parameters: sharded over replicas, in fp32, or offloaded.
 
-Each replica updates a contiguous share and broadcasts it (optimizer state sharded over the ranks:
-ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1). The pieces also have the only
-fp32 copy of parameters that layers use in bf16, and let the state be on the host or on disk between
-the steps.
+Each replica updates a contiguous share of the parameters and broadcasts it, so the optimizer's
+state is sharded over the ranks (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054, section
+5.1). If layers use bf16 parameters, the pieces are their only fp32 copy. Between the steps, the
+pieces and the state may be on the host or on disk.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class OwnedSlice:
     """The tensor that the optimizer updates: a view of the parameter, or a copy."""
     copied: bool
     shape: torch.Size
-    """The shape of the shard while it is in memory."""
+    """The shape of `shard`, which is empty while its values are offloaded."""
     stored: dict[str, StoredTensor] = field(default_factory=dict)
-    """Offloaded tensors: slots of the state by their keys, the shard's values by `VALUE_KEY`."""
+    """Offloaded tensors: tensors of the state by key, and the values of `shard` by `VALUE_KEY`."""
 
 
 VALUE_KEY = ""
+"""The key of a shard's values in `OwnedSlice.stored`."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,19 @@ class ReplicaGroup:
     group: dist.ProcessGroup | None = None
 
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
-        """Begin to broadcast the owner's tensor in place."""
+        """Begin to broadcast the owner's tensor in place; None if there is one rank.
+
+        Args:
+            tensor: this rank's tensor, which is overwritten on the other ranks.
+            owner: the rank in the group that has the values.
+        """
         if self.group is None or self.size == 1:
             return None
         source = dist.get_global_rank(self.group, owner)
         return dist.broadcast(tensor, src=source, group=self.group, async_op=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, on every rank."""
+        """Return the objects of all ranks, on every rank. Collective."""
         if self.group is None or self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
@@ -86,20 +92,22 @@ class ReplicaGroup:
 
 
 class PartitionedUpdate:
-    """The optimizer on pieces of the parameters, each of which one replica updates.
+    """The optimizer on pieces of the parameters; one replica updates each piece.
 
-    All parameters, one after the other, are cut into equal shares, one for each replica; an
-    optimizer that needs whole tensors gets whole ones. In fp32 a piece is a view of the parameter
-    and its gradient a view of the gradient, so nothing is copied. Pieces that need a copy (fp32 of
-    bf16, state on the host or on disk) are updated a chunk at a time, so their fp32 gradients exist
-    for one chunk only.
+    The concatenation of all parameters is cut into equal shares, one for each replica. If the
+    optimizer's step is not elementwise, each parameter is one piece. An fp32 piece is a view of the
+    parameter, and its gradient is a view of the parameter's gradient, so nothing is copied. If
+    pieces are copies (fp32 copies of bf16 parameters, or copies on the host), or if the state is on
+    disk, a chunk of the pieces is updated at a time, so the copied gradients exist for one chunk
+    only.
 
     Args:
-        parameters: the trained ones, by their plain names.
-        make_optimizer: called once, on this rank's pieces.
+        parameters: the trained parameters of this rank, by name in the model.
+        make_optimizer: makes the optimizer; see `WholeOptimizer`.
         replicas: the ranks that share the update; None for this rank alone.
-        state_store: where the state is between the steps; None for the parameters' device.
-        low_names: names of fp32 parameters that become bf16; the pieces have their fp32 values.
+        state_store: stores the state between the steps; None for the parameters' device.
+        low_names: names of fp32 parameters that are converted to bf16. The pieces have their fp32
+            values.
     """
 
     def __init__(
@@ -114,7 +122,7 @@ class PartitionedUpdate:
         self._parameters = parameters
         self._replicas, self._state_store = replicas or ReplicaGroup(), state_store or StateStore()
         self._low = frozenset(low_names)
-        for parameter in parameters.values():  # a slice of a tensor with gaps is not a view
+        for parameter in parameters.values():  # a slice of a tensor with gaps would not be a view
             if not is_dense(local_tensor(parameter)):
                 parameter.data = parameter.data.contiguous()
         whole_optimizer = WholeOptimizer.of(make_optimizer, parameters)
@@ -148,7 +156,7 @@ class PartitionedUpdate:
         owned = list(self._owned.values())
         numbers = split_into_chunks([piece.shape.numel() for piece in owned], chunk_size)
         self._chunks = [[owned[number] for number in chunk] for chunk in numbers]
-        # A rank without a piece (fewer elements than ranks) still has groups with rates.
+        # A rank without a piece (fewer elements than ranks) still has groups with learning rates.
         shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
         for cut, piece in self._owned.items():
             shards[cut.name].append(piece.shard)
@@ -175,7 +183,7 @@ class PartitionedUpdate:
             parameter.data = parameter.data.to(torch.bfloat16)
 
     def _target(self, cut: Slice) -> Tensor:
-        """Return the slice of the parameter, as a view."""
+        """Return the slice of the parameter as a view; the whole parameter if none are cut."""
         local = local_tensor(self._parameters[cut.name]).detach()
         return local if self._whole_shape else flat_view(local)[cut.start : cut.stop]
 
@@ -203,9 +211,12 @@ class PartitionedUpdate:
     def _with_gradients(
         self,
     ) -> Iterator[tuple[list[OwnedSlice], list[Callable[[], Tensor] | None]]]:
-        """Yield each chunk with its gradients; those of the next one are copied meanwhile."""
+        """Yield each chunk with functions that return its gradients; None for absent gradients.
+
+        If the host updates the pieces, the gradients of the next chunk are copied meanwhile.
+        """
         if not self._state_store.updates_elsewhere:
-            for chunk in self._chunks:  # nothing is copied ahead: gradients are converted when used
+            for chunk in self._chunks:  # no copies in advance: gradients are converted when used
                 yield chunk, [self._gradient(piece) for piece in chunk]
             return
         next_gradients = (
@@ -218,7 +229,7 @@ class PartitionedUpdate:
             yield chunk, gradients
 
     def _gradient(self, piece: OwnedSlice) -> Callable[[], Tensor] | None:
-        """Return a function that gives the piece's gradient: a view, or converted or moved."""
+        """Return a function that returns the piece's gradient: a view, or a converted copy."""
         parameter = self._parameters[piece.slice.name]
         if parameter.grad is None:
             return None
@@ -239,7 +250,7 @@ class PartitionedUpdate:
                 slots[key] = self._state_store.load(stored)
 
     def _store_slice(self, piece: OwnedSlice) -> None:
-        """Offload a piece after its update."""
+        """Offload the values and the state of a piece after its update, if they are offloaded."""
         slots = self.optimizer.state[piece.shard]
         for key in slots:
             self._store_slot(piece, slots, key)
@@ -260,7 +271,7 @@ class PartitionedUpdate:
             piece.shard.data = value.new_empty(0)
 
     def _broadcast_slices(self) -> None:
-        """Broadcast every piece from its owner, in place and without a copy."""
+        """Broadcast every piece from its owner, in place and without copies."""
         broadcasts = []
         for cut in merge_slices(self._slices):
             own_values = flat_view(local_tensor(self._parameters[cut.name]).detach())
@@ -318,7 +329,7 @@ class PartitionedUpdate:
             parts = [torch.empty(0, dtype=dtype)] if not pieces else []
             for piece in pieces:
                 value = self._read(value_of(piece)).detach()
-                # A whole tensor is saved in row-major order, whatever its order in memory.
+                # A whole tensor is saved in row-major order, a slice in the order in memory.
                 flat = value.reshape(-1) if self._whole_shape else flat_view(value)
                 parts.append(flat.to(dtype))
             return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,8 +1,8 @@
 """Stores for optimizer state and fp32 copies between the steps: the device, a disk, the host.
 
-On disk a chunk of the state is read into memory, updated and written back (Ren et al. 2021,
-arXiv 2101.06840, and Rajbhandari et al. 2021, arXiv 2104.07857, sections 5 and 6, do the same at
-the scale of clusters).
+State on disk is read, updated and written back a chunk at a time. ZeRO-Offload (Ren et al. 2021,
+arXiv 2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, sections 5 and 6)
+do the same at the scale of clusters.
 """
 
 from __future__ import annotations
@@ -34,50 +34,56 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A placeholder in the optimizer's state for a tensor that is offloaded between the steps."""
+    """A placeholder in the optimizer's state for a tensor that is on disk between the steps."""
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """The file's offset in bytes."""
+    """Offset of the tensor in the file, in bytes."""
     device: torch.device
-    """The device on which it is used: in a run on a GPU a parameter may be on the host."""
+    """The device on which the tensor is used; in a run on a GPU, a parameter may be on the host."""
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class StateStore:
-    """Leaves fp32 copies and optimizer state on the parameters' device; others are subclasses."""
+    """Leaves fp32 copies and optimizer state on the parameters' device; subclasses move them."""
 
     updates_elsewhere = False
-    """Whether the optimizer updates copies on another device than that of the parameters."""
+    """Whether the optimizer updates copies on another device than the device of the parameters."""
     chunked = False
-    """Whether a chunk is updated at a time, so that little of the state is in memory at once."""
+    """Whether one chunk is updated at a time, so that the state of one chunk is in memory."""
 
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
-        """Check that there is enough space, before anything is moved. Collective.
+        """Check that there is enough space for this rank's share, before it is moved. Collective.
 
         Args:
             updated_bytes: the bytes of all pieces that this rank updates.
-            copied: bytes of each piece that is a copy of its parameter.
-            make_optimizer: its optimizer's state for each of these bytes is measured.
+            copied: the bytes of each piece that is a copy of its parameter.
+            make_optimizer: makes the optimizer, whose state for each byte is measured.
 
         Raises:
-            ConfigError: there is not enough; the same message on every rank.
+            ConfigError: there is not enough space; every rank raises the same message.
         """
 
     def place(self, value: Tensor) -> Tensor:
-        """Move a new copy to the device where it is updated."""
+        """Move a new copy of a parameter to the device where it is updated, and return it."""
         return value
 
     def store(self, tensor: Tensor, before: StoredTensor | None) -> StoredTensor | None:
-        """Store a tensor, over `before` if it fits; return None if it stays in memory."""
+        """Store a tensor, and return its placeholder; None if the tensor stays in memory.
+
+        Args:
+            tensor: the tensor.
+            before: the placeholder of its earlier values, which are overwritten if the size is the
+                same; None without earlier values.
+        """
         del tensor, before
         return None
 
@@ -89,27 +95,36 @@ class StateStore:
         raise NotImplementedError
 
     def begin_copy(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to move a gradient to the device of `like`; calling the result waits for it."""
+        """Begin to move a gradient to the device and the dtype of `like`.
+
+        Returns:
+            A function that waits for the copy, and returns it.
+        """
         return lambda: gradient.to(like)
 
     def copy_back(self, target: Tensor, value: Tensor) -> None:
-        """Copy updated values to the parameter; the copy is complete after `finish_step`."""
+        """Copy updated values to a parameter; the copy is complete after `finish_step`.
+
+        Args:
+            target: the parameter, or a view of it.
+            value: the updated values.
+        """
         target.copy_(value)
 
     def finish_step(self) -> None:
-        """End the step: the parameters have their new values when this returns."""
+        """End the step: wait until the parameters have their new values."""
 
     def close(self) -> None:
         """Close files."""
 
 
 class DiskStateStore(StateStore):
-    """State and fp32 copies in an unlinked file of this rank, which the system deletes with it.
+    """Stores state and fp32 copies in an unlinked file, which exists until it is closed.
 
     Args:
-        context: the ranks that may share a disk.
+        context: the ranks, which may share a disk.
         folder: the folder of the file.
-        copies: makes copies between the device and the host; by default those for the device.
+        copies: copies between the device and the host; None for the default copies of the device.
     """
 
     chunked = True
@@ -126,7 +141,7 @@ class DiskStateStore(StateStore):
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
-        """See `StateStore.ensure_space`. All blocks of the file are allocated here."""
+        """See `StateStore.ensure_space`. Allocates all blocks of the file."""
         needed = sum(copied) + round(updated_bytes * state_bytes_per_parameter_byte(make_optimizer))
         where, free = str(os.fstat(self._file.fd).st_dev), free_disk_bytes(self._folder)
         shortage = find_shortage(_gather_requests(self._context, where, needed, free))
@@ -172,7 +187,7 @@ class DiskStateStore(StateStore):
         if self._buffer is None or len(self._buffer) < host_bytes:
             self._buffer = None
             self._buffer = torch.empty(host_bytes, dtype=torch.uint8)
-        if stored:  # chunks are in the file in their order: let the system read ahead
+        if stored:  # chunks are in the file in order, so the next one can be read ahead
             ends = max(tensor.offset + tensor.nbytes for tensor in stored)
             with suppress(OSError):
                 os.posix_fadvise(self._file.fd, ends, total_bytes, os.POSIX_FADV_WILLNEED)
@@ -193,7 +208,7 @@ class DiskStateStore(StateStore):
         return elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
 
     def _bounced_for(self, device: torch.device) -> BouncedFile | None:
-        """Return the file's bounce buffer for tensors on the accelerator; None for the host."""
+        """Return the file with bounce buffers for a tensor on the accelerator; None on the host."""
         return self._bounced if device.type == self._context.device.type else None
 
     def finish_step(self) -> None:
@@ -201,21 +216,23 @@ class DiskStateStore(StateStore):
         self._buffer, self._buffer_used = None, 0
 
     def close(self) -> None:
-        """See `StateStore.close`. The file's blocks are freed."""
+        """See `StateStore.close`. Frees the blocks of the file."""
         self.finish_step()
         self._file.close()
 
 
 class HostStateStore(StateStore):
-    """Values and state in the host's memory: gradients are copied there, updated values back.
+    """Stores state and values of parameters in the host's memory, where they are updated.
 
-    While the host updates a chunk, the gradients of the next one and the values of the last one are
-    copied. The host writes a value only after waiting for its new gradient. That copy comes after
-    all copies of the step before in the same stream, so no value is overwritten before it is read.
+    Gradients are copied to the host, and updated values are copied back. While the host updates a
+    chunk, the gradients of the next chunk and the values of the last chunk are copied. The host
+    writes a value only after waiting for the copy of its new gradient. In the stream of copies,
+    that copy comes after all copies of the previous step. So no value is overwritten before it is
+    copied back.
 
     Args:
         context: the ranks that share the host's memory.
-        copies: makes copies between the device and the host; by default those for the device.
+        copies: copies between the device and the host; None for the default copies of the device.
     """
 
     updates_elsewhere = True
@@ -246,7 +263,8 @@ class HostStateStore(StateStore):
         staging = self._copies.host_buffer(like)
         self._copies.copy(staging, gradient)
         wait = self._copies.host_wait()
-        # Keep the gradient alive: the allocator does not know that the copy stream reads it.
+        # A reference keeps the gradient alive: the allocator does not know that the copy stream
+        # reads its memory.
         read = [gradient] if self._copies.is_asynchronous else []
 
         def wait_and_get() -> Tensor:
@@ -266,7 +284,14 @@ class HostStateStore(StateStore):
 
 
 def disk_shortage_message(folder: str, needed: int, free: int, ranks: int) -> str:
-    """Return the message that the state does not fit on a disk."""
+    """Return the message that the state does not fit on a disk.
+
+    Args:
+        folder: the folder on the disk.
+        needed: bytes that the ranks need.
+        free: free bytes of the disk.
+        ranks: the number of ranks that share the disk.
+    """
     return (
         f"strategy.offload.path={folder} has {format_bytes(free)} free ({free} bytes), and the "
         f"optimizer's state of {_ranks(ranks)} there takes {format_bytes(needed)} ({needed} "
@@ -275,7 +300,13 @@ def disk_shortage_message(folder: str, needed: int, free: int, ranks: int) -> st
 
 
 def host_shortage_message(needed: int, free: int, ranks: int) -> str:
-    """Return the message that the state does not fit into the host's memory."""
+    """Return the message that the state does not fit into the host's memory.
+
+    Args:
+        needed: bytes that the ranks need.
+        free: free bytes of the host's memory.
+        ranks: the number of ranks on the host.
+    """
     return (
         f"strategy.offload.optimizer=cpu: the host has {format_bytes(free)} of memory free ({free} "
         f"bytes), and the values and state of {_ranks(ranks)} there take {format_bytes(needed)} "

@@ -1,10 +1,10 @@
-"""The temporary memory of an optimizer's step, on the tensors that an engine gives it.
+"""The temporary memory of an optimizer's step on the tensors that an engine gives it.
 
-An engine may give the optimizer flat pieces of all parameters in place of the parameters. A step
-that updates tensors one by one then makes a copy of a whole piece, where one process copies only
-the largest parameter; a step on all tensors at once needs as much as before. Which of the two an
-optimizer does depends on its class, its options and the device. So its own step is run, on fake
-tensors of these shapes.
+An engine may give the optimizer flat pieces of all parameters instead of the parameters. If the
+step updates tensors one by one, it then makes temporary tensors as large as a piece, and not as the
+largest parameter. If the step updates all tensors at once, its memory does not change. The class of
+the optimizer, its options and the device decide between the two. So the step is run on fake tensors
+of these shapes, and its memory is recorded.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 _LATE = 1000.0
-"""The number that optimizers get when they read one from a tensor, most often a step count. It is
-large, because the first steps of some (RAdam) need less memory than later ones, and because
-products of betas that start at 1 would lead to a division by zero."""
+"""The number that optimizers get when they read the value of a fake tensor, usually a step count.
+
+It is large, because the first steps of some optimizers (RAdam) need less memory than later steps,
+and because products of betas that start at 1 would lead to a division by zero."""
 
 
 class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a number where an optimizer reads one from a tensor: fake tensors have no values.
+    """Returns a number where an optimizer reads the value of a fake tensor, which has none.
 
     Args:
-        optimizer: whose step it is. The weight of ASGD's average is computed, because before step
-            `t0` it has no average and needs less memory.
+        optimizer: the optimizer whose step runs. For ASGD, the weight of the average at step
+            `_LATE` is computed, because before step `t0` there is no average, and the step needs
+            less memory.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -69,12 +71,12 @@ class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu") -> MakeOptimizer:
-    """Return a factory of optimizers whose step runs on fake tensors as it does on real ones.
+    """Return a factory of optimizers whose step runs on fake tensors as on real tensors.
 
     Args:
-        make_optimizer: the user's.
-        device_type: the device type of the run. On an accelerator torch's optimizers by default
-            update all plain parameters at once, and do not count fake tensors as plain.
+        make_optimizer: the user's factory.
+        device_type: the device type of the run. By default, torch's optimizers update all plain
+            parameters on an accelerator at once, and do not count fake tensors as plain.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -93,7 +95,7 @@ def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu")
 
 @contextmanager
 def _default_kernels(device_type: str) -> Iterator[None]:
-    """Let torch's optimizers choose their kernels as on a kind of device."""
+    """A context in which torch's optimizers choose their kernels as on this type of device."""
     known = _get_foreach_kernels_supported_devices()
     if device_type not in known:
         yield
@@ -101,7 +103,7 @@ def _default_kernels(device_type: str) -> Iterator[None]:
     types = [*torch_optimizer._foreach_supported_types, FakeTensor]
     kinds: dict[str, object] = {
         "_foreach_supported_types": types,
-        # Without such a device its fakes are on the CPU: see `devices.tracing_device`.
+        # Without such a device, fake tensors are on the CPU: see `devices.tracing_device`.
         "_get_foreach_kernels_supported_devices": lambda: [*known, "cpu"],
     }
     with replaced(torch_optimizer, **kinds):
@@ -112,7 +114,7 @@ class StepMemory:
     """The memory of the optimizer's step on tensors other than the model's parameters.
 
     Args:
-        make_optimizer: the user's.
+        make_optimizer: the user's factory.
         device: the device of the fake tensors.
         device_type: the device type of the run.
         options: the settings of each parameter group, without its parameters, as the user's
@@ -136,10 +138,13 @@ class StepMemory:
         self._known_norms: dict[Any, int] = {}
 
     def highest(self, pieces: Sequence[tuple[int, int]]) -> Timeline | None:
-        """Return the step with the highest peak, of flat fp32 pieces that are updated one by one.
+        """Return the memory of the step with the highest peak, if pieces are updated one by one.
 
         Args:
-            pieces: (elements, number of the parameter group) of each.
+            pieces: (elements, index of the parameter group) of each flat fp32 piece.
+
+        Returns:
+            The timeline of that step; None if there are no pieces, or the optimizer fails for one.
         """
         largest: dict[int, int] = {}
         for elements, group in pieces:
@@ -156,7 +161,7 @@ class StepMemory:
         return max(known, key=lambda timeline: timeline.peak().bytes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StepMemory:
-        """Return the same object: only its cache ever changes."""
+        """Return this object: only its cache ever changes."""
         return self
 
     def timeline(
@@ -165,12 +170,13 @@ class StepMemory:
         """Return the temporary memory of a step, without parameters, gradients and state.
 
         Args:
-            groups: by parameter group, the shapes of its tensors.
+            groups: for each parameter group, the shapes of its tensors.
             dtype: the dtype of the tensors and of their gradients.
             normed: whether the norm of the gradients is computed before the step.
 
         Returns:
-            A timeline with one phase, `step`; None if the optimizer fails for such tensors.
+            A timeline with one phase, `step`; None if there are no tensors, or the optimizer fails
+            for them.
         """
         key = tuple(tuple(tuple(shape) for shape in group) for group in groups), dtype, normed
         if key not in self._known:
@@ -185,7 +191,7 @@ class StepMemory:
 
         Args:
             shapes: the shapes of the gradients.
-            dtype: their dtype.
+            dtype: the dtype of the gradients.
         """
         key = tuple(shapes), dtype
         if key not in self._known_norms:
@@ -219,7 +225,7 @@ class StepMemory:
             everything = list(chain.from_iterable(pieces))
             tracker.enter_phase("step")
             begin = tracker.clock
-            for _ in range(2):  # the first step creates the state
+            for _ in range(2):  # the first step creates the state; the second one is recorded
                 for piece in everything:
                     piece.grad = torch.empty_like(piece)
                 begin = tracker.mark()
@@ -248,5 +254,5 @@ class StepMemory:
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, without its parameters."""
+    """Return the options of each parameter group, without the parameters."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""The optimizer of one rank: its step on the parameters, and saving and loading its state."""
+"""The optimizer of one rank: its step, and how its state is saved and loaded."""
 
 from __future__ import annotations
 
@@ -25,32 +25,51 @@ class Update(Protocol):
     """The optimizer of one rank, and access to its part of the whole state."""
 
     optimizer: torch.optim.Optimizer
-    """The optimizer whose learning rates are set."""
+    """The torch optimizer; learning rates are set in its groups."""
 
     def step(self) -> None:
-        """Update the parameters by their gradients."""
+        """Update the parameters from their gradients."""
 
     def resident_tensors(self) -> Iterable[Tensor]:
-        """Return the tensors of the state in this rank's memory, fp32 copies included."""
+        """Return the tensors of the state in this rank's memory, including fp32 copies."""
 
     def state(self) -> dict[str, StateTensor]:
-        """Return this rank's elements of the state, by `NAME.KEY`."""
+        """Return this rank's elements of the state, under names `NAME.KEY`."""
 
     def masters(self) -> dict[str, StateTensor]:
-        """Return this rank's fp32 values of parameters that the module has in bf16 or in shards."""
+        """Return this rank's elements of the fp32 copies of parameters, by parameter name.
+
+        Parameters without a separate fp32 copy are not in the result.
+        """
 
     def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
-        """Load this rank's elements of one tensor of the state."""
+        """Load this rank's elements of one tensor of the state.
+
+        Args:
+            name: the name of the parameter.
+            key: the key of the tensor in the parameter's state, such as 'exp_avg'.
+            saved: the whole tensor in a checkpoint.
+        """
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
-        """Load this rank's elements of a parameter's fp32 copy, if it has one."""
+        """Load this rank's elements of a parameter's fp32 copy; nothing without such a copy.
+
+        Args:
+            name: the name of the parameter.
+            saved: the whole parameter in a checkpoint.
+        """
 
     def close(self) -> None:
-        """Close files and threads."""
+        """Close files, and remove hooks."""
 
 
 class WholeUpdate:
-    """The optimizer on the parameters themselves, plain tensors or DTensors."""
+    """The optimizer on the parameters themselves, which are plain tensors or DTensors.
+
+    Args:
+        parameters: the trained parameters of this rank, by name.
+        make_optimizer: makes the optimizer.
+    """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
@@ -91,8 +110,8 @@ class WholeUpdate:
         """See `Update.load_state`."""
         parameter = self._parameters[name]
         if is_elementwise(key, saved, parameter.shape):
-            # In the memory order of the parameter, as kernels require, and in its dtype, except for
-            # optimizers that convert their state themselves.
+            # Kernels require the memory order and the dtype of the parameter. Optimizers with
+            # `state_keys` convert their state themselves.
             own_values = local_tensor(parameter).detach()
             keeps_dtype = hasattr(self.optimizer, "state_keys") or not saved.dtype.is_floating_point
             loaded = torch.empty_like(
@@ -101,7 +120,7 @@ class WholeUpdate:
             loaded.copy_(read_like(saved, parameter))
             self.optimizer.state[parameter][key] = as_dtensor_like(loaded, parameter)
             return
-        # A step count is on the host, unless kernels read it on the device.
+        # Other tensors are step counts and the like; they are on the host unless kernels read them.
         device = local_tensor(parameter).device if steps_on_device(self.optimizer) else "cpu"
         self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
@@ -113,9 +132,9 @@ class WholeUpdate:
 
 
 def _stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return DTensors on the memory of plain parameters, if others are DTensors.
+    """Return DTensors on the memory of the plain parameters, if other parameters are DTensors.
 
-    torch's kernels for many tensors do not take DTensors and plain tensors in one call.
+    torch's foreach and fused kernels do not take DTensors and plain tensors in one call.
     """
     shard = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
     if shard is None:
@@ -130,29 +149,44 @@ def _stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter
 
 
 _ONCE = ("step", "mu_product", "eta", "mu")
-"""Slots of torch's optimizers that have one number for a parameter."""
+"""Keys of the state of torch's optimizers that have one number for each parameter."""
 
 
 def is_elementwise(key: str, value: Tensor | SavedTensor, shape: tuple[int, ...]) -> bool:
-    """Whether a slot of the state has an element for each element of a parameter of this shape.
+    """Whether a tensor of the state has an element for each element of a parameter.
 
-    For a 0-dim parameter the shapes do not tell, so the name of the slot decides.
+    For a 0-dim parameter the shapes cannot decide, so the key does.
+
+    Args:
+        key: the key of the tensor in the parameter's state.
+        value: the tensor.
+        shape: the shape of the parameter.
     """
     return tuple(value.shape) == tuple(shape) and (len(shape) > 0 or key not in _ONCE)
 
 
 def bytes_per_parameter_byte(make_optimizer: MakeOptimizer) -> float:
-    """Return the bytes of parameter, gradient and state for each byte of an fp32 parameter."""
+    """Return the bytes of parameter, gradient and state for each byte of an fp32 parameter.
+
+    They are measured by a trial step on a small matrix.
+    """
     return 2.0 + sum(state_bytes_by_slot(make_optimizer, side=64).values()) / 4
 
 
 def state_bytes_per_parameter_byte(make_optimizer: MakeOptimizer) -> float:
-    """Return the bytes of state for each byte of an fp32 parameter, found by a trial step."""
+    """Return the bytes of state for each byte of an fp32 parameter, measured by a trial step."""
     return sum(state_bytes_by_slot(make_optimizer).values()) / 4
 
 
 def state_bytes_by_slot(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, float]:
-    """Return the bytes of each slot for each element of an fp32 matrix, without step counts."""
+    """Return the bytes of each tensor of the state for each element of an fp32 parameter, by key.
+
+    They are measured by a trial step. Step counts are left out.
+
+    Args:
+        make_optimizer: makes the optimizer.
+        side: rows and columns of the matrix for the trial step.
+    """
     parameter = nn.Parameter(torch.zeros(side, side))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make_optimizer([parameter])
@@ -172,5 +206,5 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step counts are on the device, as fused and capturable kernels read them there."""
+    """Whether step counts are on the device, where fused and capturable kernels read them."""
     return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))

@@ -1,8 +1,9 @@
 """The user's optimizer, made once of whole parameters and then applied to this rank's tensors.
 
-A user's function makes groups by the dims, shapes, names or identity of parameters. Engines update
-other tensors: DTensors, flat pieces, the parameters of one stage. So the function is called while
-the model is unchanged, and the pieces then replace the parameters in the groups.
+A user's function may group parameters by their dims, shapes, names or identity. Engines update
+other tensors: DTensors, flat pieces, or the parameters of one stage. So the function is called
+while the model is unchanged. Then the tensors that a rank updates replace the parameters in the
+groups.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from bigtrain.errors import ConfigError
 from bigtrain.optim.kinds import OptimizerKind, initial_state, kind_of, same_on_shards
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer. Sharding and cutting replace the parameters, so a function is passed."""
+"""Makes an optimizer of parameters. A function is passed, because sharding and cutting replace the
+parameters."""
 _SHOWN = 3
 
 
 class WholeOptimizer:
-    """A factory that is called once, on the whole parameters of a model.
+    """The optimizer that a factory makes of the whole parameters of a model.
 
-    It keeps no reference to them: the model is sharded later, and the whole ones must be freed.
+    The factory is called once, when a property is first read. No reference to the parameters is
+    kept: the model is sharded later, and the whole parameters have to be freed.
 
     Args:
         make: the user's function; called with a list of the trained parameters.
-        model: whole and unchanged, on any device, the meta device included.
+        model: the whole, unchanged model, on any device (also meta).
     """
 
     def __init__(self, make: MakeOptimizer, model: nn.Module) -> None:
@@ -41,7 +44,12 @@ class WholeOptimizer:
 
     @classmethod
     def of(cls, make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> WholeOptimizer:
-        """Return the factory for these parameters; `make` itself if it is a WholeOptimizer."""
+        """Return the optimizer of these parameters; `make` itself if it is a `WholeOptimizer`.
+
+        Args:
+            make: a factory.
+            named: the trained parameters, by name.
+        """
         if isinstance(make, WholeOptimizer):
             return make
         factory = cls(make, nn.Module())
@@ -49,20 +57,20 @@ class WholeOptimizer:
         return factory
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make an optimizer of other parameters, for a forecast; see `retire`."""
+        """Make an optimizer of other parameters for a forecast, until `retire` is called."""
         optimizer = self._make(parameters)
         self._for_forecasts.add(optimizer)
         return optimizer
 
     def own(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make an optimizer that `retire` leaves alone, such as that of a plain loop."""
+        """Make an optimizer of other parameters that `retire` does not change."""
         return self._make(parameters)
 
     def retire(self) -> None:
-        """Make the optimizers that were made for forecasts unusable.
+        """Make the optimizers that were made for forecasts unusable: every use of groups raises.
 
-        A user's function may keep a reference to the last optimizer that it made. A scheduler on
-        that one would change nothing, so it has to fail.
+        A user's function may store the last optimizer that it made, and a user may make a scheduler
+        of it. That scheduler would not change the run, so it has to fail.
         """
         for optimizer in list(self._for_forecasts):
             optimizer.param_groups = _Retired()  # type: ignore[assignment]
@@ -77,12 +85,12 @@ class WholeOptimizer:
 
     @property
     def kind(self) -> OptimizerKind:
-        """The properties of the optimizer's step."""
+        """The properties of the optimizer's step, found by trial steps."""
         return self._emptied.kind
 
     @property
     def keeps(self) -> str | None:
-        """The attribute, other than its state, in which the optimizer has tensors; or None."""
+        """The attribute besides `state` in which the optimizer has tensors; None without one."""
         return self._emptied.keeps
 
     @property
@@ -101,7 +109,7 @@ class WholeOptimizer:
         return self._emptied.settings
 
     def same_on_shards(self, mesh: DeviceMesh) -> bool:
-        """Whether it updates DTensors as it updates whole parameters. Collective.
+        """Whether DTensors are updated to the same values as whole parameters. Collective.
 
         Args:
             mesh: the device mesh; parameters are sharded over its last axis.
@@ -110,11 +118,11 @@ class WholeOptimizer:
 
     @property
     def begins_with_state(self) -> bool:
-        """Whether it has state before its first step, as Adagrad has."""
+        """Whether the optimizer has state before its first step, as Adagrad has."""
         return self._emptied.begins_with_state
 
     def left_out(self, names: Iterable[str]) -> list[str]:
-        """Return the names that are in no group."""
+        """Return the parameter names among `names` that are in no group."""
         taken = {name for group in self.groups for name in group}
         return [name for name in names if name not in taken]
 
@@ -122,16 +130,17 @@ class WholeOptimizer:
         """Replace each parameter in the groups by its pieces; return the optimizer.
 
         Args:
-            pieces: by plain name, the tensors that this rank updates of a parameter; other ranks'
-                parameters are left out.
+            pieces: the tensors that this rank updates, by the name of their parameter. Parameters
+                of other ranks are left out.
 
         Raises:
-            ConfigError: the optimizer has tensors made of whole parameters, and gets parts.
+            ConfigError: the optimizer stores copies of whole parameters outside its state, and a
+                piece is a part of a parameter.
         """
         return self._emptied.put_on(pieces)
 
     def begin_state(self) -> None:
-        """Create the initial state again, after an engine has replaced the pieces."""
+        """Create the initial state again, after an engine has replaced tensors in the groups."""
         self._emptied.begin_state()
 
 
@@ -155,14 +164,17 @@ LEARNING_RATE_FIX = (
 
 
 def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Remove groups without parameters, for engines that refuse them; see `group_places`."""
+    """Remove groups without parameters, for engines that refuse such groups.
+
+    `group_places` returns the indices of the remaining groups.
+    """
     indices = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
     optimizer.param_groups[:] = [optimizer.param_groups[i] for i in indices]
     optimizer.__dict__[_PLACES] = indices
 
 
 def group_places(optimizer: torch.optim.Optimizer) -> Sequence[int]:
-    """Return for each group of an optimizer its index among the user's groups."""
+    """Return the index among the user's groups of each group of an optimizer."""
     places: Sequence[int] = vars(optimizer).get(_PLACES, range(len(optimizer.param_groups)))
     return places
 
@@ -171,7 +183,7 @@ _PLACES = "_bigtrain_group_places"
 
 
 def _check_made(optimizer: Any) -> None:
-    """Refuse an object that is not an optimizer, and one that already has a scheduler."""
+    """Refuse an object that is not an optimizer, and an optimizer that already has a scheduler."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise ConfigError(
             f"optimizer: the function returned a {type(optimizer).__name__}, not an optimizer. "
@@ -188,14 +200,19 @@ def _check_made(optimizer: Any) -> None:
 
 
 def whole_optimizer(make: MakeOptimizer, model: nn.Module) -> WholeOptimizer:
-    """Return the optimizer of a model, and call its factory if that has not been done."""
+    """Return the optimizer of a model; its factory has been called.
+
+    Args:
+        make: a factory, or a `WholeOptimizer`, which is returned.
+        model: the whole, unchanged model.
+    """
     optimizer = make if isinstance(make, WholeOptimizer) else WholeOptimizer(make, model)
     _ = optimizer.groups
     return optimizer
 
 
 class _EmptiedOptimizer:
-    """An optimizer that was made of whole parameters, which are removed from it."""
+    """An optimizer that was made of whole parameters, without references to them."""
 
     def __init__(self, make: MakeOptimizer, everywhere: list[tuple[str, nn.Parameter]]) -> None:
         self._make = make
@@ -205,7 +222,7 @@ class _EmptiedOptimizer:
         named = {name: p for name, p in everywhere if self._first[name] == name}
         trained = [p for p in named.values() if p.requires_grad]
         optimizer, stand_ins = _make_whole(make, trained)
-        if not trained:  # torch's optimizers refuse an empty list: one element stands in
+        if not trained:  # torch's optimizers refuse an empty list, so they got one element
             name_of[id(stand_ins[0])] = ""
         for parameter, stand_in in zip(trained, stand_ins, strict=False):
             name_of[id(stand_in)] = name_of[id(parameter)]
@@ -234,7 +251,7 @@ class _EmptiedOptimizer:
         return kind_of(self._optimizer, self._dims, notes, begins_with_state=begins)
 
     def _notes_of(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the attributes of the first parameter that has any."""
+        """Return the user's attributes of the first parameter that has any."""
         return next((self._attributes[name] for name in names if self._attributes[name]), {})
 
     def same_on_shards(self, mesh: DeviceMesh) -> bool:
@@ -243,7 +260,7 @@ class _EmptiedOptimizer:
 
     def put_on(self, pieces_of: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
         pieces: dict[str, dict[int, Tensor]] = {}
-        for name, tensors in pieces_of.items():  # a tied parameter may have several of its names
+        for name, tensors in pieces_of.items():  # may have several names of a tied parameter
             pieces.setdefault(self._first[name], {}).update((id(piece), piece) for piece in tensors)
         if self.keeps is not None:
             return self._made_again(pieces)
@@ -263,7 +280,7 @@ class _EmptiedOptimizer:
         return self._optimizer
 
     def _made_again(self, pieces: Mapping[str, Mapping[int, Tensor]]) -> torch.optim.Optimizer:
-        """Call the user's function again, so that its tensors have the current values."""
+        """Call the user's function again, so that the optimizer copies the current values."""
         wholes = []
         for name, by_id in pieces.items():
             for piece in by_id.values():
@@ -288,7 +305,10 @@ class _EmptiedOptimizer:
 def _make_whole(
     make: MakeOptimizer, trained: Sequence[nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, Sequence[nn.Parameter]]:
-    """Return the optimizer and its parameters: stand-ins if it fails for the meta device."""
+    """Return the optimizer and the parameters of which it was made.
+
+    If the user's function fails for parameters on meta, these are CPU tensors of their shapes.
+    """
     if not trained:
         placeholder = nn.Parameter(torch.zeros(1))
         return make([placeholder]), [placeholder]
@@ -299,7 +319,7 @@ def _make_whole(
         if not is_meta:
             raise
     stand_ins = []
-    for parameter in trained:  # each has the memory of one element, whatever its shape
+    for parameter in trained:  # an expanded tensor needs the memory of one element
         number = torch.zeros((), dtype=parameter.dtype)
         stand_ins.append(nn.Parameter(number.expand(parameter.shape)))
         stand_ins[-1].__dict__.update(_attributes(parameter))
@@ -327,14 +347,14 @@ def _names(members: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]:
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
-    """Return the attributes that a user has set on a parameter, such as a learning rate."""
+    """Return the attributes that a user has set on a parameter, such as a learning-rate factor."""
     return {
         key: value for key, value in vars(parameter).items() if not key.startswith(("_", "ds_"))
     }
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield the attributes, other than state and groups, that contain tensors with dims."""
+    """Yield the attributes, apart from state and groups, that contain tensors with dims."""
     for key, value in vars(optimizer).items():
         if key not in ("state", "param_groups", "defaults") and _has_tensor(value, set()):
             yield key

@@ -1,5 +1,6 @@
-"""Calls of a custom training loop besides `step`: learning rates, metrics, outputs, batches.
+"""Calls of a custom training loop other than `step`: learning rates, metrics, outputs, batches.
 
-Decides: how schedules follow the steps; how figures of a validation are averaged; which keys of a
-job a loop follows; what inputs a model is called with; which rows a loop's loader gives a rank.
+This package decides how learning rates follow the steps, how figures of a validation are averaged,
+and which keys of a job have an effect in a custom loop. It also decides with which arguments a
+model is called, and which rows the loader of a loop gives each rank.
 """

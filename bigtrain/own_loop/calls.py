@@ -1,4 +1,4 @@
-"""Calls of an engine in a custom training loop, besides `step`, `save` and `load`."""
+"""The methods of an engine for custom training loops, other than `step`, `save` and `load`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from bigtrain.tensors.tree import tree_tensors
 
 
 class LoopCalls:
-    """Validation, outputs, data and states of a loop; an engine has the fields below."""
+    """Validation, outputs, data and states of a custom loop. An engine defines the fields below."""
 
     job: Job
     context: RunContext
@@ -54,21 +54,24 @@ class LoopCalls:
         raise NotImplementedError
 
     def _follow_loss(self, batch: Any) -> None:
-        """Let the loss divide by what the first batch shows, unless that is known. Collective."""
+        """Find the loss's divisors from the first batch if no example was given. Collective."""
         raise NotImplementedError
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
-        """Return the loss and metrics over batches. Collective; the same on every rank.
+        """Compute the loss and metrics over batches, in evaluation mode. Collective.
 
         Args:
-            batches: (inputs, targets) of this rank's rows, as for `step`; ranks with parts of one
-                model pass the same. Sizes may differ, and so may the number of batches of a rank.
+            batches: (inputs, targets) of this rank's rows, as for `step`. Ranks that have parts of
+                one model pass the same rows. The sizes of batches may differ, and the number of
+                batches may differ between ranks.
             metrics: functions of (outputs, targets), by name. A function returns the mean over the
-                rows of a batch, which is averaged by rows over the batches of all ranks; or (sum,
-                count), which are summed before they are divided. By default those of `prepare`.
+                rows of a batch; these are averaged over the batches of all ranks, weighted by rows.
+                Or it returns (sum, count); each is summed over all batches before the division.
+                None for the metrics that were passed to `prepare`.
 
         Returns:
-            The loss, as the mean over the valid targets of all batches, and the metrics.
+            The figures by name, equal on all ranks: the mean loss over the valid targets of all
+            batches, the other figures of the task, and the metrics. A metric without rows is nan.
 
         Raises:
             ConfigError: a batch is not (inputs, targets), or a metric returns no number.
@@ -84,10 +87,11 @@ class LoopCalls:
                 count = self.loss.count(batch.targets) if batch.rows else 0
                 with self._explaining():
                     prediction = self.runner.predict(replace(batch, count=count))
-                    # A pipeline has its output on one rank.
+                    # In a pipeline only the ranks of the last stage have a prediction.
                     if prediction is not None and not batch.padding:
                         sums.add(self.task, self.loss, batch, prediction)
-        servers = self.plan.replicate.num_servers  # they wait for as long as workers validate
+        # Parameter servers wait while the workers validate, which may take long.
+        servers = self.plan.replicate.num_servers
         with self.context.long_timeout() if servers else nullcontext():
             return sums.figures(self.task, self.context)
 
@@ -131,14 +135,17 @@ class LoopCalls:
         """Return a loader of this rank's rows of a data set, for `step` or for `evaluate`.
 
         Args:
-            dataset: map-style; `dataset[i]` is (input, target).
-            training: True: the global batches of an epoch; each iteration begins at the position
-                of training (`samples_seen`, which is saved and loaded). False: all rows once.
-            shuffle: whether to shuffle, by the job's seed and the epoch.
-            drop_last: drop the rows that do not fill a global batch at the end of an epoch.
-            collate_fn: makes (inputs, targets) of a list of samples; None stacks them.
-            workers: processes that read ahead.
-            pin_memory: put batches in page-locked memory, if there is a CUDA device.
+            dataset: a map-style data set whose `dataset[i]` is (input, target).
+            training: True for the global batches of an epoch, of which each iteration begins at the
+                position of training (`samples_seen`, which is saved and loaded). False for all rows
+                once, in order.
+            shuffle: whether to shuffle the rows of each epoch, by `train.seed` and the number of
+                the epoch. Only for training.
+            drop_last: whether to leave out the last rows of an epoch if they do not fill a global
+                batch. Only for training.
+            collate_fn: makes (inputs, targets) of a list of samples; None stacks the samples.
+            workers: the number of processes that read ahead; 0 reads in this process.
+            pin_memory: whether to put batches into page-locked memory, if there is a CUDA device.
 
         Raises:
             ConfigError: the data set is not map-style, or no key sets the batch size.
@@ -168,14 +175,17 @@ class LoopCalls:
         )
 
     def predict(self, inputs: Any) -> Any:
-        """Return the outputs for this rank's rows, in evaluation mode. Collective.
+        """Return the model's outputs for this rank's rows, in evaluation mode. Collective.
 
-        Each rank gets the outputs of its rows, on its device. The ranks of a pipeline, or of slices
-        of one model, pass the same rows and get the same outputs. A parameter server gets None. The
-        number of rows may differ between ranks, but all ranks must call.
+        The outputs are on the rank's device. The ranks of a pipeline, or of slices of one model,
+        pass the same rows and get the same outputs. The number of rows may differ between other
+        ranks.
 
         Args:
-            inputs: the inputs of the (inputs, targets) that `step` takes.
+            inputs: the inputs for this rank's rows, in the form in which `step` takes them.
+
+        Returns:
+            The outputs; None on a parameter server.
 
         Raises:
             ConfigError: there is no tensor in `inputs`.
@@ -191,11 +201,12 @@ class LoopCalls:
             return share_outputs(None if prediction is None else prediction[0], self.context)
 
     def attach(self, **objects: Any) -> None:
-        """Save and load objects with the run, by their names: schedulers, counters, samplers.
+        """Include objects, such as schedulers, counters or samplers, in `save` and `load`.
 
         Args:
-            objects: each has `state_dict()` and `load_state_dict(state)`, with plain values and
-                small tensors in it; their state is the same on every rank.
+            objects: the objects, by name. Each has the methods `state_dict()` and
+                `load_state_dict(state)`. A state contains plain values and small tensors, and is
+                equal on all ranks.
 
         Raises:
             ConfigError: an object lacks one of these methods, or a name is taken.
@@ -203,12 +214,16 @@ class LoopCalls:
         self._loop_states.attach(objects)
 
     def newest(self, folder: str | Path) -> Path | None:
-        """Return the newest checkpoint in a folder of `save`; None if there is none.
+        """Return the newest checkpoint in a folder, as rank 0 finds it. Collective.
 
-        Collective, and the same on every rank: rank 0 looks.
+        Args:
+            folder: a folder that was passed to `save`.
+
+        Returns:
+            The path of the checkpoint, equal on all ranks; None if there is none.
 
         Raises:
             ConfigError: `folder` is not a path.
-            CheckpointError: the folder cannot be read; on all ranks.
+            CheckpointError: rank 0 cannot read the folder. It is raised on all ranks.
         """
         return newest_of_all(as_folder(folder, "newest"), self.context)

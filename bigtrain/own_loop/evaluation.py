@@ -21,14 +21,14 @@ from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.ranks.context import RunContext
 
 Metric = Callable[[Any, Any], Any]
-"""(outputs, targets) -> the mean over the rows of a batch; or (sum, count) of anything."""
+"""(outputs, targets) -> the mean over the rows of a batch, or (sum, count) of any quantity."""
 Metrics = Mapping[str, Metric]
 _METRIC = "metric."
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode inside of a `with` block, and restore the mode of each module."""
+    """Set evaluation mode in a `with` block, and restore the mode of each module at its end."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
@@ -42,11 +42,11 @@ def check_metrics(metrics: Any, figures: Iterable[str]) -> Metrics:
     """Check the user's metrics and return them; None becomes an empty mapping.
 
     Args:
-        metrics: functions by name.
-        figures: the names of the figures of the task.
+        metrics: the argument `metrics` of the user.
+        figures: the names of the figures of the task, which are taken.
 
     Raises:
-        ConfigError: it is no mapping of names to functions, or a name is taken.
+        ConfigError: `metrics` is no mapping of names to functions, or a name is taken.
     """
     if metrics is None:
         return {}
@@ -66,14 +66,24 @@ def check_metrics(metrics: Any, figures: Iterable[str]) -> Metrics:
 
 
 class EvaluationSums:
-    """Sums over the batches of one rank: those of the task, and a sum and count of each metric."""
+    """Sums over the batches of one rank: those of the task, and a sum and count of each metric.
+
+    Args:
+        metrics: the metrics to compute.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._sums: dict[str, Tensor] = {}
 
     def add(self, task: Task, loss: Loss, batch: MicroBatch, prediction: tuple[Any, Any]) -> None:
-        """Add a batch, with its outputs and targets.
+        """Add a batch to the sums.
+
+        Args:
+            task: the task, whose figures are computed.
+            loss: the loss of the run.
+            batch: the batch.
+            prediction: the (outputs, targets) of the batch.
 
         Raises:
             ConfigError: a metric returns neither a number nor (sum, count).
@@ -90,11 +100,14 @@ class EvaluationSums:
             self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def figures(self, task: Task, context: RunContext) -> dict[str, float]:
-        """Return the figures over all ranks; nan for a metric without a count. Collective."""
+        """Return the figures over all ranks, by name. Collective.
+
+        A metric whose count is zero is nan.
+        """
         gathered = context.gather_objects({key: value.cpu() for key, value in self._sums.items()})
         total: dict[str, Tensor] = {}
         for part in context.broadcast_object(gathered) or []:
-            for key, value in (part or {}).items():  # a lost rank sends none
+            for key, value in (part or {}).items():  # the part of a lost rank is None
                 total[key] = total[key] + value if key in total else value
         of_metrics = {key: total.pop(key) for key in [*total] if key.startswith(_METRIC)}
         figures = task.summarize(total) if total else {}
@@ -106,7 +119,11 @@ class EvaluationSums:
 
 
 def _parts(name: str, result: Any, rows: int) -> tuple[Tensor, Tensor]:
-    """The result of a metric as a sum and a count."""
+    """Return the result of a metric as a sum and a count.
+
+    Raises:
+        ConfigError: the result is neither a number nor (sum, count).
+    """
     total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, rows)
     numbers = _number(total), _number(count)
     if numbers[0] is None or numbers[1] is None:
@@ -132,19 +149,21 @@ def _number(value: Any) -> Tensor | None:
 def in_step(
     batches: Iterable[Any], context: RunContext, *, computes: bool = True
 ) -> Iterator[MicroBatch]:
-    """Yield the batches of this rank, the same number on every rank: padding repeats one.
+    """Yield the batches of this rank, and padding until every rank has the same number.
 
-    Collective at each batch, so that no rank waits for a pass that another does not run.
+    Padding is a copy of an earlier batch with no rows that count. Collective at each batch, so that
+    no rank waits for a pass that another rank does not run.
 
     Args:
-        batches: (inputs, targets) of this rank's rows; or micro-batches, whose number is the same
-            on all ranks already, and which are yielded unchanged.
-        context: this rank's context; ranks with parts of one model pass the same batches.
-        computes: False for a server, whose batches are ignored.
+        batches: (inputs, targets) of this rank's rows; ranks with parts of one model pass the same
+            rows. Or micro-batches, of which all ranks have the same number; they are yielded
+            unchanged.
+        context: this rank's context.
+        computes: False for a parameter server, whose batches are ignored.
 
     Raises:
-        ConfigError: on all ranks: ranks of one replica pass different rows, or a batch is not
-            (inputs, targets).
+        ConfigError: ranks of one replica pass different numbers of rows, or a batch is not
+            (inputs, targets). It is raised on all ranks.
     """
     own_batches = iter(batches)
     first = next(own_batches, None)
@@ -160,7 +179,7 @@ def in_step(
             batch = None if loop_batch is None else _batch(loop_batch)
         except ConfigError as error:
             problem = str(error)
-        # The rows of the batch; 0 for no more batches, -1 for a refused one.
+        # The rows of the batch; 0 if there are no more batches, -1 if the batch is refused.
         state = (-1.0 if problem else 0.0) if batch is None else float(max(1, batch.rows))
         rows = context.all_gather_rows([state, float(context.dp_rank), float(computes)])
         if any(row[0] < 0 for row in rows):
@@ -193,7 +212,7 @@ def _check_same_rows(rows: list[list[float]]) -> None:
 
 
 def _borrowed(shown: MicroBatch | None, context: RunContext) -> MicroBatch | None:
-    """A batch of another rank for a rank that never had one. Collective."""
+    """Return a batch to pad with; that of another rank if this rank never had one. Collective."""
     batches = context.all_gather_objects(shown and shown.to("cpu"))
     return shown or next((batch for batch in batches if batch is not None), None)
 
@@ -205,6 +224,10 @@ def _batch(loop_batch: Any) -> MicroBatch:
 
 def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
     """Return a batch of a loop as (inputs, targets).
+
+    Args:
+        batch: the batch that the user passed.
+        where: the name of the engine's method, for the message.
 
     Raises:
         ConfigError: the batch is no pair.

@@ -1,4 +1,4 @@
-"""The keys of a job that `prepare` follows, and what to write for the others in a custom loop."""
+"""The keys of a job that `prepare` accepts, and the code that replaces the others in a loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ FOLLOWED = frozenset(
         "device",
     }
 )
-"""By their dotted names; techniques check their options below `strategy` themselves."""
+"""The dotted names of the keys that have an effect in a custom loop. Options of techniques are not
+listed, because the techniques check them."""
 
 _MODEL = "the model is an argument here: prepare(model, ...)"
 _CHUNKED = "a chunked loss is bigtrain.ChunkedCrossEntropy(head=...) as the second argument"
@@ -84,17 +85,17 @@ INSTEAD = {
     **dict.fromkeys(("log.dir", "log.name", "log.every", "log.tensorboard", "log.wandb"), _LOG),
     "log.accuracy": "it is a metric: engine.evaluate(batches, metrics={...})",
 }
-"""The code that replaces a key, by its dotted name."""
+"""By the dotted name of a key without effect in a custom loop, the code that replaces the key."""
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse keys that would be ignored, or could only contradict an argument.
+    """Refuse keys that have no effect in a custom loop.
 
     Args:
         keys: the keyword arguments of `prepare`, with two underscores for the dot.
 
     Raises:
-        ConfigError: with the code to write instead.
+        ConfigError: a key has no effect; the message has the code to write instead.
     """
     for key, value in keys.items():
         name = key.replace("__", ".")

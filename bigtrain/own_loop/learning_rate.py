@@ -12,8 +12,8 @@ from bigtrain.errors import ConfigError
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 
 RateArgument = float | Callable[[int], float | Sequence[float]] | Callable[[Any], Any]
-"""A rate; a function of the step, from 0, that returns its rate; or a function of the optimizer
-that returns a scheduler."""
+"""A learning rate; a function of the step, counted from 0, that returns its rate or a list with a
+rate for each parameter group; or a function of the optimizer that returns a scheduler."""
 _FORMS = (
     "Give a number; a function of the step, as learning_rate=lambda step: 1e-3 * 0.99**step; or "
     "a function that makes a scheduler, as learning_rate=lambda optimizer: "
@@ -22,14 +22,15 @@ _FORMS = (
 
 
 class LearningRate:
-    """Sets the rate of each step on the optimizer of a loop.
+    """Sets the learning rate of each step in the optimizer of a custom loop.
 
     Args:
         argument: see `RateArgument`; None leaves the rate to the loop.
         optimizer: the loop's optimizer.
 
     Raises:
-        ConfigError: it is none of these, or a scheduler that the loop itself must step.
+        ConfigError: `argument` is no `RateArgument`, or makes a `ReduceLROnPlateau`, which the loop
+            has to step.
     """
 
     def __init__(self, argument: RateArgument | None, optimizer: LoopOptimizer) -> None:
@@ -78,11 +79,15 @@ class LearningRate:
 
     @property
     def sets(self) -> bool:
-        """Whether the rate is set here, and not by the loop."""
+        """Whether this object changes the rate at every step: by a function or a scheduler."""
         return self._function is not None or self.scheduler is not None
 
     def before_step(self, step: int) -> None:
-        """Set the rate of this step, counted from 0."""
+        """Set the rate of a step, counted from 0, if a function of the step defines it.
+
+        Raises:
+            ConfigError: the function returns neither a number nor a rate for each parameter group.
+        """
         if self._function is not None:
             self._set(self._function(step))
 
@@ -102,16 +107,23 @@ class LearningRate:
             group["lr"] = rates[number if len(rates) > 1 else 0]
 
     def state(self) -> dict[str, Any] | None:
-        """The state of a scheduler; None for a function of the step, which has none."""
+        """Return the state of the scheduler for a checkpoint; None without a scheduler."""
         if self.scheduler is None:
             return None
         return {"kind": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
 
     def load_state(self, saved: Mapping[str, Any] | None, steps_done: int) -> str | None:
-        """Load the state of a scheduler; if another kind or none was saved, step it instead.
+        """Load the state of the scheduler, if there is one.
+
+        If no state or that of another kind of scheduler was saved, the scheduler is stepped to the
+        position of the run.
+
+        Args:
+            saved: the result of `state` in a checkpoint.
+            steps_done: the number of steps that the run has taken.
 
         Returns:
-            A line on the stepping, or None.
+            A line on the stepping; None if the scheduler was not stepped.
         """
         if self.scheduler is None:
             return None
@@ -119,7 +131,7 @@ class LearningRate:
         if saved is not None and saved["kind"] == kind:
             self.scheduler.load_state_dict(saved["state"])
             return None
-        with warnings.catch_warnings():  # of steps without an update of the optimizer
+        with warnings.catch_warnings():  # torch warns because the optimizer has not stepped
             warnings.simplefilter("ignore")
             for group in self._optimizer.param_groups:
                 group["lr"] = group.get("initial_lr", group["lr"])
@@ -133,7 +145,7 @@ class LearningRate:
 
 
 def _rates(result: Any) -> list[float] | None:
-    """One number or several as floats; None for anything else."""
+    """Return a number, or a list of numbers, as a list of floats; None for anything else."""
     values = list(result) if isinstance(result, (list, tuple)) else [result]
     try:
         numbers = [float(value) for value in values if not isinstance(value, (str, bool))]

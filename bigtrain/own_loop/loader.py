@@ -1,4 +1,4 @@
-"""A data set for a custom loop: each rank's rows of each global batch, and the position."""
+"""Loaders for a custom loop, which give each rank its rows of each global batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bigtrain.own_loop.evaluation import as_pair
 
 
 class LoopLoader:
-    """The steps of an epoch, for `engine.step`; each iteration begins at the position of training.
+    """Loads the steps of an epoch for `engine.step`, from the position of training on.
 
-    The order depends on the seed and the epoch alone, and the position is counted in samples of
-    the global order. So a run that resumes under another strategy, or on another number of ranks,
-    continues with the next sample.
+    The order of the samples depends only on the seed and the epoch, and the position is a number of
+    samples in this order. So a run that resumes with another strategy, or on another number of
+    ranks, continues with the next sample.
 
     Args:
-        order: the global order.
-        position: returns how many samples of it are done.
-        read: makes the steps of this rank from a position.
+        order: the global order of the samples.
+        position: returns the number of samples of the order that are done.
+        read: makes the loader of this rank's steps from a position on.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class LoopLoader:
         return self._position() // self._order.samples_per_epoch
 
     def __len__(self) -> int:
-        """The number of steps in an epoch."""
+        """Return the number of steps of a whole epoch."""
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Step]:
-        """The remaining steps of the epoch."""
+        """Yield the remaining steps of the epoch."""
         for step in self._read(self._position()):
             yield step
             if step.last_in_epoch:
@@ -52,27 +52,27 @@ class LoopLoader:
 
 
 class EvaluationLoader:
-    """The rows of a data set in order, each once over all ranks, for `engine.evaluate`.
+    """Loads the rows of a data set for `engine.evaluate`, in order, each on one data rank.
 
     Args:
-        read: makes the micro-batches of this rank, whose number is the same on every rank.
-        batches: their number.
+        read: makes the micro-batches of this rank, of which all ranks have the same number.
+        batches: the number of these micro-batches.
     """
 
     def __init__(self, read: Callable[[], Iterator[MicroBatch]], batches: int) -> None:
         self._read, self._batches = read, batches
 
     def __len__(self) -> int:
-        """The number of batches on each rank."""
+        """Return the number of batches on each rank."""
         return self._batches
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """All batches, from the first row."""
+        """Return an iterator over all batches of this rank."""
         return self._read()
 
 
 class _Pairs:
-    """A collate function whose result must be (inputs, targets)."""
+    """A collate function that refuses results other than (inputs, targets)."""
 
     def __init__(self, collate: Collate | None) -> None:
         self._collate = collate or default_collate
@@ -82,10 +82,11 @@ class _Pairs:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse a data set without `len` or without `dataset[i]`.
+    """Refuse a data set that is not map-style.
 
     Raises:
-        ConfigError: with the code to use instead.
+        ConfigError: the data set lacks `len` or `dataset[i]`; the message has the code to use
+            instead.
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
@@ -114,15 +115,15 @@ def make_loader(
     collate_fn: Collate | None,
     **layout: Any,
 ) -> LoopLoader | EvaluationLoader:
-    """Make a loader of a data set: of training steps, or of micro-batches to evaluate.
+    """Make a loader of the steps of training, or of the micro-batches of an evaluation.
 
     Args:
-        dataset: map-style.
+        dataset: a map-style data set.
         order: see `LoopLoader`.
         position: see `LoopLoader`.
-        training: False for evaluation.
-        collate_fn: makes (inputs, targets) of a list of samples; None stacks them.
-        layout: see `StepLoader`.
+        training: whether the loader is for training; False for evaluation.
+        collate_fn: makes (inputs, targets) of a list of samples; None stacks the samples.
+        layout: further arguments of `StepLoader`.
     """
     collate = _Pairs(collate_fn)
     if training:

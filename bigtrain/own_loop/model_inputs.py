@@ -1,7 +1,7 @@
-"""The arguments of a model: one value, keywords from a dict, or those of the user's function.
+"""Call a model with the inputs of a batch as one value, as keywords, or by the user's function.
 
-bigtrain calls a model with the inputs of a batch as the only argument: in wrappers, traces and
-forecasts. So a model that takes its inputs by name gets a `forward` that unpacks them.
+In wrappers, traces and forecasts, bigtrain calls a model with the inputs of a batch as the only
+argument. So a model that takes its inputs by name gets a `forward` that unpacks them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.blueprint import Blueprint
 
 ForwardFunction = Callable[[Any, Any], Any]
-"""(model, inputs) -> outputs; calling `model` runs the user's `forward`."""
+"""(model, inputs) -> outputs. In the function, a call of `model` runs the model's own `forward`."""
 _USERS, _FUNCTION = "_forward_of_the_user", "_forward_function"
 
 
 def goes_by_name(forward: Callable[..., Any], inputs: Any) -> bool:
-    """Whether a forward takes the items of a mapping by name.
+    """Whether a model's forward takes the items of a mapping as keyword arguments.
 
-    It must take all of them by name, and have a parameter with the name of one, or `**kwargs` only.
-    Otherwise the mapping is its first argument.
+    It does if it accepts all keys as names of arguments, and has a parameter with the name of at
+    least one key, or no named parameters but `**kwargs`. Otherwise the mapping is its first
+    argument.
+
+    Args:
+        forward: the model's bound `forward`.
+        inputs: the inputs of a batch; False for anything but a mapping with text keys.
     """
     if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
         return False
@@ -48,16 +53,18 @@ def goes_by_name(forward: Callable[..., Any], inputs: Any) -> bool:
 def set_model_inputs(
     blueprint: Blueprint, forward: ForwardFunction | None, inputs: Any = None
 ) -> ExitStack:
-    """Change how a model takes the inputs of a batch: by name, or by the user's function.
+    """Change the `forward` of a model so that it takes the inputs of a batch as one argument.
+
+    Without a function `forward`, nothing changes if the inputs of the example are not a mapping.
 
     Args:
-        blueprint: the model; models that it makes later are changed as well.
-        forward: calls the model on the inputs of a batch; None: by name if the names fit.
-        inputs: the inputs of an example; unless they are a mapping or there is a function, nothing
-            changes.
+        blueprint: the blueprint of the model. Models that it makes later are changed as well.
+        forward: calls the model on the inputs of a batch. None to pass the items of a mapping by
+            name where `goes_by_name` is true.
+        inputs: the inputs of an example; None if there is none.
 
     Returns:
-        A context that restores the model on exit.
+        A context manager that restores the model on exit.
 
     Raises:
         ConfigError: `forward` cannot be called with two arguments.
@@ -93,7 +100,10 @@ def _check_forward(forward: Any) -> None:
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` that replaces the user's and passes the inputs on to it."""
+    """Call the user's `forward`, or the user's function, with the inputs of a batch.
+
+    This function replaces the `forward` of the model.
+    """
     users = vars(self).get(_USERS) or type(self).forward.__get__(self)
     if len(args) == 1 and not kwargs:
         function: ForwardFunction | None = vars(self).get(_FUNCTION)
@@ -104,11 +114,11 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return users(*args, **kwargs)
 
 
-_forward.__name__ = "forward"  # a pickle of the model looks for this name
+_forward.__name__ = "forward"  # unpickling a model looks the method up by this name
 
 
 class _AsWritten:
-    """A model inside of its call: calling it runs the user's forward without wrappers."""
+    """A model for the user's function; its call runs the model's own forward, without hooks."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward

@@ -1,4 +1,4 @@
-"""Check the optimizer argument of `prepare`."""
+"""Check the argument `optimizer` of `prepare`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _WHY = (
 
 
 def check_optimizer_maker(argument: Any) -> None:
-    """Refuse an argument that does not make an optimizer from parameters.
+    """Refuse an argument `optimizer` that cannot make an optimizer from parameters.
 
     Raises:
-        ConfigError: with the code to write instead.
+        ConfigError: `argument` is no class of optimizers and no function; the message has the code
+            to write instead.
     """
     if isinstance(argument, torch.optim.Optimizer):
         raise ConfigError(
@@ -49,7 +50,7 @@ def _kind(argument: Any) -> str:
 
 
 def _maker_of(optimizer: torch.optim.Optimizer) -> str:
-    """Code to paste that makes such an optimizer."""
+    """Return code that makes an optimizer with the class, groups and settings of this one."""
     kind = type(optimizer)
     module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
     name = f"{module}.{kind.__name__}"
@@ -73,7 +74,7 @@ def _maker_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _settings(kind: type, argument: dict[str, Any]) -> list[str]:
-    """`lr=...` and the arguments that differ from the defaults of the class."""
+    """Return `lr=...` and the arguments that differ from the defaults of the class, as code."""
     arguments = []
     for name, parameter in inspect.signature(kind).parameters.items():
         if (

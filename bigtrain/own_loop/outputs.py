@@ -1,4 +1,4 @@
-"""The outputs of a model in a custom loop, on every rank with the rows."""
+"""Share a model's outputs with all ranks of a pipeline, and refuse direct calls of a stage."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from bigtrain.tracing.call_hooks import is_watched
 
 
 def share_outputs(outputs: Any, context: RunContext) -> Any:
-    """Broadcast the outputs of the last stage to all ranks of its pipeline. Collective over them.
+    """Broadcast the outputs of the last stage to all ranks of its pipeline.
+
+    Collective over the ranks of the pp axis.
 
     Args:
         outputs: the outputs on one rank of the pp axis; None on the other ranks.
         context: this rank's context.
+
+    Returns:
+        The outputs, with tensors on this rank's device; `outputs` itself without a pp axis.
     """
     if context.pp_size == 1:
         return outputs
@@ -42,7 +47,11 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def refuse_calls(model: nn.Module) -> Any:
-    """Refuse calls of a model of which this rank has one stage; return the hook's handle."""
+    """Add a hook that refuses direct calls of a model of which this rank has one stage.
+
+    Returns:
+        The handle of the hook.
+    """
     model_id = id(model)
 
     def refuse(module: nn.Module, _: Any) -> None:

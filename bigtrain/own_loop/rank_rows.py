@@ -1,4 +1,4 @@
-"""A rank's rows of a global batch, cut into micro-batches."""
+"""Cut a rank's rows of a global batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import tree_tensors
 
 FindDims = Callable[[Any, Any, int], BatchDims]
-"""(inputs, targets, rows) -> the batch dim of each of their tensors."""
+"""(inputs, targets, rows) -> the batch dim of each tensor of the inputs and targets."""
 
 
 def cut_rows(
@@ -25,19 +25,20 @@ def cut_rows(
 ) -> tuple[list[MicroBatch], int]:
     """Cut a batch into micro-batches, the same number on every replica. Collective.
 
-    A replica with fewer rows than others (in the last batch of an epoch) gets padding with no valid
-    target, because sharded parameters are gathered by all ranks in every pass.
+    If a replica has fewer rows than others (in the last batch of an epoch), it gets micro-batches
+    without valid targets as padding. All ranks have to run equally many passes, because in each
+    pass they gather sharded parameters together.
 
     Args:
-        batch: (inputs, targets) of this rank.
-        loss: counts targets.
-        job: sets the most rows.
-        plan: made from the job.
+        batch: the (inputs, targets) of this rank.
+        loss: the loss, which counts the valid targets.
+        job: the job, whose keys limit the number of rows.
+        plan: the plan of the job.
         context: this rank's context.
         find_dims: returns the dim along which each tensor is cut.
 
     Returns:
-        The micro-batches, and the rows of the global batch.
+        The micro-batches, and the number of rows of the global batch.
 
     Raises:
         ConfigError: the batch is no pair, has no row, or more rows than the job's keys allow.
@@ -55,13 +56,14 @@ def cut_rows(
             "gives each rank its rows."
         )
     size = size or -(-rows // steps)
-    if rows > size * steps:  # the strategy and the predicted peak are for so many rows
+    if rows > size * steps:  # more rows than the plan and the predicted peak are made for
         raise ConfigError(_too_many(rows, size, steps, job, plan))
     all_rows = MicroBatch(inputs, targets, 0, rows, dims=find_dims(inputs, targets, rows))
     parts = [all_rows.part(start, min(rows, start + size)) for start in range(0, rows, size)]
     counts = count_targets(loss, [part.targets for part in parts])
     micro_batches = [replace(part, count=n) for part, n in zip(parts, counts, strict=True)]
-    num_replicas = plan.batch.dp_size  # servers, which have no rows, are the first ranks
+    # The first ranks of the dp axis may be parameter servers, which have no rows.
+    num_replicas = plan.batch.dp_size
     gathered = context.all_gather_rows([float(rows), float(len(parts))], "dp")[-num_replicas:]
     missing = int(max(number for _, number in gathered)) - len(micro_batches)
     micro_batches += [replace(micro_batches[0], count=0, rows=0)] * max(0, missing)

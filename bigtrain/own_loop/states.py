@@ -1,4 +1,4 @@
-"""The state of a loop in a checkpoint, besides model and optimizer."""
+"""The state of a custom loop in a checkpoint, other than that of model and optimizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SAVED_AS = "loop"
 
 
 class LoopStates:
-    """The settings of parameter groups, the schedule, and the attached objects of the user.
+    """The settings of parameter groups, the scheduler, and the attached objects of the user.
 
     Args:
         optimizer: the loop's optimizer.
-        rate: its learning rate.
+        rate: the learning rate of the loop.
     """
 
     def __init__(self, optimizer: LoopOptimizer, rate: LearningRate) -> None:
@@ -30,10 +30,10 @@ class LoopStates:
         self._attached: dict[str, Any] = {}
 
     def attach(self, objects: Mapping[str, Any]) -> None:
-        """Save and load these objects with the run.
+        """Include objects in the state, by name; see `LoopCalls.attach`.
 
         Raises:
-            ConfigError: one has no `state_dict` or `load_state_dict`, or the name is taken.
+            ConfigError: an object has no `state_dict` or no `load_state_dict`, or a name is taken.
         """
         for name, attached in objects.items():
             if not callable(getattr(attached, "state_dict", None)) or not callable(
@@ -49,10 +49,13 @@ class LoopStates:
         self._attached.update(objects)
 
     def state(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return all of it as plain values for JSON; the same on every rank.
+        """Return the state of the loop as plain values for JSON.
+
+        Args:
+            extra: the argument `extra` of `save`.
 
         Raises:
-            ConfigError: a value cannot be saved.
+            ConfigError: `extra` is no mapping, or a value cannot be saved.
         """
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigError(
@@ -72,13 +75,19 @@ class LoopStates:
         }
 
     def load(self, saved: Any, steps_done: int) -> tuple[dict[str, Any], list[str]]:
-        """Load the state of a checkpoint, which may have none.
+        """Load the state of a loop from a checkpoint.
+
+        Args:
+            saved: the result of `state` in the checkpoint; None if the checkpoint has no state of a
+                loop.
+            steps_done: the number of steps that the run has taken.
 
         Returns:
-            The argument `extra` of `save`; lines on differences from this loop.
+            The argument `extra` of `save`; and lines on differences between the checkpoint and this
+            loop.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: `saved` is no mapping.
         """
         saved = {} if saved is None else saved
         if not isinstance(saved, Mapping):
@@ -115,10 +124,10 @@ class LoopStates:
 
 
 class RemovedCheckpoints:
-    """Reports the first time that an older checkpoint was removed.
+    """Reports, once, that a save has removed an older checkpoint.
 
     Args:
-        keep: how many of the newest stay.
+        keep: the number of newest checkpoints that stay.
     """
 
     def __init__(self, keep: int) -> None:
@@ -126,7 +135,11 @@ class RemovedCheckpoints:
         self._existing: set[str] = set()
 
     def tell(self, folder: Path) -> None:
-        """Look at a folder after a save, and report the first removal."""
+        """Compare a folder of checkpoints with its last state, and report the first removal.
+
+        Args:
+            folder: the folder of the checkpoints, after a save.
+        """
         existing = {path.name for path in checkpoints_of(folder)}
         removed = sorted(self._existing - existing)
         if removed and not self._reported:

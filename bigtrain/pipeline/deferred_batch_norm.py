@@ -1,7 +1,8 @@
 """BatchNorm over micro-batches: running statistics of the whole batch, updated once a step.
 
-Each micro-batch is normalised by its own statistics, because the others are not computed yet. The
-running statistics, which evaluation uses, follow the mean and variance over all of them.
+Each micro-batch is normalised by its own statistics, because the other micro-batches are not
+computed yet. The running statistics, which evaluation uses, are updated with the mean and variance
+over all micro-batches of a step.
 
 Source: torchgpipe (Kim et al. 2020, arXiv 2004.09910), section 2.2.3, deferred batch norm.
 """
@@ -17,10 +18,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class DeferredBatchNorm:
-    """Delays the update of the running statistics of BatchNorms until `commit`.
+    """Delays the update of the running statistics of BatchNorm modules until `commit`.
 
     Args:
-        modules: the stages of a rank; their BatchNorms get hooks.
+        modules: the stages of a rank, whose BatchNorm modules get hooks.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -32,13 +33,13 @@ class DeferredBatchNorm:
         ]
 
     def commit(self) -> None:
-        """Update the running statistics by all inputs since the last call."""
+        """Update the running statistics with all inputs since the last call."""
         for seen in self._seen:
             seen.commit()
 
 
 class _BatchNormSums:
-    """Sums of the inputs of one BatchNorm, in float64 on their device."""
+    """Sums over the inputs of one BatchNorm module, in float64 on the device of the inputs."""
 
     def __init__(self, norm: _NormBase) -> None:
         self._norm = norm
@@ -49,7 +50,7 @@ class _BatchNormSums:
         norm.register_forward_hook(self._after, always_call=True)
 
     def _before(self, norm: Any, inputs: tuple[Any, ...]) -> None:
-        # Without a counter it is recomputed for the backward pass: its inputs are counted already.
+        # Without a counter, the pass is recomputed for the backward pass: its inputs are counted.
         if not norm.training or norm.num_batches_tracked is None:
             return
         with torch.no_grad():
@@ -89,7 +90,7 @@ class _BatchNormSums:
 
 
 def has_running_statistics(model: nn.Module) -> bool:
-    """Whether a model has a BatchNorm with running statistics."""
+    """Whether a model has a BatchNorm module with running statistics."""
     return any(_tracks(module) for module in model.modules())
 
 

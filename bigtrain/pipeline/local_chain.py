@@ -1,4 +1,4 @@
-"""All stages of a cut model in one process, one after the other, each on its device."""
+"""Run all stages of a cut model in one process, one after the other, each on its device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 
 class StageChain(nn.Module):
-    """Calls the stages in order and copies boundary tensors from device to device.
+    """A module that calls the stages in order and copies boundary tensors from device to device.
 
-    It has the parameters and modules of `model` under the same names.
+    It has the parameters, buffers and modules of `model` under the same names.
 
     Args:
-        stages: the stages of the whole model; their parameters are moved to their devices.
-        devices: one for each stage.
-        model: the whole model with these tensors.
+        stages: the stages of the whole model. Their parameters and buffers are moved to the
+            devices.
+        devices: the device of each stage.
+        model: the whole model, with the parameters and buffers of the stages.
 
     Raises:
         ConfigError: a parameter is used on two devices.
@@ -60,14 +61,14 @@ class StageChain(nn.Module):
         return self
 
     def follow_mode(self) -> None:
-        """Set the stages to the mode of the model, which its user may have changed."""
+        """Set the stages to the mode (train or eval) that the user has set on `model`."""
         for stage in self._stages:
             if stage.training is not self._model.module.training:
                 self.train(self._model.module.training)
                 break
 
     def forward(self, inputs: Any) -> Any:
-        """The model's output, on the device of the inputs."""
+        """Return the model's output, on the device of the first input tensor."""
         self.follow_mode()
         input_tensors = tree_tensors(inputs)
         output_device = input_tensors[0].device if input_tensors else self._devices[0]

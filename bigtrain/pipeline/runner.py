@@ -1,11 +1,12 @@
-"""Training a model that is cut into stages, on the schedules of torch.distributed.pipelining.
+"""Train a model that is cut into stages, on the schedules of torch.distributed.pipelining.
 
-All ranks of one pipeline load the same micro-batches, so all of them know every shape: only the
-boundary tensors and their gradients are sent. A step's micro-batches of one shape run in the
-schedule's order; remaining ones (a smaller last one) run one at a time.
+All ranks of one pipeline load the same micro-batches, so all of them know every shape. Only
+boundary tensors and their gradients are sent. The micro-batches of a step that have one shape run
+in the order of the schedule. Micro-batches that the schedule cannot run, such as a smaller last
+one, run one at a time.
 
-Memory in flight follows the schedule: a micro-batch's inputs, outputs and graph are released with
-its backward pass. Losses are detached, so they keep no graph until the end of the step.
+A micro-batch's inputs, outputs and graph are released in its backward pass, so the schedule decides
+the memory of the micro-batches in flight. Losses are detached, so they keep no graph alive.
 """
 
 from __future__ import annotations
@@ -39,19 +40,23 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor
 from bigtrain.tensors.tree import map_tensors
 
 _MAX_LOOPS = 64
-"""Loops that are cached for shapes seen before: sequences of every length would need many."""
+"""The most loops that are cached, one for each shape: sequences of every length would need many."""
 LoopKey = tuple[bool, str, int]
-"""Training or evaluation mode, the signature of the micro-batches, and how many there are."""
+"""Whether in training mode, the signature of the micro-batches, and their number."""
 
 
 class PipelineRunner(StepRunner):
-    """The stages of one rank, and their optimizer.
+    """The runner of a pipeline: the stages of one rank, and their optimizer.
 
     Args:
-        assembly: sharded or not; `average` is called if no wrapper averages gradients.
-        stages: those of this rank, by `orders.stage_ranks`.
+        assembly: the finished assembly of the run; its stages may be sharded. Its `average` is
+            called after the passes of a step if no wrapper averages gradients.
+        stages: the stages of this rank; see `orders.stage_ranks`.
         schedule: one of `orders.SCHEDULES`.
-        ties: parameters that several stages use.
+        ties: the parameters that several stages use.
+
+    Raises:
+        ConfigError: the assembly has a `sync`, which is for the plain loop.
     """
 
     def __init__(
@@ -86,11 +91,14 @@ class PipelineRunner(StepRunner):
         self._schedule = schedule
         self._count = stages[0].count
         self._per_rank = self._count // context.pp_size
+        if len(self._stages) > 1:  # each micro-batch passes through all of them
+            context.recorder.unit = "pass"
         self._ranks = stage_ranks(schedule, context.pp_size, self._per_rank)
         self._ties = TiedGradients(ties, self._ranks, parameters, context)
         self._transport = StageTransport(context, self._ranks)
         self._predictions = StageTransport(context, self._ranks)
-        """Sends predictions; a send stays open until the next one, so that stages overlap."""
+        """Sends the tensors of predictions. A send stays open until the next prediction or step, so
+        that the stages overlap."""
         self._worker = StageWorker(self, self._stages)
         self._sharded = any(is_sharded(stage) for stage in stages)
         self._loops: OrderedDict[LoopKey, ScheduleLoop] = OrderedDict()
@@ -101,7 +109,7 @@ class PipelineRunner(StepRunner):
         self._predictions.wait_sends()
         self._transport.clear()
         self._set_mode(training=self.module.training)
-        # All ranks of a pipeline have the same targets: they count once.
+        # All ranks of a pipeline have the same targets, so only the dp axis is summed over.
         scale = self.sum_scale(self.count_targets(micro_batches))
         for micro_batch in micro_batches:
             self.label_batch(micro_batch)
@@ -119,7 +127,10 @@ class PipelineRunner(StepRunner):
         return loss
 
     def _mean_loss(self, own_sum: float) -> float:
-        """The last stage of each pipeline has `scale` times its sum, other ranks have 0."""
+        """Return the mean loss of the global batch from the sums of all ranks. Collective.
+
+        The rank of a pipeline's last stage has its summed loss times `scale`; other ranks have 0.
+        """
         rows = self.context.all_gather_rows([own_sum, *self.participation.row()])
         self.participation.check([row[1:] for row in rows], of_all=True)
         sums = {rank: row[0] for rank, row in enumerate(rows)}
@@ -131,11 +142,11 @@ class PipelineRunner(StepRunner):
                 stage.train(training)
 
     def _groups(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """Group neighbouring micro-batches of one shape."""
+        """Group consecutive micro-batches of one shape."""
         signatures = [_signature(m) for m in micro_batches]
         breaks = [a != b for a, b in zip(signatures, signatures[1:], strict=False)]
         if self._sharded and breaks:
-            # Replicas exchange in every pass, so all of them must use the same groups.
+            # Sharded replicas exchange in every pass, so all of them have to use the same groups.
             breaks_of_replicas = self.context.all_gather_rows(breaks, "dp")
             breaks = [any(column) for column in zip(*breaks_of_replicas, strict=True)]
         groups = [[micro_batches[0]]]
@@ -146,9 +157,12 @@ class PipelineRunner(StepRunner):
         return groups
 
     def _run(self, group: Sequence[MicroBatch], scale: float, *, final: bool) -> list[Tensor]:
-        """Forward and backward of micro-batches of one shape; the losses on the last stage's rank.
+        """Run forward and backward of micro-batches of one shape.
 
-        As many as the schedule takes run in its order, the rest one at a time.
+        As many micro-batches as the schedule takes run in its order; the others run one at a time.
+
+        Returns:
+            The losses, on the rank of the last stage; empty on other ranks.
         """
         losses: list[Tensor] = []
         num_done = 0
@@ -164,7 +178,7 @@ class PipelineRunner(StepRunner):
         return losses
 
     def _largest(self, available: int) -> int:
-        """How many of these micro-batches the schedule takes at once; 0 for none."""
+        """Return the largest number of micro-batches that the schedule takes; 0 for none."""
         for number in range(available, 0, -1):
             try:
                 check_schedule(self._schedule, self.context.pp_size, self._per_rank, number)
@@ -174,9 +188,10 @@ class PipelineRunner(StepRunner):
         return 0
 
     def _loop(self, part: Sequence[MicroBatch], *, in_schedule: bool) -> ScheduleLoop:
-        """The cached loop for micro-batches of this shape, or a new one; the oldest is dropped.
+        """Return the loop for these micro-batches, from the cache or a new one.
 
-        Collective over the pp axis where it is new.
+        Collective over the pp axis if the loop is new. The least recently used loop is dropped from
+        a full cache.
         """
         key = (self.module.training, _signature(part[0]), len(part))
         if key not in self._loops:
@@ -189,7 +204,7 @@ class PipelineRunner(StepRunner):
         return self._loops[key]
 
     def _events(self, micro_batches: int, *, in_schedule: bool) -> EventRow:
-        """The events of this rank, in the order of the schedule or one micro-batch at a time."""
+        """Return this rank's events, in the schedule's order or one micro-batch at a time."""
         pp, per_rank = self.context.pp_size, self._per_rank
         rows = (
             schedule_events(self._schedule, pp, per_rank, micro_batches)
@@ -199,16 +214,16 @@ class PipelineRunner(StepRunner):
         return rows[self.context.pp_rank]
 
     def _agreed_shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
-        """The shapes, once all ranks of the pipeline agree on the stages' programs. Collective.
+        """Return the shapes after checking that all ranks have the same programs. Collective.
 
         Raises:
-            ConfigError: their models or versions differ.
+            ConfigError: the programs differ, because models or versions differ.
         """
         shapes = self._worker.shapes(placed)
         fingerprint = getattr(next(iter(self._stages.values())), "fingerprint", None)
         if fingerprint is not None:
             with self.autocast():
-                # No more bits than a float64 holds.
+                # 48 bits, because a float64 represents such integers exactly.
                 own_fingerprint = int(fingerprint(placed)[:12], 16)
             if len(set(self.context.all_gather_numbers(own_fingerprint, "pp"))) > 1:
                 raise ConfigError(
@@ -218,7 +233,10 @@ class PipelineRunner(StepRunner):
         return shapes
 
     def norm(self) -> Tensor:
-        """The gradient norm over all stages; a tied parameter counts once. Collective."""
+        """Return the gradient norm over all stages, 0-dim; a tied parameter counts once.
+
+        Collective over the pp axis, and over the axes of `StepRunner.norm`.
+        """
         elsewhere = self._ties.owned_elsewhere
         counted = [p for name, p in self._named.items() if name not in elsewhere]
         own_norm = self.norm_of(counted).to(self.context.device)
@@ -244,8 +262,8 @@ class PipelineRunner(StepRunner):
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
-        # Replicas of another stage split a tied parameter at other elements, so only the stage that
-        # owns it saves its fp32 values.
+        # The replicas of two stages may cut a tied parameter at different elements, so only the
+        # rank that owns the parameter saves its fp32 values.
         not_saved = {id(masters[name]) for name in elsewhere if name in masters}
         tensors: dict[str, StateTensor] = {}
         for stage in self._stages.values():
@@ -275,6 +293,6 @@ class PipelineRunner(StepRunner):
 
 
 def _signature(micro_batch: MicroBatch) -> str:
-    """Text that decides the shapes in the model: the shapes of a batch, and its other values."""
+    """Return a text that determines the shapes in the model: the batch with tensors as shapes."""
     batch = (micro_batch.inputs, micro_batch.targets)
     return repr(map_tensors(batch, lambda tensor: (tensor.dtype, tuple(tensor.shape))))

@@ -1,18 +1,18 @@
-"""A pipeline's step, event by event: the one executor of stages, for all versions of torch.
+"""Run a pipeline's step event by event, with all versions of torch.
 
-The order of events is that of torch 2.15's schedules. torch's own runtime of them, with its
-`PipelineStage`, is not used, because:
+The order of events is that of torch 2.15's schedules. torch's own runtime of these schedules, with
+its `PipelineStage`, is not used, because:
 
-* before 2.15 it allocates the memory for all that a step receives beforehand, and keeps outputs
-  until their micro-batch's gradient arrives and everything it sends until the step is over. Here a
-  receive allocates when it begins, a send is released when it has arrived, and the edge of an
-  output is enough for the backward pass;
-* for an FSDP module it keeps parameters whole from the first forward pass to the end of the step,
-  and gradients whole and unreduced, too: the memory that sharding is to save. Here each micro-batch
-  gathers and reduces, as without a pipeline;
-* it detaches outputs for a stage on the same rank in place, which a view refuses;
-* it wraps an error of a stage in a long one, and then waits for its open sends while the peer may
-  wait for this rank.
+* Before 2.15, it allocates the memory for all receives of a step in advance. It keeps an output
+  until the gradient of its micro-batch arrives, and all tensors that it sends until the step is
+  over. In this module, a receive allocates memory when it begins, and a sent tensor is released
+  when its send is complete. The backward pass needs only the gradient edge of an output.
+* For an FSDP module, it keeps whole parameters from the first forward pass to the end of the step,
+  and whole, unreduced gradients. That is the memory that sharding is to save. In this module, each
+  micro-batch gathers parameters and reduces gradients, as without a pipeline.
+* It detaches an output for a stage on the same rank in place, which raises for a view.
+* It wraps the error of a stage in a long error, and then waits for its open sends, while the other
+  rank may wait for this rank.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class ScheduleLoop:
     """Runs this rank's events of a step.
 
     Args:
-        events: this rank's row of `events.schedule_events` or of its siblings.
-        worker: computes the stages; its `begin` gives the micro-batches of each run.
-        shapes: the shapes of the inputs and outputs of each of the worker's stages.
-        transport: the transport to the neighbours.
+        events: this rank's row of `events.schedule_events`, `events.one_at_a_time_events` or
+            `events.forward_events`.
+        worker: computes the stages; its `begin` sets the micro-batches of each run.
+        shapes: the inputs and outputs of each of the worker's stages, as meta tensors.
+        transport: sends and receives the tensors between stages.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ScheduleLoop:
         """Run all events.
 
         Returns:
-            The last stage's results, one for each micro-batch, detached; [] on the other ranks.
+            The detached results of the last stage, one for each micro-batch; [] on other ranks.
         """
         for passes in self._stages.values():
             passes.clear()
@@ -75,7 +76,7 @@ class ScheduleLoop:
         return results
 
     def _compute(self, event: StepEvent) -> list[Any]:
-        """Run one pass; return the result of a forward pass of the last stage."""
+        """Run one pass. Return the result of a forward pass of the last stage, otherwise []."""
         passes = self._stages[event.stage]
         if event.kind == "F":
             receive = event._replace(kind="RECV_F")
@@ -94,7 +95,7 @@ class ScheduleLoop:
         return []
 
     def _output_gradients(self, event: StepEvent) -> list[Tensor | None]:
-        """One gradient for each output of a stage: None where it needs none, and for the loss."""
+        """Return the gradient of each output of a stage; None without one, and for the loss."""
         passes = self._stages[event.stage]
         if passes.last:
             return [None]
@@ -102,7 +103,7 @@ class ScheduleLoop:
         return [next(received) if meta.requires_grad else None for meta in passes.outgoing]
 
     def _received(self, receive: StepEvent) -> list[Tensor]:
-        """The tensors of a receive, on the meta device."""
+        """Return the tensors of a receive, as meta tensors."""
         passes = self._stages[receive.stage]
         if receive.kind == "RECV_F":
             return list(passes.incoming)

@@ -1,4 +1,4 @@
-"""A stage of a model as a pipeline runs it."""
+"""The interface of a stage that a pipeline runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bigtrain.data.loader import MicroBatch
 
 
 class StageModule(Protocol):
-    """A module that is one stage of a model: its own parameters under the model's plain names.
+    """A module that is one stage of a model, with its parameters under their names in the model.
 
-    A parameter that several stages of one rank share is one object in all of them.
+    A parameter that several stages of one rank share is the same object in these stages.
     """
 
     index: int
-    """The number of the stage, from 0."""
+    """The index of the stage, from 0."""
     count: int
-    """Stages of the whole model."""
+    """The number of stages of the whole model."""
     training: bool
 
     def __call__(
@@ -30,17 +30,24 @@ class StageModule(Protocol):
         scale: float | None = None,
         final: bool = True,
     ) -> Any:
-        """Compute this stage's part: contiguous boundary tensors for the next stage.
+        """Compute this stage's part of the forward pass.
 
-        The last stage returns the summed loss times `scale`, or without a scale the model's output.
-        `final` is true for the last micro-batch of a step.
+        Args:
+            stage_inputs: the inputs from the previous stage.
+            micro_batch: the inputs and targets of the model, on the device.
+            scale: the factor of the summed loss; None for the model's output instead of the loss.
+            final: whether this is the last micro-batch of a step.
+
+        Returns:
+            Contiguous boundary tensors for the next stage. The last stage returns the summed loss
+            times `scale`, or the model's output if `scale` is None.
         """
 
     def incoming(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
-        """The stage's inputs on the meta device: shape, type, whether they need a gradient."""
+        """Return the stage's inputs as meta tensors: shape, dtype, and `requires_grad`."""
 
     def outgoing(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
-        """The stage's outputs on the meta device; not called for the last stage."""
+        """Return the stage's outputs as meta tensors; not called for the last stage."""
 
     def train(self, mode: bool = True) -> Any:  # noqa: FBT001, FBT002 - as nn.Module has it
         """See `nn.Module.train`."""
@@ -64,9 +71,9 @@ class StageModule(Protocol):
 
 
 StageShapes = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""The inputs and outputs of a stage, on the meta device."""
+"""The inputs and the outputs of a stage, as meta tensors."""
 
 
 def is_sharded(stage: StageModule) -> bool:
-    """Whether `fully_shard` wraps a module of the stage: replicas exchange in each pass then."""
+    """Whether `fully_shard` wraps a module of the stage, so that replicas exchange in each pass."""
     return any(isinstance(module, FSDPModule) for module in stage.modules())

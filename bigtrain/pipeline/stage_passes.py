@@ -1,6 +1,6 @@
-"""Forward and backward passes of one stage, and the graphs that are saved between them.
+"""The forward and backward passes of one stage, and the graphs that are saved between them.
 
-A run and its memory forecast compute a stage by the same code, so they save the same tensors.
+A run and its memory forecast compute stages with this code, so they save the same tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bigtrain.pipeline.stage_worker import StageWorker
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 Root = Tensor | GradientEdge
-"""Where a backward pass begins: the loss, or the edge of an output that is released."""
+"""The begin of a backward pass: the loss, or the gradient edge of an output that may be freed."""
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """The inputs and the roots of a micro-batch's graph, from its forward to its backward pass."""
+    """The inputs and the roots of a micro-batch's graph, saved for its backward pass."""
 
     inputs: Sequence[Tensor]
     roots: Sequence[Root | None]
@@ -31,9 +31,9 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _WeightsLeft:
-    """A backward pass that has reached the inputs, and not the weights.
+    """A backward pass whose gradients of the weights are not computed yet.
 
-    Inputs and gradients stay alive until the weights are done, as in torch's own stage.
+    The inputs and the gradients of the outputs stay alive until then, as in torch's own stage.
     """
 
     inputs: Sequence[Tensor]
@@ -47,15 +47,15 @@ class StagePasses:
 
     Args:
         worker: computes the forward pass.
-        stage: one of the worker's.
-        shapes: the shapes of its inputs and outputs.
+        stage: one of the worker's stages.
+        shapes: the inputs and outputs of the stage, as meta tensors.
     """
 
     def __init__(self, worker: StageWorker, stage: StageModule, shapes: StageShapes) -> None:
         self.stage = stage
         self.incoming, self.outgoing = shapes
         self._worker = worker
-        # fully_shard gathers and frees parameters around whole backward passes only.
+        # fully_shard gathers and frees parameters only around whole backward passes.
         self._splits_backward = not is_sharded(stage)
         self._missed = _MissedWeights(stage)
         self._saved: dict[int, _Saved] = {}
@@ -63,24 +63,31 @@ class StagePasses:
 
     @property
     def last(self) -> bool:
-        """Whether it is the last stage of the model."""
+        """Whether this is the last stage of the model."""
         return self.stage.index == self.stage.count - 1
 
     @property
     def needs_input_gradients(self) -> bool:
-        """Whether the stage before it, if there is one, has a backward pass."""
+        """Whether gradients are sent to a previous stage, because an input requires one."""
         return any(meta.requires_grad for meta in self.incoming)
 
     def clear(self) -> None:
-        """Release the graphs that a failed step has left."""
+        """Release the graphs that a failed step has left behind."""
         self._saved.clear()
         self._weights_left.clear()
 
     def forward(self, number: int, inputs: Sequence[Tensor]) -> list[Any]:
-        """Compute a micro-batch; return the outputs detached from the graph, which is saved.
+        """Compute a micro-batch, save its graph, and return the detached outputs.
 
-        The graph is saved by the edges of the outputs: an output that was sent can be released
-        before its gradient arrives. Under `no_grad` nothing is saved.
+        The graph is saved by the gradient edges of the outputs, so an output that was sent can be
+        freed before its gradient arrives. Under `no_grad` nothing is saved.
+
+        Args:
+            number: the index of the micro-batch.
+            inputs: the inputs from the previous stage.
+
+        Returns:
+            The outputs for the next stage; from the last stage the loss, or the model's output.
         """
         needs_graph = torch.is_grad_enabled()
         for tensor, meta in zip(inputs, self.incoming, strict=True):
@@ -98,14 +105,15 @@ class StagePasses:
         return [out.detach() for out in outputs]
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run the whole backward pass.
+        """Run the whole backward pass of a micro-batch.
 
         Args:
-            number: the number of the micro-batch.
-            gradients: one for each output; None where it needs none, and for the loss.
+            number: the index of the micro-batch.
+            gradients: the gradient of each output; None for an output that needs no gradient, and
+                for the loss.
 
         Returns:
-            The gradients of the inputs that need one, contiguous.
+            The gradients of the inputs that require a gradient, contiguous.
         """
         saved = self._saved.pop(number)
         with self._worker.backward_pass():
@@ -116,10 +124,10 @@ class StagePasses:
             return self.contiguous_gradients(input_gradients)
 
     def input_backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run the backward pass for the inputs; a sharded stage runs the whole of it.
+        """Run the backward pass for the inputs; a sharded stage runs the whole backward pass.
 
-        See `backward` for arguments and result. If no input needs a gradient, as in the first stage
-        and after frozen ones, all of the backward pass is left to `weight_backward`.
+        If no input requires a gradient, as in the first stage and after frozen stages, the whole
+        backward pass is left to `weight_backward`. For arguments and result see `backward`.
         """
         if not self._splits_backward:
             self._weights_left[number] = None
@@ -147,14 +155,14 @@ class StagePasses:
             _, groups = backward_for_inputs(
                 roots, output_gradients, saved.inputs, self.stage.parameters()
             )
-        except RuntimeError as error:  # torch wraps the error that the stage itself has raised
+        except RuntimeError as error:  # torch wraps an error that the stage has raised
             cause = error.__cause__
             raise (cause if isinstance(cause, Exception) else error) from None
         self._missed.add_gradients(edges, root_gradients, groups)
         return groups
 
     def weight_backward(self, number: int) -> None:
-        """Run the part of the backward pass that `input_backward` has left."""
+        """Run the rest of the backward pass of a micro-batch, after `input_backward`."""
         left = self._weights_left.pop(number)
         if left is None:
             return
@@ -165,7 +173,14 @@ class StagePasses:
                 backward_for_weights(self.stage.parameters(), left.groups)
 
     def contiguous_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients of the inputs as they are sent; zeros where no output depends on an input."""
+        """Return the gradients of the inputs as they are sent.
+
+        Gradients of inputs on which no output depends are zeros. Inputs that require no gradient
+        are left out.
+
+        Args:
+            gradients: the gradient of each input, or None.
+        """
         return [
             torch.zeros(meta.shape, dtype=meta.dtype, device=self._worker.device)
             if gradient is None
@@ -176,13 +191,13 @@ class StagePasses:
 
 
 class _MissedWeights:
-    """Parameters that torch's backward pass for the inputs, and so that for the weights, misses.
+    """The parameters of a stage to which torch's split backward passes give no gradient.
 
-    torch looks for parameters where the graph of the inputs joins theirs: it misses those on a part
-    of the graph that no input reaches.
+    torch looks for parameters where their graph joins the graph of the inputs. So it misses
+    parameters in a part of the graph that no input reaches.
 
     Args:
-        stage: whose parameters they are.
+        stage: the stage.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -195,7 +210,13 @@ class _MissedWeights:
         gradients: Sequence[Tensor | None],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Add their gradients after the backward pass for the inputs, which has found `groups`."""
+        """Add the gradients of these parameters, after the backward pass for the inputs.
+
+        Args:
+            roots: the gradient edges of the outputs.
+            gradients: the gradients of the outputs.
+            groups: the groups of parameters that torch's backward pass for the inputs returned.
+        """
         if self._missed is None:
             covered = set().union(*(group["params"] for group in groups))
             reached = _nodes(roots)
@@ -215,7 +236,7 @@ class _MissedWeights:
 
 
 def _nodes(roots: Sequence[GradientEdge]) -> set[Node]:
-    """Every node of the graph behind these edges."""
+    """Return every node of the autograd graph that these edges reach."""
     visited: set[Node] = set()
     pending = [edge.node for edge in roots]
     while pending:

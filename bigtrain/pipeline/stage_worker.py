@@ -1,4 +1,4 @@
-"""One forward pass of a stage of this rank, with the placing and autocast that surround it."""
+"""Compute the forward passes of this rank's stages: place batches, enter autocast, label memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StageWorker:
 
     Args:
         runner: places batches, enters autocast and labels memory.
-        stages: those of this rank, by number.
+        stages: the stages of this rank, by index.
     """
 
     def __init__(self, runner: StepRunner, stages: Mapping[int, StageModule]) -> None:
@@ -39,24 +39,30 @@ class StageWorker:
     def begin(
         self, micro_batches: Sequence[MicroBatch], scale: float | None = None, *, final: bool = True
     ) -> None:
-        """Take the micro-batches of the next passes, which are numbered in this order.
+        """Set the micro-batches of the next passes, which are indexed in this order.
 
         Args:
-            micro_batches: the micro-batches as loaded; each is placed when the first stage here
-                computes it.
-            scale: factor of the summed loss; without one the last stage returns the output.
-            final: whether the last of them is the last one of the step.
+            micro_batches: the micro-batches as loaded. Each is copied to the device when the first
+                stage of this rank computes it.
+            scale: the factor of the summed loss; None for the model's output instead of the loss.
+            final: whether the last of these micro-batches is the last one of the step.
         """
         self._micro_batches, self._scale, self._final = micro_batches, scale, final
-        self._placed.clear()  # a step that failed may have left some
+        self._placed.clear()  # a step that failed may have left micro-batches behind
 
     def end(self) -> None:
-        """Release the micro-batches once their passes are done."""
+        """Release the micro-batches after their passes."""
         self._micro_batches = ()
         self._placed.clear()
 
     def forward(self, stage: StageModule, number: int, inputs: Sequence[Tensor]) -> Any:
-        """Run a stage's forward pass of a micro-batch; return whatever the stage returns."""
+        """Run the forward pass of a stage, and return the result of the stage.
+
+        Args:
+            stage: one of `stages`.
+            number: the index of the micro-batch.
+            inputs: the inputs from the previous stage.
+        """
         self._runner.meter.phase("forward")
         placed = self._batch_on_device(number)
         last = number == len(self._micro_batches) - 1
@@ -66,7 +72,7 @@ class StageWorker:
             )
 
     def _batch_on_device(self, number: int) -> MicroBatch:
-        """The micro-batch on the device; it is released once all stages here have computed it."""
+        """Return a micro-batch on the device; the last of this rank's stages releases it."""
         placed, num_left = self._placed.pop(number, (None, len(self.stages)))
         if placed is None:
             placed = self._runner.place_batch(self._micro_batches[number])
@@ -77,7 +83,7 @@ class StageWorker:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Surround a stage's backward pass, or a part of it: tell the meter of it."""
+        """A context for a backward pass of a stage, or for a part of it: labels memory."""
         self._runner.meter.phase("backward")
         try:
             yield
@@ -85,7 +91,11 @@ class StageWorker:
             self._runner.label_gradients()
 
     def shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
-        """The inputs and outputs of each stage here for a micro-batch that is on the device."""
+        """Return the inputs and outputs of each stage of this rank, as meta tensors.
+
+        Args:
+            placed: a micro-batch on the device.
+        """
         with self._runner.autocast():
             return {
                 index: (

@@ -1,4 +1,4 @@
-"""Gather names and objects of all stages over the ranks of a pipeline."""
+"""Gather names and objects over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from bigtrain.ranks.context import RunContext
 
 
 def gather_names(context: RunContext, names: Iterable[str]) -> set[str]:
-    """The union of the names of all ranks of the pipeline. Collective over the pp axis."""
+    """Return the union of the names of all ranks of the pipeline. Collective over the pp axis."""
     return {name for part in gather_over_stages(context, list(names)) for name in part}
 
 
 def gather_over_stages(context: RunContext, value: Any) -> list[Any]:
-    """The objects of all ranks of the pipeline, in their order. Collective over the pp axis."""
+    """Return the objects of all ranks of the pipeline, in rank order. Collective over pp.
+
+    Args:
+        context: the ranks.
+        value: the object of this rank, which can be pickled.
+    """
     if context.pp_group is None:
         return [value]
     gathered: list[Any] = [None] * context.pp_size

@@ -1,4 +1,4 @@
-"""Parameters that stages on several ranks use: each rank has a copy, and all stay equal."""
+"""Keep the copies of a parameter equal that stages on several ranks use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TiedParameter = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Shared:
-    """A tied parameter, as one of its ranks sees it."""
+    """A tied parameter on one of its ranks."""
 
     name: str
     parameter: nn.Parameter
@@ -30,9 +30,9 @@ class TiedGradients:
     """Sums the gradients of tied parameters over their copies.
 
     Args:
-        ties: all ties of the model.
+        ties: all tied parameters of the model.
         ranks: the pp rank of each stage.
-        parameters: those of this rank, by their first names.
+        parameters: the parameters of this rank, by their first names.
         context: this rank, and the pp group.
     """
 
@@ -52,31 +52,35 @@ class TiedGradients:
 
     @property
     def owned_elsewhere(self) -> set[str]:
-        """Names that another rank counts in the norm and writes to a checkpoint."""
+        """The names of this rank's tied parameters that another rank owns.
+
+        The owner counts the parameter in the gradient norm, and writes it to checkpoints.
+        """
         return {s.name for s in self._shared if s.owners[0] != self._context.pp_rank}
 
     def sum_gradients(self) -> None:
-        """Set the gradient of each copy to the sum over all copies, in one order on all ranks.
+        """Set the gradient of each copy to the sum over all copies. Collective over their ranks.
 
-        Each rank sends its gradient to all others. For two ranks, the usual case, no exchange sends
+        Each rank sends its gradient to all other ranks with a copy, and adds in the same order, so
+        the sums are bitwise equal. For two ranks, which is the usual case, no other exchange sends
         fewer bytes.
         """
         for shared in self._shared:
             if shared.parameter.grad is None:
                 shared.parameter.grad = torch.zeros_like(shared.parameter)
-            elif shared.parameter.grad.layout is not torch.strided:  # of other rows on each rank
+            elif shared.parameter.grad.layout is not torch.strided:  # ranks have different rows
                 shared.parameter.grad = shared.parameter.grad.to_dense()
             own_gradient = local_tensor(shared.parameter.grad).detach()
             contiguous = own_gradient.contiguous()
             self._sum(contiguous, shared.owners)
-            if contiguous is not own_gradient:  # its elements may overlap
+            if contiguous is not own_gradient:  # replaced, because its elements may overlap
                 shared.parameter.grad = as_dtensor_like(contiguous, shared.parameter.grad)
 
     def _sum(self, own_gradient: Tensor, owners: Sequence[int]) -> None:
         """Replace a gradient by the sum over its owners.
 
-        A sum of two is made in place, so this needs the bytes of one received gradient for each
-        other owner, and nothing else; `forecast.TiedBytes` states them.
+        The only temporary memory is one received gradient for each other owner, which
+        `forecast.TiedBytes` predicts.
         """
         context = self._context
         members = context.ranks_of("pp")

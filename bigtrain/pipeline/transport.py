@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: boundary tensors, and their gradients."""
+"""Messages between the stages of a pipeline: boundary tensors and their gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bigtrain.schedules.events import StepEvent
 
 @dataclass
 class _Message:
-    """Tensors that are sent, or received, or posted for a send; alive as long as this object."""
+    """Tensors that are being sent or received, or that will be sent."""
 
     tensors: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
-    """The handles of all messages that began together with this one."""
+    """The handles of all messages that began together with this message."""
 
     def wait(self) -> None:
         for work in self.works:
@@ -29,10 +29,10 @@ class _Message:
 
 
 class StageTransport:
-    """Sends and receives what crosses the boundaries of this rank's stages.
+    """Sends and receives boundary tensors and gradients of this rank's stages.
 
-    A message is named by its event: kind, stage and micro-batch. A message between two stages of
-    this rank is handed over without a copy.
+    A message is identified by its event: stage, kind and micro-batch. The tensors of a message
+    between two stages of this rank are passed on without a copy.
 
     Args:
         context: this rank, and the pp group.
@@ -47,13 +47,18 @@ class StageTransport:
         self._messages: dict[StepEvent, _Message] = {}
 
     def clear(self) -> None:
-        """Release the messages that a failed step has left."""
+        """Release the messages that a failed step has left behind."""
         self._messages.clear()
 
     def post(self, send: StepEvent, tensors: list[Tensor]) -> None:
-        """Take the tensors of a send, which `begin` begins, or hand them to a stage of this rank.
+        """Set the tensors of a send, which `begin` starts.
 
-        An earlier send of the same name is waited for first.
+        If the receiver is a stage of this rank, it gets the tensors without `begin`. If an earlier
+        send with the same event is open, this waits for it first.
+
+        Args:
+            send: the event of the send.
+            tensors: the tensors.
         """
         target = send.stage + (1 if send.kind == "SEND_F" else -1)
         if self._peers[target] == self._rank:
@@ -69,12 +74,12 @@ class StageTransport:
     def begin(
         self, messages: Sequence[StepEvent], received: Mapping[StepEvent, Sequence[Tensor]]
     ) -> None:
-        """Begin sends and receives, all of them at once.
+        """Begin sends and receives together.
 
         Args:
-            messages: sends that were posted, and receives.
-            received: for each receive, its tensors on the meta device; memory for them is allocated
-                here, when the receive begins.
+            messages: the events of sends that were posted, and of receives.
+            received: the tensors of each receive, as meta tensors. Memory for them is allocated
+                here.
         """
         works: list[dist.Work] = []
         operations: list[dist.P2POp] = []
@@ -97,7 +102,7 @@ class StageTransport:
         if len({operation.op for operation in operations}) > 1:
             works += dist.batch_isend_irecv(operations)
             return
-        # Begun one by one, messages of one direction do not wait for each other on a GPU.
+        # Messages of one direction begin one by one: so they do not wait for each other on a GPU.
         begun = [op.op(op.tensor, op.peer, op.group) for op in operations]
         works += [work for work in begun if work is not None]
 
@@ -108,11 +113,11 @@ class StageTransport:
         return message.tensors
 
     def wait(self, send: StepEvent) -> None:
-        """Wait until a send has arrived, and release its tensors."""
+        """Wait until a send is complete, and release its tensors."""
         self._messages.pop(send).wait()
 
     def wait_sends(self) -> None:
-        """Wait until every send that has begun has arrived, and release all messages."""
+        """Wait until every send that has begun is complete, and release all messages."""
         for message in self._messages.values():
             message.wait()
         self._messages.clear()

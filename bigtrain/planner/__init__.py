@@ -1,5 +1,6 @@
 """Find the fastest plan that fits, before a run: `bigtrain plan` and `--strategy auto`.
 
-The search space, its order and its bounds; how a candidate is cut and recomputed to fit; a rank's
-memory limit; the table of plans and its Pareto front.
+Decides the search space, the order of the search and its lower bounds; how a candidate is cut into
+stages, and which recompute policies its blocks get so that every rank fits its memory limit; how
+the table of plans and the Pareto front are shown.
 """

@@ -1,4 +1,4 @@
-"""Answer a question to the planner: open the job's model, and search its plans."""
+"""Answer a question to the planner: set up the job's model, and search its plans."""
 
 from __future__ import annotations
 
@@ -51,34 +51,42 @@ class Question:
     cluster: Cluster
     devices: int
     memory: Limit
-    """The memory of each rank."""
+    """The memory limit of each rank."""
     global_batch_size: int
+    """Samples of a step, over all replicas."""
     pp: int | None = None
-    """Fixed by the user; None to search it. So for `dp`, `rows` and `tp`."""
+    """The pp size that the user has fixed; None to search it. The same holds for `dp` and `tp`, and
+    for `rows`, the samples of a micro-batch."""
     dp: int | None = None
     rows: int | None = None
     tp: int | None = None
     at_hand: bool = False
-    """Whether the cluster is this machine, on which blocks can be timed."""
+    """Whether the cluster is this machine, so that the model's blocks can be timed."""
     only_best: bool = False
-    """Whether the fastest plan is enough of an answer."""
+    """Whether to search the fastest plan only, without others and without the Pareto front."""
     margins: Mapping[str, float] = field(kw_only=True)
-    """The engines to choose from, each with the share by which its forecasts are enlarged."""
+    """The engines to choose from, each with the share by which its memory forecasts are enlarged
+    before they are compared with the limit."""
 
     @property
     def limit(self) -> int:
-        """Bytes that the tensors of a rank may take."""
+        """The bytes that the tensors of a rank may take."""
         return self.memory.for_tensors
 
     def memory_for(self, peak_bytes: int, engine: str) -> int:
-        """The bytes of memory, or of the cap, that a peak forecast for an engine needs."""
+        """The bytes of device memory, or of a cap, that a rank needs for a forecast peak.
+
+        Args:
+            peak_bytes: the forecast peak of the rank's tensors, without the engine's margin.
+            engine: the engine of the plan. Without an entry in `margins` its margin is 0.
+        """
         needed = math.ceil(peak_bytes * (1 + self.margins.get(engine, 0.0))) + 1
         return self.memory.memory_for(needed)
 
 
 @dataclass(frozen=True)
 class PlannedAnswer:
-    """A question with the plans that the search has found."""
+    """A question to the planner, with the plans that the search has found."""
 
     question: Question
     setup: RunSetup
@@ -88,15 +96,15 @@ class PlannedAnswer:
     step_flops: float
     """FLOPs of one global batch, forward and backward, without recomputation."""
     tokens: int
-    """Tokens of one global batch; its samples, if the model is no language model."""
+    """Tokens of one global batch; for a task other than language, its samples."""
     timed: str
     """Which blocks were timed on this machine, or why none was; empty for other clusters."""
     basis: StepBasis = "rates"
-    """Whether the seconds come from timed blocks or from rates."""
+    """Whether the seconds are predicted from timed blocks or from rates alone."""
 
     @property
     def seconds_line(self) -> str:
-        """One line on the source of the best plan's seconds and on the error of earlier ones."""
+        """One line on the source of the best plan's seconds, and the error of past predictions."""
         cluster, best = self.question.cluster, self.result.best[0]
         engine = engine_of(best.plan)
         if not self.question.at_hand:
@@ -118,7 +126,7 @@ class PlannedAnswer:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Turn Python's cycle collector off: a search makes millions of spans, and no cycles."""
+    """Disable Python's cycle collector: a search makes millions of spans, and no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -129,19 +137,25 @@ def _uncollected() -> Iterator[None]:
 
 
 Opened = tuple[RunSetup, SectionLibrary, PlanEvaluator]
-"""The setup of a question's job, the recorded sections of its model, and the evaluator of plans."""
+"""The setup of a question's job, the sections of its model, and the evaluator of plans."""
 
 
 def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
-    """Search the plans of a job.
+    """Search the plans of a job for the fastest that fit.
 
     Args:
         question: the question.
-        opened: the result of `open_evaluator` for a question that differs from this one only in
-            its memory, its devices (both on one, or both on several) and what the user has fixed.
+        opened: the result of `open_evaluator` for this question, or for one that differs from it
+            only in its memory limit, its number of devices and the sizes that the user has fixed.
+            Both questions must be about one device, or both about several. None to call
+            `open_evaluator`.
+
+    Returns:
+        The answer; its list of best plans is empty if none fits.
 
     Raises:
-        ConfigError: a number is impossible, or the model does not run on fake tensors.
+        ConfigError: a number is impossible, the model does not run on fake tensors, or every
+            candidate is refused.
     """
     check_question(question)
     with _uncollected():
@@ -149,11 +163,11 @@ def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
 
 
 def open_evaluator(question: Question) -> Opened:
-    """Set the job of a question up, record sections of its model, and make its evaluator.
+    """Set up the job of a question, the sections of its model, and the evaluator of its plans.
 
     Raises:
-        ConfigError: the model cannot be described, or every rank must build it whole and it is too
-            large for that.
+        ConfigError: the model cannot be described, or every rank must build it whole and it is
+            larger than the question's limit.
     """
     single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
@@ -236,11 +250,15 @@ def _block_timer(question: Question, setup: RunSetup) -> BlockTimer | None:
 
 
 def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[[bool, int], Loss]:
-    """The loss of a run, by whether several micro-batches wait at the head, and by rows."""
+    """Return a function that makes the loss of a run.
+
+    Its arguments are whether several micro-batches are in flight at the head, and the rows of a
+    micro-batch.
+    """
     job = parts.job
     if job.model.loss is not None:
         return lambda *_: parts.workload.loss
-    # The head was looked for in a run of the whole model, and is the same for any batch.
+    # The head was found in a run of the whole model, and is the same for any batch.
     known = parts.workload.loss
     found = (
         {"head": known.head}
@@ -264,10 +282,11 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
 
 
 def check_question(question: Question) -> None:
-    """Refuse impossible numbers.
+    """Refuse a question with impossible numbers.
 
     Raises:
-        ConfigError: with the number and the fix.
+        ConfigError: there are fewer than 1 device or sample, more devices than one node of a
+            cluster without links between nodes, or no memory for tensors.
     """
     cluster = question.cluster
     if question.devices < 1:
@@ -303,12 +322,16 @@ def check_question(question: Question) -> None:
 
 
 def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[Limit, str]:
-    """The memory of a rank, and a line on the part of it that is reserved for other than tensors.
+    """Return the memory limit of a rank, and a line on the memory reserved for non-tensors.
 
     Args:
-        cluster: knows how much a process takes without tensors.
-        memory: the memory of a device, as typed; None for the cluster's.
-        cap: the limit that a run would enforce, as typed; None for all of the memory.
+        cluster: the cluster, whose device has a memory size and a reserve.
+        memory: the memory of a device as text, such as 80GiB; None for that of the cluster's
+            device. It is ignored if there is a cap.
+        cap: the limit that a run would enforce, as text; None for all of the memory.
+
+    Raises:
+        ConfigError: a text is not a number of bytes.
     """
     if cap is not None:
         non_tensor = non_tensor_reserve(cluster.device.kind, cluster.device.name)
@@ -327,9 +350,9 @@ def engine_margins(
     """Return by engine the share by which its forecasts are enlarged, and a line with the reasons.
 
     Args:
-        engines: 'torch', 'deepspeed', 'fairscale'.
-        device: a device of another cluster; None for this machine's. Runs on this machine tell
-            nothing about another kind of device.
+        engines: some of 'torch', 'deepspeed' and 'fairscale'.
+        device: the device of a described cluster; None for this machine's. If this machine has no
+            such device, its recorded runs are not used, and the margins are the defaults.
     """
     foreign = None
     if device is not None and not has_device(device.kind, device.name):

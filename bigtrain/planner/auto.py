@@ -24,17 +24,18 @@ AUTO_ENGINES = ("torch",)
 
 
 def plan_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
-    """The job of `--strategy auto`, with the chosen plan in it, and the lines that say why.
+    """Return the job of `--strategy auto` with the chosen plan, and lines that explain the choice.
 
-    Every rank plans by itself and gets the same result: the rates are those that `bigtrain doctor`
-    stored on this node, or those of a file, and one rank times the blocks for all.
+    Every rank plans by itself and gets the same result. The rates are those that `bigtrain doctor`
+    stored on this node, or those of a cluster file, and one rank times the blocks for all.
 
     Args:
         options: the options of the command line, with the strategy `auto`.
         placement: this rank's placement; the plan is for its world size.
 
     Raises:
-        ConfigError: as `load_job`, or no plan fits.
+        ConfigError: the job cannot be loaded, a plan file or no global batch size is given, or no
+            plan fits.
     """
     if options.plan is not None:
         raise ConfigError(
@@ -101,7 +102,7 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
 
 
 def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]:
-    """The cluster of this run, without measuring it: each rank would measure other rates.
+    """Return the cluster of this run from stored rates: each rank would measure other rates.
 
     Returns:
         The cluster, the source of its rates, and whether they were measured on this machine.
@@ -124,7 +125,7 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]
 
 
 def _likely(device_type: str) -> str:
-    """The name of the cluster file that matches this kind of device best."""
+    """The name of the cluster file that matches this kind of device best, or else h100-node."""
     if device_type == "cpu":
         return "cpu"
     device_name = device_names()[0].lower()

@@ -1,7 +1,7 @@
 """Lower bounds on the seconds and bytes of candidates, and dominance between candidates.
 
 No step is forecast here. A candidate whose bound is worse than a plan that is already known needs
-no forecast; all that is reported comes from forecasts, whose steps were run on fake tensors.
+no forecast. The figures of reported plans come from forecasts, not from these bounds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from bigtrain.prediction.sections import Section, concatenate_sections
 from bigtrain.timing.step_time import MicroBatchSeconds, closed_form_bubble
 
 WORK_SLACK = 0.06
-"""The share of a step by which the bound on a candidate's work may be too high. Over 980 plans of
-eight models, drawn at random, it was too high by 4.7 % at most."""
+"""The share of a step that is subtracted from `PlanBounds.least_seconds`, as its estimate may be
+too high. Over 980 plans of eight models, drawn at random, it was too high by 4.7 % at most."""
 EVEN_SLACK = 0.03
-"""The share for the bound that adds exchanges and the update, with equal stages; the largest error
-was 1.9 %."""
+"""The share of a step that is subtracted from `PlanBounds.even_seconds`; over the same plans, its
+estimate was too high by 1.9 % at most."""
 END_SLACK = 0.01
-"""The share for the bound that cuts the model: only the part after the blocks is estimated from
-runs of other sizes."""
+"""The share of a step that is subtracted from `PlanBounds.kept_seconds`, in which only the part
+after the blocks is estimated from runs of other sizes."""
 
 
 class PlanBounds:
-    """The bounds of one job's candidates on one cluster.
+    """Lower bounds on the seconds and bytes of one job's candidates on one cluster.
 
     Args:
         evaluator: the evaluator of the candidates.
@@ -41,17 +41,20 @@ class PlanBounds:
         self._no_larger: dict[tuple[ModelSections, ModelSections], bool] = {}
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """A lower bound on the candidate's step: its work on equal stages, and the bubble.
+        """A lower bound on the seconds of a step: computing on equal stages, and the bubble.
 
-        `WORK_SLACK` is taken off, because unequal stages may wait less than equal ones, and some
-        engines convert fewer parameters than the one process in which the work is counted.
+        `WORK_SLACK` is subtracted, because unequal stages may wait less than equal ones, and some
+        engines convert fewer parameters than the one process in which the operations are counted.
+
+        Raises:
+            ConfigError: the model does not run with micro-batches of this size.
         """
         whole_model = self._least_pass_seconds(candidate)
         seconds = candidate.micro_batches * whole_model.total / candidate.pp
         oversubscribed = self._timer.oversubscription * seconds
         cut = candidate.cut_traits
         if cut is not None:
-            # Replicas that need whole backward passes wait no less than this.
+            # Without split backward passes, the bubble is no smaller than this.
             bubble_fraction = closed_form_bubble(
                 cut.schedule,
                 candidate.pp,
@@ -69,7 +72,7 @@ class PlanBounds:
         return max(seconds, oversubscribed) * (1 - WORK_SLACK)
 
     def _least_pass_seconds(self, candidate: Candidate) -> MicroBatchSeconds:
-        """One micro-batch through the whole model on one of the tp ranks, nothing recomputed."""
+        """The least seconds of a micro-batch in the whole model on a tp rank, without recompute."""
         key = (candidate.rows, candidate.tp)
         if key not in self._least_passes:
             sections = self.evaluator.whole_model(candidate.rows).sections
@@ -77,7 +80,7 @@ class PlanBounds:
         return self._least_passes[key]
 
     def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """A closer lower bound: with exchanges and the update, where all stages are equal.
+        """A closer bound on the seconds: equal stages, with exchanges and the optimizer's step.
 
         Raises:
             ConfigError: the model does not run under this plan.
@@ -100,26 +103,26 @@ class PlanBounds:
         return seconds * (1 - EVEN_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """The highest lower bound: the model cut for speed, and all blocks save all activations.
+        """The closest bound on the seconds: cut for speed, and all blocks save all activations.
 
         Raises:
-            ConfigError: it cannot be cut so.
+            ConfigError: the model does not run under this plan, or cannot be cut into its stages.
         """
         return self.evaluator.seconds_with(candidate, plan, "keep").total * (1 - END_SLACK)
 
     def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
-        """A lower bound on the bytes of the fullest rank: its share of the states."""
+        """A lower bound on the bytes of the fullest rank: its share of the model's states."""
         numbers = self.evaluator.whole_model(candidate.rows).numbers
         return self.evaluator.floor(candidate, plan).states_of_model(numbers)
 
     def floor_bytes(self, candidate: Candidate, plan: Plan, *, all_kept: bool = False) -> int:
-        """A closer lower bound: with the tensors that micro-batches in flight have saved.
+        """A closer bound on the bytes: states, and the saved tensors of micro-batches in flight.
 
         Args:
             candidate: the candidate.
             plan: its plan.
-            all_kept: whether all blocks save all activations; by default none saves more than it
-                must.
+            all_kept: whether all blocks save all activations; by default all have the policy with
+                the least memory.
 
         Raises:
             ConfigError: the model does not run under this plan.
@@ -128,11 +131,11 @@ class PlanBounds:
         return fit.floor_bytes(all_kept=all_kept)
 
     def is_no_larger(self, candidate: Candidate, other: Candidate) -> bool:
-        """Whether a candidate's slices take no more memory than another's, whatever blocks keep.
+        """Whether a candidate's slices take no more memory than another's, with every policy.
 
         Args:
-            candidate: one that `even_seconds` was called with.
-            other: the same candidate with other slices, likewise.
+            candidate: a candidate that `even_seconds` was called with.
+            other: the same candidate with other slices. `even_seconds` was called with it, too.
         """
         sections, others = (
             self.evaluator.bounded_sections(compared) for compared in (candidate, other)
@@ -144,18 +147,18 @@ class PlanBounds:
 
 
 def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: int) -> bool:
-    """Whether a model in some slices holds no more on any stage than in other slices.
+    """Whether no stage of a model holds more bytes in some slices than in other slices.
 
-    That is if no section saves or receives more, and the highest peak of all sections is no
-    higher: every stage has a block.
+    It is true if no section saves or receives more bytes, and the highest peak of all sections is
+    no higher. The peaks are not compared one by one, because every stage has a block.
 
     Args:
         sections: the sections of the whole model.
         others: the sections of the same model with other slices.
-        tp: ranks that slice it.
+        tp: the number of ranks that slice the model.
     """
-    # A run can show that a model does not run in blocks. Later slices then have other sections than
-    # earlier ones, and the two are not compared.
+    # A run can show that a model does not run in blocks. Slices recorded after it then have
+    # different sections from those recorded before, and the two are not compared.
     if [section.name for section in sections] != [section.name for section in others]:
         return False
     # Equal blocks share their passes: each kind is compared once.
@@ -170,7 +173,7 @@ def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: in
 
 
 def _section_bytes(section: Section, tp: int) -> tuple[int, ...]:
-    """Bytes at the section's peak; saved, by pass; received, forward and backward."""
+    """Return a section's bytes: at its peak, saved by each pass, received forward and backward."""
     alone = (
         concatenate_sections([section_pass], begins=False, is_sent=False)[0]
         for section_pass in section.passes

@@ -32,11 +32,11 @@ from bigtrain.planner.show import (
 PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
 """The engines whose forecasts have been compared with measurements."""
 MAX_REJECTIONS_SHOWN = 6
-"""Lines on plans that do not fit which are printed."""
+"""The most lines that are printed about plans that do not fit."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run `bigtrain plan`; returns the exit status: 1 if nothing fits."""
+    """Run `bigtrain plan` and return the exit status: 1 if no plan fits."""
     options = plan_arguments(arguments)
     _check_picture(options.picture)
     path = Path(options.output or "plan.yaml")
@@ -67,13 +67,13 @@ def main(arguments: list[str]) -> int:
 
 
 def read_engines(text: str) -> tuple[str, ...]:
-    """Read the value of `--engines`.
+    """Return the engines that the value of `--engines` names.
 
     Args:
-        text: names, with commas between them.
+        text: names, separated by commas.
 
     Raises:
-        ConfigError: there is no name, or one that the planner does not know.
+        ConfigError: there is no name, or the planner does not know a name.
     """
     engines = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in engines if name not in PLANNED_ENGINES]
@@ -86,10 +86,15 @@ def read_engines(text: str) -> tuple[str, ...]:
 
 
 def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, str]:
-    """Make the planner's question from the options.
+    """Make the planner's question from the options of the command line.
+
+    Args:
+        job: the job to plan.
+        cluster: the cluster of `options.cluster`, or this machine if that is None.
+        options: the options of `bigtrain plan`.
 
     Returns:
-        The question, and a line that explains its margin.
+        The question, and a line that explains the reserved memory and the engines' margins.
 
     Raises:
         ConfigError: an engine or a size is wrong.
@@ -118,7 +123,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
 
 
 def _number_in_words(words: list[str], key: str) -> int | None:
-    """The number that an override sets; None if there is none."""
+    """The number that an override sets; None if no override sets the key to a number."""
     for word in words:
         if word.startswith(f"{key}="):
             value = word.partition("=")[2]
@@ -127,7 +132,12 @@ def _number_in_words(words: list[str], key: str) -> int | None:
 
 
 def this_machine(devices: int | None) -> Cluster:
-    """Measure the rates of this machine, or return those that were measured before."""
+    """Return this machine as a cluster; its rates are measured unless they are cached.
+
+    Args:
+        devices: the number of ranks that share the CPU; None for one for each core. It has no
+            effect on a machine with GPUs.
+    """
     from bigtrain.machine.local_cluster import measure_local_cluster
 
     return measure_local_cluster(devices if devices is not None and devices > 0 else None)
@@ -143,10 +153,10 @@ def _check_output(path: Path, *, named: bool) -> str:
 
     Args:
         path: the path of the plan file.
-        named: whether the user named it: then a file that exists is replaced.
+        named: whether the user named the path. A file that exists there is then replaced.
 
     Returns:
-        A note for the user if a file will be replaced, or an empty text.
+        A note for the user if a file will be replaced, or an empty string.
 
     Raises:
         ConfigError: the path is not a regular file, or the user did not name it and `bigtrain plan`
@@ -197,7 +207,7 @@ def _show(
 def run_lines(planned: PlannedAnswer, path: Path, options: PlanOptions) -> list[str]:
     """Lines on how to run the plan; the last line can be pasted into a shell."""
     job = [] if options.job is None else [options.job]
-    # The plan file sets these: an override would undo it.
+    # The plan file sets these keys, and an override would replace their values.
     in_plan: tuple[str, ...] = ("strategy.",)
     if options.global_batch_size is not None:
         in_plan = (*in_plan, "train.global_batch_size=")

@@ -1,4 +1,4 @@
-"""Evaluate one candidate: whether it runs and fits, where it is cut, and the seconds of a step."""
+"""Evaluate one candidate: check it, cut the model, and predict its peaks and seconds."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from bigtrain.timing.step_time import PlanStages, StepSeconds, StepTimer, TimedP
 from bigtrain.units import format_bytes
 
 HOPELESS_FACTOR = 2
-"""If the lowest peak of a rank is this many times the limit, no other cut is tried: moving blocks
-to other ranks saves far less."""
+"""If the lowest peak of a rank is at least this many times the limit, no other cut is tried: moving
+blocks to other ranks saves far less."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class EvaluatedPlan:
     candidate: Candidate
     plan: Plan
     job: Job
-    """The job that runs it."""
+    """The job that runs the plan."""
     peaks: Mapping[int, Peak]
     """The peaks of the ranks that were forecast, by pp rank."""
     seconds: StepSeconds
     recomputed: Mapping[str, BlockPolicy]
-    """The blocks that save less than everything, by name."""
+    """By name, the policies of the blocks that do not save all activations."""
     cuts: tuple[str, ...]
-    """The block that each stage but the first begins with."""
+    """The name of the first block of each stage but the first stage."""
     stages: tuple[SectionRange, ...]
     """The sections of each stage, with the policies of its blocks."""
 
     @property
     def label(self) -> str:
-        """The candidate's words, and the recomputation if it is the same for all blocks."""
+        """The candidate's label, and the recompute policy if all blocks have the same one."""
         recompute = self.job.strategy.roles().get("recompute")
         mode = None if recompute is None else recompute.options.get("mode")
         return self.candidate.label if mode is None else f"{self.candidate.label}+{mode}"
@@ -77,7 +77,7 @@ class EvaluatedPlan:
 
 @dataclass(frozen=True)
 class RejectedPlan:
-    """A candidate that cannot be run, or does not fit."""
+    """A candidate that cannot run, or that does not fit the limit."""
 
     candidate: Candidate
     reason: str
@@ -89,14 +89,14 @@ class PlanEvaluator:
     """Evaluates the candidates of one job on one cluster.
 
     Args:
-        job: its model, data and precision are used.
-        library: the sections of its model.
-        timer: rates of the cluster.
+        job: the job, whose mesh, batch and strategy each candidate replaces.
+        library: the sections of the job's model.
+        timer: predicts seconds from the rates of the cluster.
         margins: by engine, the share by which forecasts are enlarged before they are compared with
             the limit.
         cut: whether some candidates are cut into stages.
-        blocks: times the model's blocks on this machine; None to go by the rates alone.
-        checks: the checks of the model against plans; None refuses no plan.
+        blocks: times the model's blocks on this machine; None to predict seconds from rates alone.
+        checks: the checks of the model against plans; None to skip them.
     """
 
     def __init__(
@@ -119,7 +119,11 @@ class PlanEvaluator:
         self._slices_by_exchanges: dict[object, Variant | None] = {}
 
     def first_blocks(self, blocks: int) -> PlanEvaluator:
-        """An evaluator for the model's first blocks alone."""
+        """Return an evaluator for a model with only the first blocks of this one.
+
+        Args:
+            blocks: the number of blocks.
+        """
         plan_timer = self._plan_timer.first_blocks(blocks)
         evaluator = PlanEvaluator(
             self._job,
@@ -134,11 +138,15 @@ class PlanEvaluator:
         return evaluator
 
     def most_blocks(self, candidate: Candidate, limit: int) -> tuple[int, int] | None:
-        """Return how many of the model's blocks fit, and their parameters; None if none does.
+        """Find the largest number of the model's first blocks that fit, if not all of them do.
 
         Args:
-            candidate: how they are trained.
+            candidate: the candidate that trains them.
             limit: see `evaluate`.
+
+        Returns:
+            The number of blocks, and the number of parameters of the model with these blocks; None
+            if not even one block fits.
         """
         low, high, plan = 0, self._plan_timer.section_library.num_blocks, self.plan_of(candidate)
         while high - low > 1:
@@ -150,10 +158,10 @@ class PlanEvaluator:
         return low, count_parameters(self.first_blocks(low).whole_model(candidate.rows).sections)
 
     def plan_of(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate, as a run of it would make it.
+        """Make the plan of a candidate, as a run of the candidate's job would.
 
         Raises:
-            ConfigError: a technique, or the model, refuses it.
+            ConfigError: a technique refuses the candidate, or the model does not meet the plan.
         """
         plan = make_plan(
             candidate.job(self._job), candidate.devices, self.timer.cluster.device.kind
@@ -161,9 +169,15 @@ class PlanEvaluator:
         return plan if self._checks is None else self._checks.meet(plan)[0]
 
     def whole_model(self, rows: int) -> ModelSections:
-        """The model's sections in one process where all blocks keep everything.
+        """The model's sections in one process where all blocks save all activations.
 
-        They are not exact: see `SectionLibrary.model_sections`.
+        The part after the blocks is not exact: see `SectionLibrary.model_sections`.
+
+        Args:
+            rows: the rows of a micro-batch.
+
+        Raises:
+            ConfigError: the model does not run with micro-batches of this size.
         """
         if rows not in self._whole:
             plan = self.plan_of(Candidate(1, 1, None, rows, 1))
@@ -173,13 +187,18 @@ class PlanEvaluator:
         return self._whole[rows]
 
     def floor(self, candidate: Candidate, plan: Plan) -> MemoryFloor:
-        """Lower bounds on a candidate's memory."""
+        """Return the lower bounds on a candidate's memory."""
         return MemoryFloor(plan, candidate, state_widths(self.whole_model(candidate.rows)))
 
     def seconds_with(self, candidate: Candidate, plan: Plan, choice: BlockPolicy) -> StepSeconds:
-        """The seconds of a step where the model is cut for speed and all blocks have one policy.
+        """Predict a step whose stages are cut for speed and whose blocks have one policy.
 
         Memory is not considered.
+
+        Args:
+            candidate: a candidate.
+            plan: the result of `plan_of`.
+            choice: the policy of all blocks.
 
         Raises:
             ConfigError: the model does not run under this plan.
@@ -190,12 +209,18 @@ class PlanEvaluator:
     def evaluate(
         self, candidate: Candidate, plan: Plan, limit: int
     ) -> EvaluatedPlan | RejectedPlan:
-        """Cut a candidate, let its blocks keep as much as fits, and predict its peaks and seconds.
+        """Cut a candidate, give its blocks the fastest policies that fit, and predict its step.
 
         Args:
-            candidate: one of the space.
+            candidate: a candidate.
             plan: the result of `plan_of`.
-            limit: bytes that a rank may hold, including the margin for the forecast's error.
+            limit: bytes that the tensors of a rank may take. The forecast peaks have to be lower by
+                the engine's margin. With a limit of 0 every candidate is rejected, with the lowest
+                possible peak of its fullest rank.
+
+        Returns:
+            The evaluated plan; a rejected plan, with the reason, if the candidate cannot run or
+            does not fit.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
         try:
@@ -216,22 +241,30 @@ class PlanEvaluator:
         return self._evaluated(candidate, plan, fit, stages, peaks)
 
     def forecasts(self, evaluated: EvaluatedPlan) -> dict[int, Forecast]:
-        """The forecasts of the ranks whose peaks a plan has, by pp rank."""
+        """Forecast the ranks in `evaluated.peaks` again; return the forecasts by pp rank."""
         fit = self.fit(evaluated.candidate, evaluated.plan)
         return {rank: fit.forecast(evaluated.stages, rank) for rank in evaluated.peaks}
 
     def host_state_bytes(self, candidate: Candidate, plan: Plan) -> int:
-        """Bytes of optimizer state that each rank offloads to the host, at most; 0 if none is."""
+        """The most bytes of optimizer state that a rank offloads to the host; 0 without offload.
+
+        Args:
+            candidate: a candidate.
+            plan: the result of `plan_of`.
+
+        Raises:
+            ConfigError: see `fit`.
+        """
         if plan.offload_tiers.optimizer != "cpu":
             return 0
         numbers = self.fit(candidate, plan).levels["keep"].numbers
         shards = candidate.pp * plan.state_ranks
-        # The host holds gradients and fp32 values in addition, four bytes each.
+        # In addition, the host holds gradients and fp32 parameters, of four bytes an element.
         width = state_widths(self.whole_model(candidate.rows)).optimizer + 2 * 4
         return int(numbers * width) // shards
 
     def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
-        """Why optimizer state that is offloaded to the host does not fit there; None if it does."""
+        """Return why offloaded optimizer state does not fit on the host; None if it does."""
         node = self.timer.cluster.node
         rank_bytes = self.host_state_bytes(candidate, plan)
         node_bytes = rank_bytes * min(node.devices, candidate.devices)
@@ -243,16 +276,17 @@ class PlanEvaluator:
         )
 
     def fit(self, candidate: Candidate, plan: Plan, *, exact: bool = True) -> StageFitter:
-        """The candidate's stages.
+        """Return the `StageFitter` of a candidate; repeated calls return the same object.
 
         Args:
-            candidate: one of the space.
+            candidate: a candidate.
             plan: the result of `plan_of`.
-            exact: whether the memory outside the blocks matters, for which more may have to be run
-                on fake tensors; seconds and bounds go by the blocks alone.
+            exact: whether the memory of the part after the blocks has to be exact, which may take
+                one more run on fake tensors. Seconds and lower bounds do not need it.
 
         Raises:
-            ConfigError: the model does not run under this plan, or a technique refuses its stages.
+            ConfigError: the model does not run under this plan, a technique refuses its stages, or
+                other slices lead to the same exchanges.
         """
         if (candidate, exact) not in self._fits:
             levels = self._levels(plan, candidate, exact=exact)
@@ -277,17 +311,17 @@ class PlanEvaluator:
         )
 
     def bounded_sections(self, candidate: Candidate) -> ModelSections:
-        """The sections, all blocks keeping everything, of a candidate that `fit` has seen.
+        """The sections of a candidate where all blocks save all activations.
 
-        The call of `fit` was one that is not exact.
+        `fit` has to have been called with this candidate and `exact=False`.
         """
         return self._fits[candidate, False].levels["keep"]
 
     def _check_new(self, candidate: Candidate, model: ModelSections) -> None:
-        """Refuse slices whose exchanges equal those of other slices on as many ranks.
+        """Refuse slices whose exchanges equal those of earlier slices on the same number of ranks.
 
         Raises:
-            ConfigError: with the name of those.
+            ConfigError: the exchanges are equal; the message names the earlier slices.
         """
         key = (candidate.rows, candidate.tp, model.exchanges)
         known_slices = self._slices_by_exchanges.setdefault(key, candidate.slices)
@@ -295,7 +329,7 @@ class PlanEvaluator:
             raise ConfigError(f"{candidate.label}: the same as with {known_slices.label}")
 
     def _split_passes(self, plan: Plan, candidate: Candidate) -> SplitPasses | None:
-        """Gives the sections' split backward passes; None where the schedule splits none."""
+        """Return a function that makes the split passes; None if the schedule splits none."""
         if not plan.splits_backward:
             return None
         return lambda: self._plan_timer.section_library.split_passes(
@@ -316,8 +350,8 @@ class PlanEvaluator:
             )
 
         allowed = [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
-        # A split backward pass would recompute every block in both of its parts, and hold more
-        # meanwhile than was recorded of either part.
+        # A split backward pass would recompute every block in both of its parts, and would hold
+        # more memory in between than the recording of either part shows.
         return RecomputeLevels(["keep"] if plan.splits_backward else allowed, sections_for)
 
     def _evaluated(
@@ -353,7 +387,7 @@ class PlanEvaluator:
         )
 
     def timed_parts(self, plan: Plan) -> TimedParts:
-        """How much longer the optimizer's step and split backward passes take than rates say."""
+        """The slowdown of the optimizer's step and the shares of split backward passes."""
         return self._plan_timer.timed_parts(plan)
 
 

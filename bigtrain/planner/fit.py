@@ -1,8 +1,8 @@
-"""How a candidate is cut into stages and what their blocks keep, so that every rank fits its limit.
+"""Cut a candidate into stages and choose the policies of its blocks, so that every rank fits.
 
-The memory of a rank is forecast as for a run: sections are composed to the profile of each stage,
-the techniques change it, and the schedule is replayed. Of ranks with equal stages only those are
-forecast that may hold the most.
+The memory of a rank is forecast as for a run: the profile of each stage is composed from its
+sections, the techniques change the profile, and the schedule is replayed. Among ranks with equal
+stages, only those that may hold the most memory are forecast.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class StageFitter:
 
     Args:
         plan: the plan of the candidate.
-        candidate: how many stages, on which ranks.
-        levels: the model's sections.
+        candidate: the candidate.
+        levels: the model's sections at each policy.
         timer: predicts the seconds of sections.
         cache: shared by all candidates of a search.
         floor: lower bounds on the candidate's memory.
-        split_passes: the sections' split backward passes, where the schedule splits them.
-        checkpoint: how the state is saved, where a save takes memory of the device: on a CPU.
+        split_passes: makes the sections' split backward passes; None if the schedule splits none.
+        checkpoint: the checkpoint settings of the job, if saves take memory of the device, as on a
+            CPU; None to leave saves out of the peaks.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class StageFitter:
         self._profiles = StageProfiles(plan, levels, cache, split_passes)
         self._all = levels["keep"].sections
         self._factors = floor.state_factors(levels["keep"])
-        self._forecasts: dict[int, Forecast] = {}  # by id of profiles, which the cache keeps
+        self._forecasts: dict[int, Forecast] = {}  # by id of profiles that the cache holds alive
         self._held_micro_batches = floor.held
         self._ranks = floor.held.ranks
         self.levels = levels
@@ -79,14 +80,14 @@ class StageFitter:
 
     @property
     def shared(self) -> list[str]:
-        """Parameters that the first and the last stage share where one rank has both of them."""
+        """The parameters tied between the first and the last stage, if one rank has both stages."""
         if self._candidate.stages == 1 or self._ranks[0] != self._ranks[-1]:
             return []
         first, last = ({t.name for t in self._all[k].tensors if not t.is_buffer} for k in (0, -1))
         return sorted(first & last)
 
     def _tied_on(self, rank: int) -> list[TiedBytes]:
-        """The gradients of a rank's parameters that the first and the last stage share."""
+        """The gradients of the parameters that a rank shares with the rank of the other end."""
         ends = (self._ranks[0], self._ranks[-1])
         if rank not in ends or ends[0] == ends[1]:
             return []
@@ -106,11 +107,11 @@ class StageFitter:
         return self._profiles.profile(stage)
 
     def edges(self, limit: int | None) -> list[int]:
-        """Return the section that each stage begins with, and the end.
+        """Return the index of the first section of each stage, and the number of sections.
 
         Args:
-            limit: bytes of a rank, to cut so that stages at the smallest policy fit; None to cut
-                for speed.
+            limit: bytes that a rank may hold: the cut is the fastest with which stages fit where
+                all blocks have the policy with the least memory. None to cut for speed alone.
 
         Raises:
             ConfigError: no cut fits the limit.
@@ -128,8 +129,8 @@ class StageFitter:
             key = (*key, self._factors[1], self._held_micro_batches.by_stage, self.levels.least)
         if key in self._cuts:
             return self._cuts[key]
-        # The stages of a rank get equal shares of its memory: a search over the shares takes
-        # seconds.
+        # The stages of a rank get equal shares of its memory, because a search over the shares
+        # takes seconds.
         stage_limit = None if limit is None else limit // self._candidate.stages_per_rank
         partitioned = partition(
             self._layer_costs(smallest.sections),
@@ -145,7 +146,12 @@ class StageFitter:
     def uniform_stages(
         self, edges: Sequence[int], choice: BlockPolicy = "keep"
     ) -> list[SectionRange]:
-        """The stages between these edges where all blocks have one policy."""
+        """Return the stages between these edges, with one policy for all blocks.
+
+        Args:
+            edges: the result of `edges`.
+            choice: the policy.
+        """
         choices: list[BlockPolicy] = [choice if section.name else "keep" for section in self._all]
         leaves = [a != b for a, b in pairwise(self._ranks)]
         sides = zip([True, *leaves], [*leaves, True], strict=True)
@@ -155,7 +161,10 @@ class StageFitter:
         ]
 
     def even_stage(self) -> Profile:
-        """The profile of a stage with an even share of the blocks, or of the whole model."""
+        """The profile of a stage with its share of the blocks, or of a model that is not cut.
+
+        All blocks save all activations. The number of blocks is rounded down, and is at least one.
+        """
         count = len(self._all)
         if self._candidate.stages == 1:
             return self.profile(SectionRange(0, count, _keep_all(count)))
@@ -166,8 +175,8 @@ class StageFitter:
         """A lower bound on the bytes of the fullest rank, for every cut into these stages.
 
         Args:
-            all_kept: whether all blocks save all activations; by default the bound holds for every
-                policy.
+            all_kept: whether all blocks save all activations; by default the bound holds for all
+                policies.
         """
         policy: BlockPolicy = "keep" if all_kept else self.levels.least
 
@@ -181,16 +190,16 @@ class StageFitter:
     def fitted(
         self, edges: Sequence[int], limit: int
     ) -> tuple[tuple[SectionRange, ...], dict[int, Peak]] | Peak:
-        """Assign the fastest policies that fit to the blocks between these edges.
+        """Assign to the blocks of the stages between these edges the fastest policies that fit.
 
         Args:
             edges: the result of `edges`.
             limit: bytes that a rank may hold.
 
         Returns:
-            The stages and the peaks of the ranks that were forecast, by pp rank. Where a rank does
-            not fit, its lowest peak instead; with a limit of 0, where none fits, the highest of
-            the lowest peaks of all ranks.
+            The stages, and the peaks of the ranks that were forecast, by pp rank. If a rank does
+            not fit, only its lowest peak is returned. With a limit of 0 no rank fits, and the
+            result is the highest of the ranks' lowest peaks.
         """
         stages = self.uniform_stages(edges)
         peaks: dict[int, Peak] = {}
@@ -208,7 +217,7 @@ class StageFitter:
             over_limit.append(peak)
             if limit > 0:
                 break
-        self._forecasts.clear()  # they are large
+        self._forecasts.clear()  # forecasts are large
         return highest_peak(over_limit) if over_limit else (tuple(stages), peaks)
 
     @cached_property
@@ -220,10 +229,12 @@ class StageFitter:
         return stages
 
     def _layer_costs(self, smallest: Sequence[Section]) -> LayerCosts:
-        """The units between which the model may be cut: its sections, the last two as one.
+        """The costs of the layers between which the model may be cut.
+
+        Each section is one layer, but the last block and the part after the blocks are one.
 
         Args:
-            smallest: the sections at the smallest policy that may be used.
+            smallest: the sections whose saved tensors have to fit.
         """
         last = len(self._all) - 2
         tp = self._plan.tp
@@ -232,7 +243,7 @@ class StageFitter:
         params: dict[str, tuple[int, set[int]]] = {}
         for index, section in enumerate(self._all):
             for tensor in section.tensors:
-                # Outside the blocks an equal name means a tied parameter.
+                # Outside of the blocks, tensors of equal name are one tied parameter.
                 key = tensor.name if not section.name else f"{index} {tensor.name}"
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(index, last)}
@@ -242,12 +253,12 @@ class StageFitter:
         return LayerCosts(seconds, crossing, sizes, saved)
 
     def _representatives(self, stages: Sequence[SectionRange]) -> list[int]:
-        """Return for each rank the rank whose forecast stands in as its upper bound.
+        """Return for each rank the rank whose forecast is an upper bound on its memory.
 
-        That is the rank itself, or an earlier rank whose stages are of the same kinds, with at
-        least the same number of micro-batches of each in flight. In a V-shaped schedule a rank has
-        more micro-batches of one stage in flight the fewer it has of the other; if all blocks have
-        one policy, the first or the last rank of a kind needs the most memory.
+        It is the rank itself, or an earlier rank whose stages are of the same kinds and have at
+        least as many micro-batches in flight. In a V-shaped schedule, a rank that has more
+        micro-batches of its first stage in flight has fewer of its second stage. So if all blocks
+        have one policy, the first or the last rank of a kind needs the most memory.
         """
         kinds = [
             tuple(self._profiles.kind(stages[stage]) for stage in self._stages_of[rank])
@@ -273,9 +284,10 @@ class StageFitter:
         return representatives
 
     def _fit_rank(self, stages: list[SectionRange], rank: int, limit: int) -> Peak:
-        """Assign policies to the blocks of one rank, in place, and return its peak.
+        """Assign policies to the blocks of one rank in `stages`, and return its peak.
 
-        Later blocks get the larger policy: the first `count` blocks get the smaller one.
+        A search finds the fewest blocks that need a policy with less memory. They are the first
+        blocks of the rank.
         """
         own_stages = self._stages_of[rank]
         blocks = sum(
@@ -294,7 +306,8 @@ class StageFitter:
         assign("keep", "keep", 0)
         sections_of = {stage: self.sections(stages[stage]) for stage in own_stages}
         at_least = self._floor.rank(sections_of, self._factors)
-        if self.levels.is_single:  # replaying split backward passes takes long: not if it is over
+        if self.levels.is_single:
+            # Replaying split backward passes takes long, so a rank over the limit is not replayed.
             is_over = 0 < limit < at_least.total
             return Peak("forward", at_least) if is_over else self._peak(stages, rank)
         excess = at_least.total
@@ -315,7 +328,7 @@ class StageFitter:
                 continue
             low, high, best = 0, blocks, peak
             while high - low > 1:  # find the fewest blocks that are enough
-                # Every block saves about as much as another: interpolate, then check.
+                # All blocks save about as much memory: the number of blocks is interpolated.
                 share = (excess - limit) / max(1, excess - best.bytes)
                 middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
                 peak = peak_with(smaller, larger, middle)
@@ -346,7 +359,12 @@ class StageFitter:
             stages[stage] = replace(stages[stage], choices=tuple(choices))
 
     def forecast(self, stages: Sequence[SectionRange], rank: int) -> Forecast:
-        """The forecast of a rank, with the given stages."""
+        """Forecast a rank's step.
+
+        Args:
+            stages: all stages, with the policies of their blocks.
+            rank: the pp rank.
+        """
         forecast = self._forecast(stages, rank)
         self._forecasts.clear()
         return forecast
@@ -365,7 +383,7 @@ class StageFitter:
             stage: self._profiles.with_split_backward(stages[stage]) for stage in own_stages
         }
         forecasts = forecast_stages(profiles, self._plan, self._forecasts)
-        if len(own_stages) > 1:  # equal stages share one profile, and have different tensors
+        if len(own_stages) > 1:  # equal stages share one profile, but have different tensors
             forecasts = {
                 stage: _with_stage(stage_forecast, stage)
                 for stage, stage_forecast in forecasts.items()
@@ -374,7 +392,7 @@ class StageFitter:
         return forecast_rank_step(forecasts, plan, rank, self._tied_on(rank))
 
     def _or_save(self, forecast: Forecast, sections: Sequence[Section]) -> Peak:
-        """The peak of a rank's step, or of a save where that is higher."""
+        """The peak of a rank's step, or of a save if its peak is higher."""
         step, plan = forecast.peak(), self._plan
         if self._checkpoint is None:
             return step
@@ -399,7 +417,13 @@ def _holds_no_less(
     stages: Sequence[int],
     required: Sequence[Sequence[int]],
 ) -> bool:
-    """Whether these stages have at least the required micro-batches in flight at every moment."""
+    """Whether these stages have at least the required micro-batches in flight at every moment.
+
+    Args:
+        moments: for each moment, the micro-batches in flight by stage.
+        stages: the stages to look at.
+        required: for each moment, the required number for each of these stages.
+    """
     return all(
         in_flight[stage] >= count
         for in_flight, counts in zip(moments, required, strict=True)
@@ -408,7 +432,7 @@ def _holds_no_less(
 
 
 def _saved_parameters(sections: Sequence[Section], plan: Plan) -> int:
-    """Bytes of the parameters in a checkpoint: fp32 values, except for parameters without them."""
+    """Bytes of the parameters in a checkpoint, which has the fp32 values of all that have them."""
     nbytes = section_states(sections).parameters
     if not (plan.bf16_parameters and plan.master_weights):
         return nbytes
@@ -426,9 +450,9 @@ def _keep_all(count: int) -> tuple[BlockPolicy, ...]:
 
 
 def _with_stage(forecast: Forecast, stage: int) -> Forecast:
-    """The forecast with the stage in the names of block tensors.
+    """Put the stage into the names of a forecast's block tensors.
 
-    Those outside the blocks may be tied to another stage's, and keep their names.
+    Tensors outside of the blocks may be tied to those of another stage, and are not renamed.
     """
 
     def named(name: str) -> str:

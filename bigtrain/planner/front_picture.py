@@ -1,4 +1,4 @@
-"""A picture of the Pareto front: plans than which no other is both smaller and faster."""
+"""A picture of the Pareto front: the plans for which no other plan is both smaller and faster."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FRONT, _OTHER, _LIMIT = "#0072B2", "#A0A0A0", "#D55E00"
 
 
 def write_front(path: Path, planned: PlannedAnswer) -> None:
-    """Draw the best plans and the Pareto front.
+    """Draw the best plans and the Pareto front into a file.
 
     Args:
-        path: ends in .svg or .png.
+        path: the file to write, whose name ends in .svg or .png.
         planned: an answer with at least one plan.
     """
     with plot_style():
@@ -29,7 +29,7 @@ def write_front(path: Path, planned: PlannedAnswer) -> None:
 
 
 def front_figure(planned: PlannedAnswer) -> Figure:
-    """The figure: peak memory of the fullest rank to the right, seconds of a step upwards."""
+    """Return a figure with the fullest rank's peak on the x axis and seconds of a step on the y."""
     answer, question = planned.result, planned.question
     unit, name = (GIB, "GiB") if question.limit >= GIB else (MIB, "MiB")
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")

@@ -15,15 +15,21 @@ from bigtrain.schedules.in_flight import (
 from bigtrain.schedules.orders import SCHEDULES, STEADY_SCHEDULES, stage_ranks
 
 STEADY_ROUNDS = 3
-"""A schedule's memory repeats itself after this many micro-batches for each rank."""
+"""The memory of a step repeats itself after this many micro-batches for each pp rank."""
 COUNTED_ROUNDS = 2
-"""A schedule's numbers in flight repeat after this many; `dualpipev` needs one more."""
+"""The numbers of micro-batches in flight repeat after this many micro-batches for each pp rank; the
+schedule `dualpipev` needs one more."""
 GROWING_SCHEDULES = ("gpipe", "looped_bfs")
 """Schedules in which every micro-batch of a step is in flight at once."""
 
 
 class HeldMicroBatches:
-    """Micro-batches in flight of one candidate, counted when first used, as that takes a while."""
+    """The micro-batches that each stage of a candidate has in flight, counted on first use.
+
+    Args:
+        plan: the plan of the candidate.
+        candidate: the candidate.
+    """
 
     def __init__(self, plan: Plan, candidate: Candidate) -> None:
         self._is_cut = candidate.stages > 1
@@ -38,16 +44,17 @@ class HeldMicroBatches:
 
     @cached_property
     def by_stage(self) -> tuple[int, ...]:
-        """The most that each stage has in flight."""
+        """The most micro-batches that each stage has in flight."""
         if not self._is_cut:
             return (1,)
         return in_flight_by_stage(*self._schedule, self._steps, splits=self._splits)
 
     @cached_property
     def fullest(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers in flight at a rank's fullest moment, of all and of those with gradients.
+        """The micro-batches in flight, by stage, when the stage's rank has most of them.
 
-        Before the first backward pass ends, there are no gradients.
+        The first tuple is for the whole step. The second one is for the time after the first
+        backward passes, when there are gradients.
         """
         if not self._is_cut:
             return (1,), (int(self._steps > 1),)
@@ -59,10 +66,10 @@ class HeldMicroBatches:
 
 
 def with_fewer_micro_batches(plan: Plan) -> Plan:
-    """The plan with fewer micro-batches, if further ones do not change a peak.
+    """Return the plan with fewer micro-batches if the others do not change a peak.
 
-    torch's own schedules hold the gradients that they send until the step ends: with them every
-    micro-batch counts.
+    torch's own schedules hold the gradients that they send until the step ends, so every
+    micro-batch changes their peaks.
     """
     steps, most = plan.batch.accumulation_steps, STEADY_ROUNDS * plan.pp
     if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in STEADY_SCHEDULES:
@@ -73,7 +80,7 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
 
 
 def _counted(plan: Plan, schedule: str) -> int:
-    """A smaller number of micro-batches with as many in flight: hundreds take long to count."""
+    """The fewest micro-batches with equal numbers in flight: counting hundreds takes long."""
     steps = with_fewer_micro_batches(plan).batch.accumulation_steps
     if schedule in GROWING_SCHEDULES or steps % plan.pp:
         return steps
@@ -81,12 +88,12 @@ def _counted(plan: Plan, schedule: str) -> int:
 
 
 def counted_rounds(schedule: str) -> int:
-    """See `COUNTED_ROUNDS`."""
+    """Return the micro-batches for each pp rank after which the numbers in flight repeat."""
     return COUNTED_ROUNDS + (schedule == "dualpipev")
 
 
 def several_wait(plan: Plan) -> bool:
-    """Whether several micro-batches are in flight at the head of the model."""
+    """Whether the last stage, which has the head, ever has several micro-batches in flight."""
     technique = plan.techniques.get("cut")
     if not isinstance(technique, CutStrategy):
         return False

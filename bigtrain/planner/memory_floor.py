@@ -17,11 +17,15 @@ from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section
 
 SIMILARITY = 0.02
-"""Blocks whose saved bytes differ by at most this share are taken to be equal."""
+"""Blocks whose saved bytes differ by at most this share count as equal."""
 
 
 def state_widths(model: ModelSections) -> StateWidths:
-    """The bytes of each trained number of a model in one process."""
+    """The bytes of parameter, gradient and optimizer state for each trained element of a model.
+
+    Args:
+        model: the model's sections in one process.
+    """
     states, numbers = model.states, max(1, model.numbers)
     return StateWidths(
         parameters=states.parameters / numbers,
@@ -33,15 +37,19 @@ def state_widths(model: ModelSections) -> StateWidths:
 class MemoryFloor:
     """Lower bounds on the bytes of one candidate's fullest rank.
 
-    There are three, each closer than the one before: its share of the model's states
-    (`states_of_model`), that and the saved tensors of any cut (`any_cut`), and those of a given
-    cut (`rank`). Two moments of a step are considered: when all forward passes of the schedule's
-    peak have run and there are no gradients yet, and when there are.
+    There are three bounds, each closer than the one before:
+
+    * `states_of_model`: the rank's share of the model's states;
+    * `any_cut`: states and saved tensors, for every cut into the candidate's stages;
+    * `rank`: states and saved tensors of a rank with given stages.
+
+    Each bound is the larger of those at two moments of a step: before there are gradients, when
+    most micro-batches are in flight, and later, when there are gradients.
 
     Args:
         plan: the plan of the candidate.
-        candidate: how many stages, on which ranks.
-        widths: bytes of each trained number in one process; see `state_widths`.
+        candidate: the candidate.
+        widths: the bytes of each trained element in one process; see `state_widths`.
     """
 
     def __init__(self, plan: Plan, candidate: Candidate, widths: StateWidths) -> None:
@@ -53,15 +61,17 @@ class MemoryFloor:
         return HeldMicroBatches(self._plan, self._candidate)
 
     def states(self, numbers: int, *, gradients: bool) -> int:
-        """The bytes of the states on the fullest of the ranks that share so many trained numbers.
+        """A lower bound on the bytes of states on the fullest rank of a group of replicas.
 
         Args:
-            numbers: trained elements on all ranks together.
-            gradients: whether this is the moment when there are gradients; otherwise before that.
+            numbers: the trained elements of a replica's stages on this pp and tp rank, before they
+                are sharded over replicas.
+            gradients: whether there are gradients; if not, it is the moment after the forward
+                passes.
         """
         plan, plain = self._plan, self._widths
         with_master = plan.bf16_parameters and plan.master_weights
-        # The shards are then the fp32 values themselves, gathered in bf16.
+        # If the optimizer gets shards, they are the fp32 values, and are gathered in bf16.
         keeps_fp32 = plan.replicate.optimizer_gets == "shards"
         optimizer = plain.optimizer + (4.0 if with_master and not keeps_fp32 else 0.0)
         parameters, gradient = plain.parameters, plain.gradients
@@ -79,16 +89,20 @@ class MemoryFloor:
         )
         if gradients or not plan.replicate.gathers_whole:
             return sharded
-        # Between the passes these replicas hold the gathered parameters in addition to the shards.
+        # Between forward and backward, these replicas hold whole parameters and their shards.
         return sharded + int(numbers * (2.0 if plan.bf16_parameters else plain.parameters))
 
     def states_of_model(self, numbers: int) -> int:
-        """The bytes of a rank's share of the states of a model with so many trained numbers."""
+        """The bytes of a rank's share of the states of a model.
+
+        Args:
+            numbers: the trained elements of the whole model.
+        """
         share = numbers // (self._candidate.pp * self._candidate.tp)
         return max(self.states(share, gradients=gradients) for gradients in (False, True))
 
     def state_factors(self, model: ModelSections) -> tuple[float, float]:
-        """A rank's bytes of states for each byte of its parameters, before and with gradients.
+        """The bytes of states for each byte of parameters, before and when there are gradients.
 
         Args:
             model: the sections of one tp rank.
@@ -103,11 +117,14 @@ class MemoryFloor:
     def rank(
         self, sections_of: Mapping[int, Sequence[Section]], factors: tuple[float, float]
     ) -> Breakdown:
-        """The least that a rank with these stages holds: its states and the saved tensors.
+        """A lower bound on the bytes of a rank: its states and the saved tensors of its stages.
 
         Args:
-            sections_of: the sections of each of the rank's stages.
+            sections_of: by stage, the sections of the rank's stages.
             factors: the result of `state_factors`.
+
+        Returns:
+            The bound; all states count as parameters, and the saved tensors as activations.
         """
         parameters = sum(section_states(sections).parameters for sections in sections_of.values())
         saved = {
@@ -130,24 +147,25 @@ class MemoryFloor:
         factors: tuple[float, float],
         profile_of_blocks: Callable[[int], Profile],
     ) -> int:
-        """The least that the fullest rank holds, wherever the model is cut into these stages.
+        """A lower bound on the bytes of the fullest rank, for every cut into these stages.
 
-        A block at the smallest policy costs its states and, for every micro-batch in flight, its
-        saved tensors: w bytes on a rank. One block at a time is recomputed in addition. N blocks
-        on ranks that have M bytes for them: N is at most the sum of M / w, so M is at least N over
-        the sum of 1 / w.
+        With the policy that saves least, a block takes w bytes on a rank: its states, and its saved
+        tensors for every micro-batch in flight. If each rank has M bytes for blocks, M / w blocks
+        fit on it. So N blocks fit only if N is at most the sum of M / w over the ranks, and M is at
+        least N divided by the sum of 1 / w. The recomputed tensors of one block are added.
 
         Args:
-            kept: the model's sections, where blocks save all activations.
-            least: those at the smallest policy.
+            kept: the model's sections where blocks save all activations.
+            least: the model's sections where blocks have the policy that saves least.
             factors: the result of `state_factors`.
-            profile_of_blocks: the profile of a stage of so many blocks at the smallest policy.
+            profile_of_blocks: returns the profile of a stage with a number of blocks that have the
+                policy that saves least.
         """
         blocks = [section for section in kept.sections if section.name]
         smallest = [section for section in least.sections if section.name]
         if not blocks:
             return 0
-        # Many blocks share one tuple of tensors.
+        # Many blocks share one tuple of tensors: the bytes of each tuple are added up once.
         states = {id(block.tensors): section_states([block]).parameters for block in blocks}
         parameters = min(states.values())
         saved = [section.passes[0].saved for section in smallest]
@@ -171,12 +189,13 @@ class MemoryFloor:
         return bound
 
     def _fullest_stage(self, blocks: int, profile_of_blocks: Callable[[int], Profile]) -> int:
-        """The forecast of a stage with its share of equal blocks and one micro-batch in flight.
+        """A lower bound from the forecast of one stage with its share of equal blocks.
 
-        At least one stage has as many.
+        The share is rounded up, as at least one stage has that many blocks. One micro-batch is in
+        flight.
         """
         if self._candidate.stages == 1:
-            return 0  # the forecast of the candidate itself costs no more
+            return 0  # forecasting the candidate itself takes no longer
         profile = profile_of_blocks(-(-blocks // self._candidate.stages))
         received: int = sum(vars(profile.boundary).values())  # the first stage receives nothing
         return int(forecast_step(profile, self._plan).peak().bytes / (1 + SIMILARITY)) - received

@@ -1,4 +1,4 @@
-"""The search: candidates in the order of their lower bounds, until none left can be faster."""
+"""The search: evaluate candidates by rising lower bounds, until no other can be faster."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator, RejectedPlan
 from bigtrain.planner.space import Candidate, SearchSpace
 
 MAX_PLANS = 10
-"""Plans that are reported."""
+"""The most plans that are reported."""
 DOMINANCE_SLACK = 0.03
-"""A choice of slices is dropped if another one uses no more memory and is at most this share of a
-step slower. Recomputing fewer blocks in the memory saved gains more than that."""
+"""A choice of slices is dropped if another choice uses no more memory and is at most this share of
+a step slower: with the memory that it saves, fewer blocks recompute, which gains more."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
-"""Shares of the limit for which the fastest plan is searched, too, to draw the Pareto front."""
+"""Shares of the limit for which the fastest plan is searched in addition, for the Pareto front."""
 MAX_REJECTIONS = 16
-"""Rejected plans after which the search for such a share ends: the front may then be shorter."""
+"""The search for a share of `FRONT_LIMITS` ends after this many rejected plans, even without a plan
+that fits. The front may then have fewer plans."""
 
 
 @dataclass
@@ -30,45 +31,48 @@ class SearchResult:
     """The plans that a search has found."""
 
     best: list[EvaluatedPlan] = field(default_factory=list)
-    """The fastest that fit, the fastest first."""
+    """The fastest plans that fit, the fastest first."""
     rejected: list[RejectedPlan] = field(default_factory=list)
     front: list[EvaluatedPlan] = field(default_factory=list)
-    """The Pareto front: no other plan is both smaller and faster. The fastest first."""
+    """The Pareto front, the fastest plan first: no other plan is both smaller and faster."""
     candidates: int = 0
-    """The size of the space."""
+    """The number of candidates of the space."""
     evaluated: int = 0
-    """Candidates whose memory was forecast; the bounds of the others were enough."""
+    """The number of candidates whose memory was forecast. The others were refused or excluded by
+    their lower bounds."""
     below_bound: int = 0
-    """Candidates whose lower bound on memory is above the limit."""
+    """The number of candidates whose lower bound on memory is above the limit."""
     seconds: float = 0.0
+    """The seconds that the search took."""
 
 
 @dataclass
 class _OpenCandidate:
-    """A candidate and its lower bounds, which are made closer when it comes first in the queue."""
+    """A candidate and its lower bounds; a closer one is computed when it is first in the queue."""
 
     candidate: Candidate
     seconds: float
-    """No plan of it is faster."""
+    """The lower bound on the seconds of a step."""
     num_bounds: int = 0
     """How many of the bounds of `PlanSearch._bounds` are in `seconds` and `least_bytes`."""
     plan: Plan | None = None
     least_bytes: int = 0
-    """No plan of it holds less; of its states alone at first."""
+    """The lower bound on the bytes of the fullest rank; at first, on those of its states alone."""
     kept_bytes: int = 0
-    """If that was enough to see that it may fit: `PlanBounds.floor_bytes` with blocks that save all
-    activations. `least_bytes` has no such bound then."""
+    """`PlanBounds.floor_bytes` with `all_kept`, if it was within the limit: the candidate may fit,
+    and the bound for other policies is not in `least_bytes`. Otherwise 0."""
     failed_limit: int = 0
-    """The largest limit that it was found not to fit."""
+    """The largest limit, in bytes, that the candidate was found not to fit."""
     refused: bool = False
+    """Whether the candidate cannot run, or other slices dominate its slices."""
 
 
 class PlanSearch:
-    """A search of one space.
+    """A best-first search of one space: the candidate with the lowest bound on seconds comes first.
 
     Args:
         evaluator: the evaluator of the candidates.
-        space: the candidates.
+        space: the search space.
     """
 
     def __init__(self, evaluator: PlanEvaluator, space: SearchSpace) -> None:
@@ -85,7 +89,7 @@ class PlanSearch:
 
         Args:
             limit: bytes that a rank may hold.
-            only_best: whether the fastest plan is enough; then there is no front.
+            only_best: whether to search the fastest plan only. The front is then that plan alone.
 
         Raises:
             ConfigError: every candidate is refused.
@@ -95,7 +99,8 @@ class PlanSearch:
         count = 1 if only_best else MAX_PLANS
         answer.best = self._fastest(limit, count, answer)
         if not answer.best:
-            # Moving state in every step costs more than all else that saves memory: it comes last.
+            # Offload is searched last: moving state in every step costs more than any other
+            # technique that saves memory.
             self._open += self._opened(fallback_tier=True)
             answer.candidates, answer.below_bound = len(self._open), 0
             answer.best = self._fastest(limit, count, answer)
@@ -117,7 +122,7 @@ class PlanSearch:
             if candidate.rows not in unfit_rows:
                 try:
                     opened.seconds = self.bounds.least_seconds(candidate)
-                except ConfigError as error:  # BatchNorm needs more than one row, say
+                except ConfigError as error:  # such as BatchNorm, which needs more than one row
                     unfit_rows[candidate.rows] = str(error)
             if candidate.rows in unfit_rows:
                 self._refuse(opened, unfit_rows[candidate.rows])
@@ -130,13 +135,13 @@ class PlanSearch:
     def _fastest(
         self, limit: int, count: int, answer: SearchResult | None = None
     ) -> list[EvaluatedPlan]:
-        """The fastest plans that fit a limit.
+        """Find the fastest plans that fit a limit.
 
         Args:
             limit: bytes that a rank may hold.
             count: how many plans to find.
-            answer: rejected plans are noted there; without it the search gives up after
-                `MAX_REJECTIONS` of them.
+            answer: the result to which rejected plans are added. If it is None, the search ends
+                after `MAX_REJECTIONS` of them.
         """
         best: list[EvaluatedPlan] = []
         num_rejected = 0
@@ -185,10 +190,16 @@ class PlanSearch:
             self._refuse(opened, str(error))
 
     def _tighten(self, opened: _OpenCandidate, limit: int, number: int) -> bool:
-        """Apply the next closer bound to a candidate, or refuse it.
+        """Apply the next closer bound to a candidate, or refuse the candidate.
+
+        Args:
+            opened: the candidate.
+            limit: bytes that a rank may hold. The bound on bytes is computed again for a lower
+                limit than before.
+            number: how many of the bounds to apply.
 
         Returns:
-            Whether there was one: of the first `number` bounds, or the bytes below this limit.
+            Whether a bound was left to apply.
         """
         is_new = opened.num_bounds < number
         if not is_new and opened.kept_bytes <= limit:
@@ -214,9 +225,9 @@ class PlanSearch:
             self._compare_slices(opened)
 
     def _bound_bytes(self, opened: _OpenCandidate, plan: Plan, limit: int) -> None:
-        """Bound the bytes: only if a model that saves all activations may exceed the limit.
+        """Bound the bytes, but only if a model that saves all activations exceeds the limit.
 
-        The bound of other policies takes one more run of the model.
+        The bound for other policies takes one more run of the model on fake tensors.
         """
         kept = self.bounds.floor_bytes(opened.candidate, plan, all_kept=True)
         if kept <= limit:
@@ -233,10 +244,10 @@ class PlanSearch:
             opened.seconds = max(opened.seconds, bound)
 
     def _compare_slices(self, opened: _OpenCandidate) -> None:
-        """Find out which slices dominate others.
+        """Find out which slices dominate others; see `DOMINANCE_SLACK`.
 
-        They are compared on one mesh. The result is taken to hold on all meshes with as many tp
-        ranks, for micro-batches of as many rows.
+        Slices are compared on one mesh. The result is used on all meshes with the same number of
+        tp ranks and the same rows of a micro-batch.
         """
         others = self._with_slices.setdefault(replace(opened.candidate, slices=None), [])
         for known in others:
@@ -271,7 +282,11 @@ class PlanSearch:
         return self._outcomes[key]
 
     def smallest(self) -> EvaluatedPlan | RejectedPlan | None:
-        """The candidate with the least memory, however slow it is; for when nothing fits."""
+        """Find the candidate with the lowest peak, however slow it is, for when no plan fits.
+
+        Returns:
+            The outcome of the candidate with a limit of 0; None if every candidate is refused.
+        """
         for opened in self._open:
             if opened.plan is None and not opened.refused:
                 self._make_plan(opened)
@@ -297,7 +312,7 @@ class PlanSearch:
 
 
 def _slicing(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
-    """The key of the comparison of slices: rows, tp ranks and the slices."""
+    """The key under which slices are compared: the rows, the tp ranks and the slices."""
     candidate = opened.candidate
     return candidate.rows, candidate.tp, candidate.slices
 

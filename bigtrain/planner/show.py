@@ -25,15 +25,16 @@ _SHORT = {
 
 
 WIDE_TABLE = 130
-"""Columns of the terminal that the whole table needs."""
+"""The width of a terminal, in characters, that the whole table needs."""
 
 
 def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
-    """The fastest plans that fit, the fastest first.
+    """Return a table of the fastest plans that fit, the fastest first.
 
     Args:
         planned: the answer.
-        width: columns of the terminal. A narrow table leaves out figures that are in the plan file.
+        width: the width of the terminal in characters. Below `WIDE_TABLE` the table has no columns
+            for the recomputed blocks and for the parts of the peak.
     """
     question = planned.question
     table = Table(
@@ -72,7 +73,7 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
 
 
 def _differences(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
-    """For each plan the options that distinguish it from rows that look the same."""
+    """Return for each plan the options that distinguish it from rows that look the same."""
     shown = [
         (plan.label, *plan.candidate.axes, plan.candidate.rows, recompute_summary(plan))
         for plan in plans
@@ -86,11 +87,12 @@ def differences(
     """Find the options that distinguish rows which look the same.
 
     Args:
-        shown: by row, all that the table shows of it.
-        strategies: by row, all options of its strategy.
+        shown: for each row, its cells. Rows with equal cells look the same.
+        strategies: for each row, all options of its strategy, nested by role.
 
     Returns:
-        By row the options, with their values, in which it differs from a row that looks the same.
+        For each row, the options in which it differs from a row that looks the same, with their
+        values. The keys are dotted; the value is None where the row does not have the option.
     """
     leaves = [dict(_leaves(strategy)) for strategy in strategies]
     distinguishing = []
@@ -111,7 +113,7 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _short_keys(values: Mapping[str, Any]) -> str:
-    """The options by the last word of their keys; of a list the first three values."""
+    """Return the options as text, with the last word of each key and at most three list items."""
     shown = {
         key.rpartition(".")[2]: (
             " ".join([*map(str, value[:3]), *(["..."] if len(value) > 3 else [])])
@@ -128,7 +130,7 @@ def _unit(planned: PlannedAnswer) -> str:
 
 
 def _parts(evaluated: EvaluatedPlan) -> str:
-    """The three largest parts of the peak on the fullest rank."""
+    """The three largest parts of the peak on the fullest rank, as text."""
     parts = vars(evaluated.peak.breakdown)
     largest = sorted(parts, key=lambda kind: -parts[kind])[:3]
     where = f" (pp rank {evaluated.fullest_rank})" if evaluated.candidate.pp > 1 else ""
@@ -136,13 +138,20 @@ def _parts(evaluated: EvaluatedPlan) -> str:
 
 
 def recompute_summary(evaluated: EvaluatedPlan) -> str:
-    """The number of blocks by recompute policy; `none` if all keep everything."""
+    """The number of blocks for each recompute policy, as text.
+
+    The text is `none` if all blocks save all activations.
+    """
     counts = Counter(evaluated.recomputed.values())
     return ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items())) or "none"
 
 
 def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
-    """The predicted figures of a plan: bytes of the fullest rank, seconds, rates, MFU."""
+    """Return the predicted figures of a plan as JSON values.
+
+    They are the bytes of the fullest rank at its peak, the seconds of a step, the targets per
+    second over all replicas, and the MFU between 0 and 1. The MFU is None if it would be above 1.
+    """
     seconds = evaluated.seconds.total
     mfu = planned.step_flops / seconds / planned.peak_flops
     return {
@@ -158,7 +167,10 @@ def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, 
 
 
 def figure_caveats(planned: PlannedAnswer) -> list[str]:
-    """Doubts about the figures by which plans were compared, a line for each."""
+    """Return warnings about the figures by which plans were compared, one line each.
+
+    A line appears if the rates were measured on a busy machine, and if an MFU is above 100 %.
+    """
     caveat, lines = planned.question.cluster.caveat, []
     if caveat:
         lines.append(
@@ -175,9 +187,9 @@ def figure_caveats(planned: PlannedAnswer) -> list[str]:
 
 
 def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
-    """Yield, for each strategy with plans that do not fit, a line on the one with the lowest peak.
+    """Yield for each strategy with plans that do not fit a line on the plan with the lowest peak.
 
-    The lines are sorted by that peak; one more line counts the plans that a lower bound excludes.
+    The lines are sorted by this peak. A last line counts the plans that a lower bound excludes.
     """
     answer = planned.result
     nearest_miss: dict[str, RejectedPlan] = {}
@@ -204,7 +216,7 @@ def _peak(refused: RejectedPlan) -> int:
 
 
 def search_line(planned: PlannedAnswer) -> str:
-    """One line on the size of the search."""
+    """Return one line on the size of the search and the seconds that it took."""
     answer = planned.result
     return (
         f"{answer.candidates} plans searched in {answer.seconds:.1f} s; the memory of "
@@ -213,7 +225,12 @@ def search_line(planned: PlannedAnswer) -> str:
 
 
 def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
-    """The whole answer as JSON values. Bytes are integers, seconds floats."""
+    """Return the whole answer as JSON values. Bytes are integers, seconds are floats.
+
+    Args:
+        planned: the answer.
+        margin: the line that `make_question` returns.
+    """
     question, answer = planned.question, planned.result
     return {
         "model": question.job.model.model_dump(mode="json"),
@@ -239,7 +256,7 @@ def _row(planned: PlannedAnswer, plan: EvaluatedPlan) -> dict[str, Any]:
 
 
 def _rows(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
-    """Plans as JSON values, with `differs` where two of them look the same otherwise."""
+    """Return plans as JSON values; those that look the same have a key for what differs."""
     differing = _differences(planned, plans)
     rows = [_row(planned, plan) for plan in plans]
     return [
@@ -248,7 +265,7 @@ def _rows(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[s
 
 
 def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
-    """A plan as YAML values, which `--plan` reads."""
+    """Return a plan as YAML values, which `bigtrain train --plan` reads."""
     strategy = evaluated.job.strategy.model_dump(mode="json", exclude_defaults=True)
     strategy["name"] = "planned"
     return {
@@ -265,12 +282,12 @@ def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, A
 
 
 def plan_text(planned: PlannedAnswer, evaluated: EvaluatedPlan, command: str) -> str:
-    """The text of a plan file, which users may read and change.
+    """Return the text of a plan file, which users may read and change.
 
     Args:
         planned: the answer.
-        evaluated: one of its plans.
-        command: the command that made the file, for the first line.
+        evaluated: the plan to write, from the answer.
+        command: the command line that makes the file; it is the first line of the text.
     """
     peak, step = format_bytes(evaluated.peak.bytes), format_seconds(evaluated.seconds.total)
     head = (
@@ -283,7 +300,11 @@ def plan_text(planned: PlannedAnswer, evaluated: EvaluatedPlan, command: str) ->
 
 
 def no_fit_lines(planned: PlannedAnswer) -> list[str]:
-    """If no plan fits: the smallest memory that would be enough, its largest part, and the fix."""
+    """Return lines for an answer without plans: the smallest peak, and changes that may help.
+
+    The changes are a larger memory or cap, more devices, or a model with fewer blocks. The
+    candidate with the smallest peak is searched first, which may take a while.
+    """
     question = planned.question
     smallest = planned.search.smallest()
     peak = None if smallest is None else smallest.peak

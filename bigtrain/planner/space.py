@@ -24,30 +24,32 @@ from bigtrain.job.schema import Job, Role, StrategyConfig
 CHOSEN: tuple[Role, ...] = ("replicate", "cut", "slice", "offload")
 """The roles whose techniques list variants."""
 MAX_ROWS = 64
-"""The most rows of a micro-batch: more do not make a device faster."""
+"""The most rows of a micro-batch that are searched: more do not make a device faster."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan before it is checked."""
+    """A point of the search space: a mesh, a batch and variants of techniques, not yet checked."""
 
     pp: int
     dp: int
     replicate: Variant | None
-    """How replicas share their state; None is the default of a job."""
+    """How replicas share their state; None for the default of a job."""
     rows: int
     """The rows of a micro-batch."""
     micro_batches: int
     """The number of micro-batches of a replica in one step."""
     cut: Variant | None = None
+    """How the model is cut into pipeline stages; None if it is whole."""
     offload: Variant | None = None
+    """Which state is moved off the device; None for no offload."""
     tp: int = 1
     slices: Variant | None = None
-    """How layers are sliced over the tp ranks."""
+    """How layers are sliced over the tp ranks; None if they are whole."""
 
     @property
     def axes(self) -> tuple[int, int, int]:
-        """The sizes of the mesh: pp, dp, tp."""
+        """The sizes of the mesh: (pp, dp, tp)."""
         return self.pp, self.dp, self.tp
 
     @property
@@ -57,17 +59,17 @@ class Candidate:
 
     @property
     def mesh(self) -> str:
-        """The mesh as text, `pp 2 x dp 4`."""
+        """The mesh as text; see `mesh_words`."""
         return mesh_words(self.pp, self.dp, self.tp)
 
     @property
     def engine(self) -> str:
-        """The library that shares the replicas' state."""
+        """The engine that runs the replicas: 'torch', 'deepspeed' or 'fairscale'."""
         return self.replicate.engine if self.replicate is not None else Traits.engine
 
     @cached_property
     def cut_traits(self) -> CutTraits | None:
-        """The traits of the technique that cuts the model; None if it is whole."""
+        """The traits of the technique that cuts the model; None if the model is whole."""
         technique = _technique("cut", self.cut)
         return technique.traits if isinstance(technique, CutStrategy) else None
 
@@ -88,16 +90,19 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The candidate's name in tables: words for `--strategy`, without the mesh."""
+        """The candidate's name in tables: the labels of its variants, joined by +.
+
+        If all variants are presets, it is also a value of `--strategy`.
+        """
         shares = self.dp > 1 or self.pp * self.tp == 1
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(part.label for part in shown if part is not None)
 
     def strategy(self, **more: Any) -> StrategyConfig:
-        """The `strategy` section of a job.
+        """Make the `strategy` section of a job that runs the candidate.
 
         Args:
-            more: options by role, in addition to those of the candidate.
+            more: options by role, in addition to those of the candidate; see `written_options`.
         """
         values: dict[str, Any] = {"name": "planned"}
         if self.replicate is not None:
@@ -112,7 +117,12 @@ class Candidate:
         return StrategyConfig.model_validate(values)
 
     def job(self, job: Job, **more: Any) -> Job:
-        """A copy of a job with this candidate's mesh, batch and strategy."""
+        """Return a copy of a job with this candidate's mesh, batch and strategy.
+
+        Args:
+            job: the job.
+            more: see `strategy`.
+        """
         mesh = job.mesh.model_copy(update={"pp": self.pp, "dp": self.dp, "tp": self.tp})
         batch = {
             "global_batch_size": self.rows * self.micro_batches * self.dp,
@@ -142,7 +152,7 @@ def searched_techniques(job: Job) -> dict[Role, list[Strategy]]:
     """Return by role the techniques whose variants are searched: bigtrain's and the user's.
 
     Args:
-        job: its `strategy` names the user's techniques as `package.module:Class`.
+        job: the job, whose `strategy` may name techniques of the user as `package.module:Class`.
 
     Raises:
         ConfigError: a user's technique cannot be imported, or does not take its options.
@@ -160,36 +170,42 @@ def _ours() -> dict[Role, list[Strategy]]:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The candidates for one model and number of devices."""
+    """The candidates for one model, global batch and number of devices."""
 
     devices: int
     per_node: int
+    """The devices of one node."""
     global_batch_size: int
+    """Samples of a step, over all replicas."""
     num_blocks: int
-    """Blocks of the model; each stage begins with one."""
+    """Blocks of the model. A cut is at the start of a block, or after the last one."""
     pp: int | None = None
-    """Fixed by the user; None to search it. So for `dp`, `tp` and `rows`."""
+    """The pp size that the user has fixed; None to search it. The same holds for `dp`, `tp` and
+    `rows`. A `dp` of -1 also means that it is searched."""
     dp: int | None = None
     tp: int | None = None
     most_ranks: int = 1
     """The largest tp size that the model's layers allow."""
     rows: int | None = None
     engines: Sequence[str] | None = None
-    """The libraries whose replicas are searched; None for all."""
+    """The engines whose replicas are searched if there are several; None for all."""
     device_type: str = "cpu"
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
     """The techniques that list variants, by role."""
 
     @property
     def slice_counts(self) -> list[int]:
-        """The tp sizes to search: those that divide a node."""
+        """The tp sizes to search: those that divide both the devices and those of a node.
+
+        A fixed `tp` is the only size; the list is empty if it does not divide the devices.
+        """
         if self.tp is not None:
             return [self.tp] if self.devices % self.tp == 0 else []
         node = math.gcd(self.per_node, self.devices)
         return [n for n in range(1, min(node, self.most_ranks) + 1) if node % n == 0]
 
     def meshes(self) -> list[tuple[int, int, int]]:
-        """The meshes (pp, dp, tp) that use all devices.
+        """Return the meshes (pp, dp, tp) that use all devices and divide the global batch.
 
         Raises:
             ConfigError: no mesh with the given sizes divides the devices and the batch.
@@ -224,10 +240,14 @@ class SearchSpace:
         return dividing
 
     def candidates(self, *, fallback_tier: bool = False) -> Iterator[Candidate]:
-        """All candidates, including those that a technique will refuse.
+        """Yield all candidates, including those that a technique will refuse.
 
         Args:
-            fallback_tier: yield the candidates with offload instead of those without.
+            fallback_tier: whether to yield the candidates with offload; by default, those without
+                it.
+
+        Raises:
+            ConfigError: see `meshes`.
         """
         for pp, dp, tp in self.meshes():
             for rows in self._rows(self.global_batch_size // dp):
@@ -268,13 +288,20 @@ class SearchSpace:
 
 
 def _listed(sizes: Mapping[str, int], separator: str = "") -> str:
-    """List the keys; with a separator, each key with its size."""
+    """Return the keys as text; with a separator, each key is followed by its size."""
     words = [f"{key}{separator}{size}" if separator else key for key, size in sizes.items()]
     return " and ".join(words)
 
 
 def round_sizes(share: int) -> list[int]:
-    """The micro-batch sizes to search for a replica's share of the global batch, in samples."""
+    """Return the micro-batch sizes to search, in samples, ascending.
+
+    They are the sizes up to `MAX_ROWS` that divide the share and are a power of two or three times
+    a power of two.
+
+    Args:
+        share: the samples of one replica in a step.
+    """
     return [n for n in range(1, min(share, MAX_ROWS) + 1) if share % n == 0 and _is_round(n)]
 
 
@@ -284,7 +311,7 @@ def _traits(role: Role, variant: Variant) -> Traits:
 
 
 def _is_round(number: int) -> bool:
-    """Whether it is a power of two, or three times one: kernels are fast with these."""
+    """Whether a number is 2**n or 3 * 2**n: kernels are fast with such sizes."""
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)
@@ -293,12 +320,15 @@ def _is_round(number: int) -> bool:
 def written_options(
     cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
 ) -> dict[str, Any]:
-    """The options of a plan that the candidate does not have: its cuts and recomputation.
+    """Return the options of a plan that its candidate does not have: cuts and recompute policies.
 
     Args:
-        cuts: the block that each stage but the first begins with.
-        recomputed: blocks that keep less than everything, with their policies.
-        blocks: the number of blocks.
+        cuts: the name of the first block of each stage but the first stage.
+        recomputed: by name, the policies of the blocks that do not save all activations.
+        blocks: the number of blocks of the model.
+
+    Returns:
+        The options by role; a role without options is left out.
     """
     options: dict[str, Any] = {}
     if cuts:

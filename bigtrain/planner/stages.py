@@ -15,11 +15,11 @@ from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import PassPair, Section
 
 RECOMPUTE_LEVELS: tuple[BlockPolicy, ...] = ("keep", "selective", "full")
-"""The policies that the planner assigns to blocks, from the fastest to the smallest."""
+"""The policies that the planner assigns to blocks, from the fastest to the one that saves least."""
 
 SplitPasses = Callable[[], Mapping[str, PassPair] | None]
-"""Returns the sections' passes with split backward passes, by section; None if the model cannot run
-with them."""
+"""Returns, by name of the section, its passes with a split backward pass; None if the model does
+not run with split backward passes."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,33 @@ class SectionRange:
     """A stage: consecutive sections of the model, each with its policy."""
 
     first: int
-    """The first section."""
+    """The index of the stage's first section in the model."""
     stop: int
-    """The section after the last one."""
+    """The index of the section after the stage's last one."""
     choices: tuple[BlockPolicy, ...]
-    """The policy of each section; sections outside of blocks save everything for backward."""
+    """The policy of each section; it is "keep" for sections outside of blocks."""
     between_ranks: tuple[bool, bool] = (True, True)
-    """Whether the stage's input comes from another rank, and whether its output goes to one."""
+    """Whether the stage's input comes from another rank, and whether its output is sent to another
+    rank. For the input and the output of the model the values are True."""
 
     def scatter_ranks(self, tp: int) -> tuple[int, int]:
-        """The number of tp ranks over which the stage's input and its output are scattered."""
+        """The number of tp ranks over which the stage's input and its output are scattered.
+
+        A number is 1 where the neighbouring stage is on the same rank.
+
+        Args:
+            tp: the size of the tp axis.
+        """
         into, out = self.between_ranks
         return (tp if into else 1, tp if out else 1)
 
 
 class RecomputeLevels:
-    """The model's sections at each policy that blocks may have, made when first used.
+    """The model's sections at each policy that blocks may have, made on first use.
 
     Args:
-        allowed: the policies that the plan allows, from the fastest to the smallest.
-        sections_for: gives the sections where all blocks have one policy.
+        allowed: the policies that the plan allows, from the fastest to the one that saves least.
+        sections_for: returns the sections where all blocks have a given policy.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class RecomputeLevels:
 
     @property
     def is_single(self) -> bool:
-        """Whether the plan allows one policy only."""
+        """Whether the plan allows only one policy."""
         return len(self._allowed) == 1
 
     def __getitem__(self, choice: BlockPolicy) -> ModelSections:
@@ -67,16 +74,20 @@ class RecomputeLevels:
 
     @cached_property
     def least(self) -> BlockPolicy:
-        """The policy with the least memory among those that work with this model."""
+        """The policy that saves least among those with which the model runs."""
         return next(choice for choice in reversed(self._allowed) if self._works(choice))
 
     @cached_property
     def choices(self) -> list[BlockPolicy]:
-        """The policies that work with this model, from the fastest to the smallest."""
+        """The policies with which the model runs, from the fastest to the one that saves least."""
         return [choice for choice in self._allowed if self._works(choice)]
 
     def _works(self, choice: BlockPolicy) -> bool:
-        """Whether the model runs with this policy, and its blocks still follow one another."""
+        """Whether the model runs with this policy, and in the same sections as with "keep".
+
+        Raises:
+            ConfigError: the policy is "keep", and the model does not run with it.
+        """
         try:
             recorded = self[choice]
         except ConfigError:
@@ -88,7 +99,7 @@ class RecomputeLevels:
 
 @dataclass
 class StageCache:
-    """Results that candidates of one search share: many have the same stages."""
+    """Results that the candidates of one search share, because many have the same stages."""
 
     profiles: dict[object, Profile] = field(default_factory=dict)
     """Composed profiles of stages; see `StageProfiles`."""
@@ -101,9 +112,9 @@ class StageProfiles:
 
     Args:
         plan: the plan of the candidate.
-        levels: the model's sections.
+        levels: the model's sections at each policy.
         cache: shared by all candidates of a search.
-        split_passes: the sections' split backward passes, where the schedule splits them.
+        split_passes: makes the sections' split backward passes; None if the schedule splits none.
     """
 
     def __init__(
@@ -126,14 +137,14 @@ class StageProfiles:
         ]
 
     def kind(self, stage: SectionRange) -> object:
-        """A key that is equal for stages whose profiles differ in names alone."""
-        # Passes are compared by identity, as hashing one reads all its storages. An id stays valid
-        # because the evaluator keeps the levels of every candidate.
+        """Return a key that is equal for stages whose profiles differ only in names."""
+        # Passes are compared by identity, because hashing one reads all its storages. An id stays
+        # valid because the evaluator holds the levels of every candidate.
         passes = [id(section.passes) for section in self.sections(stage)]
         return (*passes, stage.stop < len(self._all), stage.scatter_ranks(self._plan.tp))
 
     def profile(self, stage: SectionRange) -> Profile:
-        """The profile of a stage, or of the whole model."""
+        """The profile of a stage with whole backward passes. A stage may be the whole model."""
         key = self._key(stage)
         if key not in self._profiles:
             sections = self.sections(stage)
@@ -149,9 +160,9 @@ class StageProfiles:
         return self._profiles[key]
 
     def with_split_backward(self, stage: SectionRange) -> Profile:
-        """The profile of a stage as the schedule runs it, with its backward pass split or whole.
+        """The profile of a stage as the schedule runs it, with a split or a whole backward pass.
 
-        The first stage is never split: it has no input gradients.
+        The backward pass of the first stage is never split: it has no input gradients.
         """
         split_passes = self._split_passes() if self._split_passes and stage.first else None
         if split_passes is None:
@@ -168,7 +179,11 @@ class StageProfiles:
         return self._profiles[key]
 
     def middle(self, choices: tuple[BlockPolicy, ...]) -> SectionRange:
-        """A stage of blocks from the middle of the model, one for each policy, without its ends."""
+        """Return a stage of consecutive blocks from the middle of the model, without its ends.
+
+        Args:
+            choices: the policies of the blocks, whose number is that of the blocks.
+        """
         first = max(1, (len(self._all) - len(choices)) // 2)
         return SectionRange(first, first + len(choices), choices)
 
@@ -176,5 +191,5 @@ class StageProfiles:
         return self._all[stage.stop] if stage.stop < len(self._all) else None
 
     def _key(self, stage: SectionRange) -> object:
-        """All that the profile of a stage depends on."""
+        """Return a key of all that the profile of a stage depends on."""
         return (self.kind(stage), self._levels["keep"].base, self._plan.release_gradients)

@@ -1,5 +1,5 @@
-"""A rank's peak memory before anything is built, from runs on fake tensors.
+"""The peak memory of a rank before anything is built, predicted from runs on fake tensors.
 
-Recording a step, a stage or a model's sections; composing sections; reports of predicted and
-measured memory; the safety margin from earlier runs.
+This package records a step of a model or of a stage, or the sections of a model. It composes
+sections into other models and stages, and reports predicted and measured memory.
 """

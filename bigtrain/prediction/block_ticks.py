@@ -1,4 +1,4 @@
-"""Recording when each block of a model runs, forward and backward, and its operations."""
+"""Record the clock ticks at which each block of a model runs, and the model's operations."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ Moment = Literal[
 
 
 _ALL = ""
-"""The name of the whole model among the followed modules."""
+"""The key of the whole model among the followed modules."""
 
 
 class BlockTickRecorder:
     """Records the clock ticks at which blocks begin and end, without keeping tensors alive.
 
     Args:
-        model: gets hooks on its blocks that are never removed, so pass a copy.
-        tracker: its clock gives the ticks.
-        names: the names of further modules to follow, besides the blocks that share no parameter.
+        model: the model. Its blocks get hooks that are never removed, so pass a copy.
+        tracker: the tracker whose clock defines the ticks.
+        names: the names of modules to follow in addition to the blocks that share no parameter.
+            Names that the model does not have are ignored.
     """
 
     def __init__(
@@ -91,7 +92,16 @@ class BlockTickRecorder:
         self._notes[name].append((self._tracker.clock, moment))
 
     def ticks(self, name: str, start: int, stop: int) -> dict[Moment, list[int]]:
-        """Return the ticks in [start, stop] at which passes of a module begin or end, by moment."""
+        """Return the ticks of a module's events, by moment.
+
+        Args:
+            name: the name of a followed module.
+            start: the first tick to consider.
+            stop: the last tick to consider.
+
+        Returns:
+            The ticks of each `Moment` that occurred, in order.
+        """
         ticks: dict[Moment, list[int]] = {}
         for tick, moment in self._notes[name]:
             if start <= tick <= stop:
@@ -101,14 +111,17 @@ class BlockTickRecorder:
     def visits(
         self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, BlockTicks]:
-        """Return the modules that ran in a pass, in the order of their forward passes.
+        """Return the modules that ran in one micro-batch, in the order of their forward passes.
 
-        The backward pass of a block whose inputs need no gradient ends with the pass.
+        If the inputs of a block need no gradient, its backward pass ends at `stop`.
 
         Args:
-            start: the tick at which the pass starts.
-            stop: the tick at which the pass ends.
-            names: the names of the followed modules; by default the blocks that share no parameter.
+            start: the tick at which the micro-batch starts.
+            stop: the tick at which the micro-batch ends.
+            names: the names of followed modules; by default the blocks that share no parameter.
+
+        Returns:
+            The ticks of each module that ran, by its name.
         """
         wanted = self.names if names is None else [n for n in names if n in self._modules]
         every = {name: self.ticks(name, start, stop) for name in wanted}
@@ -120,7 +133,7 @@ class BlockTickRecorder:
             begins = min(ticks.get("backward begins", [stop]))
             ends = max(ticks.get("backward ends", [stop]))
             if ends in together:
-                # Its part of the shared gradient is complete with its last parameter's gradient.
+                # Blocks share an input, whose gradient says nothing about the end of this block.
                 ends = max(ticks.get("parameter's gradient", [ends]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
             parameters = list(self._modules[name].parameters())
@@ -130,10 +143,14 @@ class BlockTickRecorder:
         return dict(sorted(blocks, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
-        """Return the ticks of the part of the model outside of called blocks, in one pass.
+        """Return the parameters outside of called blocks, with the ticks of one micro-batch.
 
-        Its forward pass ends with the model's, before the loss. Its backward pass begins when the
-        gradient of the model's output exists, after the backward pass of the loss.
+        The forward pass ends when the model's does, before the loss. The backward pass begins when
+        the gradient of the model's output exists, after the backward pass of the loss.
+
+        Args:
+            start: the tick at which the micro-batch starts.
+            stop: the tick at which the micro-batch ends.
         """
         moments = self.ticks(_ALL, start, stop)
         begins = min(moments.get("backward begins", [start]))
@@ -154,7 +171,7 @@ class BlockTickRecorder:
         )
 
     def _only_used(self, start: int, stop: int) -> Iterator[nn.Parameter]:
-        """Yield parameters of blocks that are used without a call of the block, as by a method."""
+        """Yield the parameters of blocks that are used without a call, such as by a method."""
         for name in self.names:
             moments = self.ticks(name, start, stop)
             if "forward begins" not in moments and "parameter's gradient" in moments:
@@ -171,7 +188,7 @@ class BlockTickRecorder:
 
 
 def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:
-    """Return the ticks at which the gradient of an input that several blocks share is complete."""
+    """Return the ticks at which the gradient of an input shared by several blocks is complete."""
     last = (max(ticks["backward ends"]) for ticks in every.values() if "backward ends" in ticks)
     return {tick for tick, times in Counter(last).items() if times > 1}
 
@@ -184,11 +201,12 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 class SectionHooks:
-    """Records every operation, and the inputs of blocks.
+    """Records every operation of a model, and the sizes of the inputs of its blocks.
 
     Args:
-        names: the names of the blocks.
-        contiguous_gradients: whether gradients of a block's output have the output's layout.
+        names: the names of the blocks, in the order of the forward pass.
+        contiguous_gradients: whether to copy gradients of a block's output to the output's layout,
+            as if they were sent between ranks.
     """
 
     def __init__(self, names: Sequence[str], *, contiguous_gradients: bool = False) -> None:
@@ -197,17 +215,18 @@ class SectionHooks:
         """See `RecordedSections.copies_gradient`."""
         self._contiguous_gradients = contiguous_gradients
         self.work: list[tuple[float, ...]] = []
-        """(clock, FLOPs, FLOPs in bf16, bytes, calls, m, n, k, batch) of each operation."""
+        """For each operation (tick, FLOPs in fp32 and fp64, FLOPs in bf16 and fp16, bytes, calls,
+        m, n, k, batch); the last four are a `ProductSize`."""
         self.incoming: list[tuple[int, str, tuple[int, int, int]]] = []
-        """(clock, block, bytes of its inputs, those that get a gradient, those that are sequence
-        shards)"""
+        """For each call of a block (tick, block, bytes). The bytes are those of all inputs, of the
+        inputs that get a gradient, and of the inputs that are sequence shards."""
         self.used: dict[str, set[int]] = {}
-        """By tensor of the model, the ticks at which operations used it."""
+        """By the name of a parameter or buffer, the ticks at which operations used it."""
         self._owners: dict[int, str] = {}
         self.clock: Callable[[], int] = lambda: 0
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Put hooks on the blocks and drop earlier records; see `record.InstallHooks`."""
+        """Add hooks to the blocks and discard earlier records; see `record.InstallHooks`."""
         for notes in (self.work, self.incoming, self.used, self._owners):
             notes.clear()
         self.clock = lambda: tracker.clock
@@ -273,7 +292,7 @@ class SectionHooks:
 
 
 def _is_sequence_shard(leaf: Any) -> bool:
-    """Whether a leaf is a sequence shard, which stages send without gathering it."""
+    """Whether a leaf is a sequence shard. Stages send such shards without gathering them."""
     return is_sliced(leaf) and Crossing(leaf.group).sequence_shard(leaf) == (
         leaf.slices,
         leaf.group,

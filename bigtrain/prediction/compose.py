@@ -1,4 +1,4 @@
-"""Composing sections into the profile of a whole model, or of one stage."""
+"""Compose sections into the profile of a whole model, or of one stage."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.scatter_gather import scattered_bytes
 
 _MOST = 0.75
+"""The share of parameters with a copy at the peak from which an optimizer updates all at once."""
 _NUMBER_BYTES = 8
-"""A smaller storage is a number such as a step count or a norm, not a copy of a parameter."""
+"""The most bytes of a storage that is a number, such as a step count or a norm, and not a copy of a
+parameter."""
 
 
 def compose_profile(
@@ -33,16 +35,16 @@ def compose_profile(
     released: bool = False,
     scatter_ranks: tuple[int, int] = (1, 1),
 ) -> Profile:
-    """Return the profile of consecutive sections, as `record.make_profile` would make it.
+    """Return the profile of consecutive sections, as a run of these sections would record it.
 
     Args:
-        base: the run that shows the memory of the optimizer's step.
+        base: the run from which the memory of the optimizer's step is taken.
         sections: the sections, in the order of the forward pass, with distinct names.
-        after: the section that follows on another rank; None if the model ends with these.
+        after: the section that follows on another rank; None if the model ends with `sections`.
         recomputed: the names of the recomputed blocks.
         released: whether gradients are freed as soon as they are used.
-        scatter_ranks: the number of ranks over which the stage's inputs are scattered, and that for
-            its outputs; see `slicing.scatter_gather`.
+        scatter_ranks: the number of ranks over which the inputs of the stage are scattered, and the
+            number for its outputs; see `slicing.scatter_gather`.
     """
     if base.profile is not None:
         return base.profile
@@ -95,13 +97,13 @@ def compose_profile(
 
 
 def _placed(ticks: Sequence[BlockTicks], sections: Sequence[Section]) -> list[BlockTicks]:
-    """The ticks of all blocks, each with its block's place among the model's modules."""
+    """Return the ticks of all blocks, each with the index of its block in the model."""
     blocks = [section for section in sections if section.name]
     return [replace(t, place=block.place) for t, block in zip(ticks, blocks, strict=True)]
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:
-    """Return the name, bytes and dtype of each trained tensor."""
+    """Return `Profile.tensors`."""
     return tuple(
         (_name_in_stage(section, t), t.nbytes, t.kind)
         for section in sections
@@ -111,7 +113,7 @@ def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], .
 
 
 def _frozen_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int], ...]:
-    """Return the name and bytes of each frozen tensor."""
+    """Return `Profile.frozen_tensors`."""
     return tuple(
         (_name_in_stage(section, t), t.nbytes)
         for section in sections
@@ -121,14 +123,14 @@ def _frozen_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int], ...]:
 
 
 def _name_in_stage(section: Section, tensor: SectionTensor) -> str:
-    """Return a name that tensors of several blocks do not share, and tied ones do."""
+    """Return a name that differs between tensors of several blocks; tied tensors share one."""
     return f"{section.name} {tensor.name}".strip()
 
 
 def with_split_backward(
     profile: Profile, sections: Sequence[PassPair], scatter_ranks: tuple[int, int] = (1, 1)
 ) -> Profile:
-    """Return the profile of a stage, with split backward passes in addition to whole ones.
+    """Return a stage's profile with split backward passes in addition to the whole ones.
 
     Args:
         profile: the profile of the same stage with whole backward passes.
@@ -150,14 +152,14 @@ def with_split_backward(
 def stage_ends(
     first: Section, after: Section | None, scatter_ranks: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the number of ranks over which a stage's inputs and outputs are really scattered.
+    """Return the numbers of ranks over which a stage's inputs and its outputs are scattered.
 
-    It is 1 for sequence shards: each rank sends its shard as it is.
+    Sequence shards are not scattered, because each rank sends its own shard. The number is then 1.
 
     Args:
         first: the first section of the stage.
         after: see `compose_profile`.
-        scatter_ranks: see `compose_profile`.
+        scatter_ranks: see `compose_profile`; the numbers for tensors that are no shards.
     """
     ends = zip((first, after), scatter_ranks, strict=True)
     into, out = (1 if end is not None and end.sequence_shards else ranks for end, ranks in ends)
@@ -165,24 +167,24 @@ def stage_ends(
 
 
 def boundary_bytes(section: Section, ranks: int) -> tuple[int, int]:
-    """Return the bytes of inputs that one rank receives, and of their gradients that it sends.
+    """Return the bytes of the inputs that one rank receives, and of the gradients that it sends.
 
     Args:
         section: the first block of a stage.
-        ranks: the number of ranks over which tensors that all ranks have are scattered.
+        ranks: the number of tp ranks over which tensors are scattered that all of them have whole.
     """
     inputs, gradients = (scattered_bytes(nbytes, ranks) for nbytes in _whole(section))
     return section.sequence_shards + inputs, section.sequence_shards + gradients
 
 
 def _gathered(section: Section | None, ranks: int) -> tuple[int, int]:
-    """Return the bytes of inputs, and of their gradients, that are sent in parts and gathered."""
+    """Return the whole bytes of the inputs, and of the gradients, that are sent in parts."""
     inputs, gradients = (n if scattered_bytes(n, ranks) < n else 0 for n in _whole(section))
     return inputs, gradients
 
 
 def _whole(section: Section | None) -> tuple[int, int]:
-    """Return the bytes of inputs, and of their gradients, that are equal on all tp ranks."""
+    """Return the bytes of the inputs, and of their gradients, that all tp ranks have whole."""
     if section is None:
         return 0, 0
     shards = section.sequence_shards
@@ -190,7 +192,10 @@ def _whole(section: Section | None) -> tuple[int, int]:
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:
-    """Bytes of the states of some sections, whole in one process; frozen parameters included."""
+    """Return the bytes of the states of some sections, whole in one process.
+
+    The part `parameters` includes frozen parameters. A tied tensor outside of blocks counts once.
+    """
     tensors = _distinct(sections)
     return Breakdown(
         parameters=sum(t.nbytes for t in tensors if not t.is_buffer),
@@ -201,12 +206,15 @@ def section_states(sections: Sequence[Section]) -> Breakdown:
 
 
 def count_parameters(sections: Sequence[Section], *, trained: bool = False) -> int:
-    """Return the elements of all parameters, or of the trained ones; tied ones count once."""
+    """Return the number of elements of all parameters, or of the trained ones only.
+
+    A tied parameter counts once.
+    """
     return sum(t.numbers for t in _distinct(sections) if t.trained or not (trained or t.is_buffer))
 
 
 def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:
-    """Every tensor once: those of blocks unchanged, those outside of blocks by their names."""
+    """Return each tensor once; tensors outside of blocks are equal if their names are."""
     outside = {t.name: t for s in sections if not s.name for t in s.tensors}
     return [*outside.values(), *(t for s in sections if s.name for t in s.tensors)]
 
@@ -229,11 +237,15 @@ def _rest(
 
 
 def merge_steps(profiles: Sequence[Profile]) -> Profile:
-    """Return the profile of a rank with several stages, for the one step of their optimizer.
+    """Return one profile for the optimizer's step of a rank with several stages.
 
-    Only the fields that the optimizer's step depends on cover all stages. If the optimizer works on
-    all parameters at once, the stages' steps overlap, and shorter ones are scaled to the longest.
-    If it works on one parameter at a time, they follow each other.
+    Only the fields on which the optimizer's step depends cover all stages; the others are those of
+    the first profile. If the optimizer updates all parameters at once, the steps of the stages
+    overlap, and shorter steps are scaled to the length of the longest. If it updates one parameter
+    at a time, the steps follow each other.
+
+    Args:
+        profiles: the profiles of the rank's stages.
     """
     goes_one_by_one = all(
         _goes_one_by_one(p.step, [size for _, size, _ in p.tensors]) for p in profiles
@@ -274,19 +286,19 @@ def _begin(profile: Profile) -> int:
 def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
     """Whether an optimizer updates its parameters one by one, and not all at once.
 
-    If all are updated at once, copies of most parameters exist at the peak. One by one, there may
-    be the same number of storages, but all belong to one parameter.
+    An optimizer that updates all at once has copies of most parameters at the peak. An optimizer
+    that updates one by one has storages of only one parameter.
 
     Args:
-        step: the recorded timeline.
-        sizes: bytes of the parameters of that run.
+        step: the recorded timeline of the step.
+        sizes: bytes of each parameter of the recorded run.
     """
     highest = step.highest_tick()
     alive = Counter(
         s.nbytes for s in step.spans if s.birth <= highest < s.death and s.nbytes > _NUMBER_BYTES
     )
     wanted = Counter(size for size in sizes if size > _NUMBER_BYTES)
-    copied = max(  # in the precision of the parameters, half of it, or double
+    copied = max(  # copies may have the precision of the parameters, half of it, or double
         sum(min(count, alive[round(size * factor)]) for size, count in wanted.items())
         for factor in (1, 0.5, 2)
     )
@@ -294,10 +306,10 @@ def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
 
 
 def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
-    """Return the timeline of the optimizer's step on other parameters than the recorded run's.
+    """Return the timeline of the optimizer's step on other parameters than the recorded ones.
 
-    If the optimizer works on all parameters at once, its memory grows with them; one by one, it
-    does not.
+    The memory of an optimizer that updates all parameters at once grows with their number. That of
+    an optimizer that updates one by one does not.
     """
     recorded_tensors = [t for t in _distinct(base.sections) if t.trained]
     if _goes_one_by_one(base.step, [t.nbytes for t in recorded_tensors]):
@@ -324,5 +336,5 @@ def _gathers(
 
 
 def renamed(section: Section, name: str) -> Section:
-    """Return the section with the name of another block, which is equal."""
+    """Return a copy of a section with the name of another block that is equal to its block."""
     return replace(section, name=name)

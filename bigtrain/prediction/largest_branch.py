@@ -1,9 +1,10 @@
 """The memory of a model whose passes take different branches: that of the largest branch.
 
-Experts, towers, skipped layers: the modules that a pass calls may depend on values, on random
-numbers, or on a counter of the model. Without values the first has no answer, so one is made up
-here. Every micro-batch of a run on fake tensors starts from the same state, so that all take the
-same branch. If one branch does not use all trained parameters, several are tried.
+The modules that a pass calls (experts, towers, layers that may be skipped) can depend on values, on
+random numbers, or on a counter of the model. Fake tensors have no values, so answers to questions
+about values are made up here. Every micro-batch of a run on fake tensors starts from the same
+state, so that all of them take the same branch. If a branch does not use all trained parameters,
+another branch is tried.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from bigtrain.prediction.whole_model import WholeModel
 from bigtrain.tracing.made_up_answers import Answer, MadeUpAnswers, made_up_chance
 
 BRANCHES: Sequence[tuple[Answer, int]] = (("everything", 0), ("nothing", 0), ("everything", 1))
-"""Pairs of the answer, and the number of passes before; tried in this order."""
+"""The branches to try, in this order. A pair is the answer to the model's questions, and the number
+of passes before the recorded ones."""
 _PLAIN = (bool, int, float, str, type(None))
 _SEED = 0
 
@@ -34,22 +36,25 @@ class OneBranch(WholeModel):
 
     Args:
         answer: the answer to questions about values and random numbers.
-        passes: the number of passes before the recorded ones, for the model's own counter.
+        passes: the number of passes before the recorded ones. They advance the model's own counter.
     """
 
     def __init__(self, answer: Answer, passes: int) -> None:
         self.answer, self.passes = answer, passes
         self.question: str | None = None
-        """The first operation that asked for values; None if none did."""
+        """The first operation of the model that needed a value; None if none did."""
         self.left_out = 0
         """Bytes of the parameters that this branch does not use."""
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
-        """The loop. Parameters without a gradient get zeros, because other passes use them."""
+        """Return a loop in which parameters without a gradient get zeros: other passes use them."""
         return _FilledLoop(assembly, self)
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Answer, and start every pass from the first state; see `record.InstallHooks`."""
+        """Answer the model's questions, and start every pass from the same state.
+
+        See `record.InstallHooks`.
+        """
         del tracker
         return self._answering(fake)
 
@@ -78,20 +83,23 @@ class _FilledLoop(LoopRunner):
     def backward(self, loss: Tensor) -> None:
         """See `LoopRunner.backward`."""
         super().backward(loss)
-        if self._released is not None:  # they are freed at once
+        if self._released is not None:  # gradients are freed in the backward pass
             return
         missing = [p for p in self._trained if p.grad is None]
         if missing:
             self._missing = missing
             self._branch.left_out = max(self._branch.left_out, sum(p.nbytes for p in missing))
-        for parameter in self._missing:  # made in every pass, like the other gradients
+        for parameter in self._missing:  # in every pass, like the gradients of other parameters
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros if parameter.grad is None else parameter.grad
 
 
 @dataclass
 class _Beginning:
-    """Reset the model's counters and the random state to those before the first pass."""
+    """A hook that resets the model's counters and the random state before each pass.
+
+    The counters are those after `passes` passes, which the first call runs.
+    """
 
     model: nn.Module
     passes: int
@@ -119,26 +127,27 @@ class _Beginning:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Numbers and strings in a module's attributes, which may be counters."""
+    """Return the attributes of a module that are numbers or strings, and so may be counters."""
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
     """Answers that distribute rows over experts, instead of giving all rows to each.
 
-    When the model asks `choices == number` of the rows, the first number gets half of them, the
-    next half of the rest, and each at least one. So every expert is called, and their rows sum to
-    the batch.
+    If the model selects rows by `choices == number`, the first number gets half of the rows, and
+    each further number half of the remaining rows, but at least one. So every expert is called, and
+    the rows of all experts sum to the batch.
     """
 
     def __init__(self, answer: Answer, on_question: Any) -> None:
         super().__init__(answer, random.Random(_SEED), on_question)
         self._assigned: dict[int, int] = {}
-        """The rows that experts have got so far, by the storage of the choices."""
+        """The number of rows assigned so far in this pass, by the storage of the choices."""
         self._masks: dict[int, int] = {}
+        """The storage of the choices, by the storage of a mask that compares them."""
 
     def restart(self) -> None:
-        """Begin a pass."""
+        """Begin a pass, in which no row is assigned yet."""
         self._assigned.clear()
         self._masks.clear()
 

@@ -1,7 +1,8 @@
-"""Loops over fake tensors other than the plain one: of one stage, and with a split backward pass.
+"""Loops on fake tensors that differ from the plain loop: over one stage, or with a split backward.
 
-In a zero-bubble schedule the graph of layers with weights, their saved tensors and the gradients of
-their outputs stay alive from the input backward to the weight backward. So both parts are recorded.
+A zero-bubble schedule splits the backward pass into an input backward and a weight backward. The
+autograd graph of layers with weights, their saved tensors and the gradients of their outputs stay
+alive from the first to the second. So both parts are recorded.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ _NO_LOSS = torch.zeros(())
 
 
 def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Profile:
-    """Record two micro-batches and two optimizer steps of a stage on fake tensors.
+    """Run two optimizer steps of a stage on fake tensors, the second one of two micro-batches.
 
     Args:
         workload: a workload with an example.
         resolved: the plan, with a layout.
-        index: the number of the stage.
+        index: the index of the stage.
 
     Returns:
-        The profile, as of `record.make_profile`, with the stage's inputs and the gradients of its
-        outputs.
+        The profile of the stage. Its timelines contain the stage's inputs and the gradients of its
+        outputs, which other stages make.
+
+    Raises:
+        ValueError: the plan does not cut the model.
+        Exception: any exception that the model's code raises on tensors without values.
     """
     run, recorded = _record_stage(workload, resolved, index, splits_backward=False)
     profile, passes = profile_from_run(run, resolved.plan), {}
@@ -79,22 +84,25 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
 def add_input_weight_passes(
     profile: Profile, workload: Workload, resolved: ResolvedPlan, index: int
 ) -> Profile:
-    """Add the passes of a stage whose backward pass is split into input and weight backward.
+    """Return a stage's profile with passes whose backward is split into input and weight backward.
 
     Args:
         profile: the result of `profile_stage`.
         workload: see `profile_stage`.
         resolved: see `profile_stage`.
         index: see `profile_stage`.
+
+    Raises:
+        Exception: see `profile_stage`.
     """
     run, recorded = _record_stage(workload, resolved, index, splits_backward=True)
-    begins = recorded.loop.weights_begin[1:3]  # of the second step: the first has one micro-batch
+    begins = recorded.loop.weights_begin[1:3]  # the first is that of the first step
     first, later = (_with_weight_phase(run.window(n), begin) for n, begin in enumerate(begins))
     return replace(
         profile,
         passes={**profile.passes, "first_split": first, "later_split": later},
-        # In a split backward pass autograd decides the strides of the inputs' gradients; in a whole
-        # one they have the inputs' strides. So other gradients are copied to be contiguous.
+        # In a split backward pass autograd chooses the strides of the inputs' gradients. In a whole
+        # backward pass they are the inputs' strides. So other gradients have to be made contiguous.
         boundary=_boundary(profile.boundary, recorded.loop),
     )
 
@@ -122,20 +130,21 @@ class _OneStage(WholeModel):
         self._splits_backward = splits_backward
         following = layout.ranks[index + 1 : index + 2]
         is_sent = traits.is_distributed and any(rank != layout.ranks[index] for rank in following)
-        # torch's tables wait for a send after the backward pass of its micro-batch.
+        # torch's schedules wait for the send of an output after the backward pass of its
+        # micro-batch, so the output stays alive until then.
         self._keeps_outputs = is_sent and traits.schedule in TORCH_SCHEDULES
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:
-        """See `WholeModel.placed`. The batch is in the precision of the run, for every stage."""
+        """Return the micro-batch in the precision of the run; see `WholeModel.placed`."""
         if plan.precision == "fp64":
             micro_batch = micro_batch.double()
         cut, real = self._cut, replace(micro_batch, count=max(1, micro_batch.count))
-        # Tracing the program enters a fake mode, so it is done before the recording enters one.
+        # Tracing the program enters a fake mode, so it comes before the recording enters one.
         self.program = cut.traced_model.program(real, training=True, places=cut.call_sites)
         return real
 
     def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """See `WholeModel.root`. The fake model is stripped to the stage."""
+        """Strip the fake model to the stage and return the stage; see `WholeModel.root`."""
         self._cut.strip(fake, [self._index], device)
         self.stage = self._cut.stage(fake, self._index, loss, device)
         if plan.cut is not None:
@@ -156,7 +165,7 @@ class _OneStage(WholeModel):
         return self.loop
 
     def boundary_bytes(self) -> BoundaryBytes:
-        """Bytes of the stage's inputs and outputs, and of the gradients of each."""
+        """Return the bytes of the stage's inputs and outputs and their gradients, from shapes."""
         inputs, outputs = (self.stage.boundary_metas(self.program, side) for side in (0, 1))
         return BoundaryBytes(
             incoming=_nbytes(inputs),
@@ -169,10 +178,10 @@ class _OneStage(WholeModel):
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
     ) -> list[tuple[int, ...]]:
-        """See `WholeModel.steps`.
+        """Take all steps; see `WholeModel.steps`.
 
-        If the last micro-batch of a step is run without recomputation, one more step is recorded in
-        which every micro-batch is run like the last one.
+        If a stage recomputes all micro-batches but the last, one more step is recorded in which
+        every micro-batch runs as the last one does.
         """
         marks = super().steps(runner, batches, step)
         if self.stage.recompute == "except_last":
@@ -182,15 +191,15 @@ class _OneStage(WholeModel):
 
 
 class StageLoop(LoopRunner):
-    """The plain loop over one stage between imaginary neighbours; it runs `StagePasses`.
+    """The plain loop over one stage, with made-up inputs and gradients of its outputs.
 
     Args:
-        assembly: its module is the stage.
+        assembly: an assembly whose module is the stage.
         stage: the stage.
         tracker: the tracker of the storages.
-        splits_backward: whether the backward pass is run in two parts.
+        splits_backward: whether the backward pass runs in two parts, inputs and weights.
         keeps_outputs: whether outputs stay alive until their gradients have been used, as in
-            torch's schedules that wait for a send only after its micro-batch's backward pass.
+            torch's schedules, which wait for a send after its micro-batch's backward pass.
     """
 
     def __init__(
@@ -207,20 +216,25 @@ class StageLoop(LoopRunner):
         self._splits_backward, self._keeps_outputs = splits_backward, keeps_outputs
         self._worker = StageWorker(self, {stage.index: stage})
         self.final = False
-        """Whether each micro-batch is run as the last one of a step."""
+        """Whether each micro-batch runs as the last one of a step does."""
         self.only_sent = 0
-        """Bytes of the outputs that are neither saved for the backward pass nor kept."""
+        """Bytes of the outputs that nothing but their send keeps alive after the forward pass."""
         self.input_gradient_bytes = 0
-        """Bytes of the inputs' gradients that are sent; two inputs may share one storage."""
+        """Bytes of the inputs' gradients that are sent. A storage of several inputs counts once."""
         self.copied_gradient_bytes = 0
-        """Bytes of those gradients that were copied because they were not contiguous."""
+        """Bytes of the inputs' gradients that were copied because they were not contiguous."""
         self.weights_begin: list[int] = []
-        """For each micro-batch the tick at which the backward pass for the weights begins."""
+        """For each micro-batch the tick at which the backward pass for the weights begins. Empty
+        if the backward pass is not split."""
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
     ) -> Tensor:
-        """See `LoopRunner.run_micro_batch`. It returns zero, as fake tensors have no loss."""
+        """Run a micro-batch; see `LoopRunner.run_micro_batch`.
+
+        Returns:
+            Zero, because a loss on fake tensors has no value.
+        """
         del check
         self.meter.phase("forward")
         self._worker.begin([micro_batch], scale, final=self.final)
@@ -239,7 +253,7 @@ class StageLoop(LoopRunner):
         if not self._splits_backward:
             passes.backward(0, gradients)
         else:
-            if not passes.needs_input_gradients:  # the whole pass is a weight backward
+            if not passes.needs_input_gradients:  # then the weight backward is the whole pass
                 outputs.clear()
             passes.input_backward(0, gradients)
             outputs.clear()
@@ -257,7 +271,7 @@ class StageLoop(LoopRunner):
 
 
 class _MeasuredPasses(StagePasses):
-    """The passes of a stage, with the bytes of the gradients that it sends."""
+    """The passes of a stage. They measure the bytes of the gradients that the stage sends."""
 
     sent_bytes = copied_bytes = 0
 
@@ -279,7 +293,7 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _boundary(boundary: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
-    """Replace the bytes derived from shapes by the bytes that a run of the stage measured."""
+    """Replace the bytes that follow from shapes by the bytes that a run of the stage measured."""
     return replace(
         boundary,
         outgoing=loop.only_sent,
@@ -294,7 +308,7 @@ def _with_weight_phase(timeline: Timeline, at: int) -> Timeline:
 
 
 def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBytes:
-    """Return the bytes that a stage's rank exchanges with other pp ranks, with tied gradients."""
+    """Return the bytes that a stage's rank exchanges with other pp ranks for the stage."""
     layout = resolved.layout
     if layout is None or not resolved.plan.pp > 1:
         return CrossingBytes()
@@ -319,7 +333,7 @@ def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> Crossi
 
 
 class InputThenWeightBackward(WholeModel):
-    """Records a whole model with an input backward and then a weight backward.
+    """Records a whole model whose backward pass is split into input backward and weight backward.
 
     Args:
         names: the names of the blocks.
@@ -328,11 +342,12 @@ class InputThenWeightBackward(WholeModel):
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self.first_inputs: list[Tensor] = []
-        """The first block's inputs in this micro-batch, detached from the graph before it."""
+        """The first block's inputs in this micro-batch, detached from the earlier graph."""
         self.starts: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins."""
         self.done: list[tuple[int, str]] = []
-        """(tick, block): when a block's weight backward ends; block "" for weights in no block."""
+        """The (tick, block) at which a block's weight backward ends. The block is "" for weights
+        outside of all blocks."""
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
         """Return the plain loop with a split backward pass."""
@@ -340,7 +355,10 @@ class InputThenWeightBackward(WholeModel):
         return _InputThenWeightLoop(assembly, self)
 
     def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """See `WholeModel.root`. The first block's inputs are detached before other hooks run."""
+        """Return the whole model; see `WholeModel.root`.
+
+        A hook detaches the first block's inputs before all other hooks run.
+        """
         for name in self._names:
             block = fake.get_submodule(name)
             block.register_forward_pre_hook(self._detach_inputs, with_kwargs=True)
@@ -363,7 +381,14 @@ class InputThenWeightBackward(WholeModel):
         return tree_map(cut, (args, kwargs))
 
     def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Run both parts; weights in no block come last, so that their graph lives longest."""
+        """Run the backward pass in two parts: for the inputs, then for the weights.
+
+        Weights outside of all blocks come last, so that their autograd graph lives longest.
+
+        Args:
+            loss: the loss of the micro-batch.
+            named: the trained parameters with their names.
+        """
         parameters = [parameter for _, parameter in named]
         first_inputs, self.first_inputs = self.first_inputs, []
         _, groups = backward_for_inputs([loss], None, first_inputs, iter(parameters))
@@ -378,7 +403,7 @@ class InputThenWeightBackward(WholeModel):
         self.starts.append(self._tracker.mark())
         for group in sorted(groups, key=position_of):
             name = position_of(group)[1]
-            # torch makes a view of each parameter that it gets, so it gets only the group's.
+            # torch makes a view of each parameter that is passed, so only the group's are passed.
             backward_for_weights((by_node[node] for node in group["params"]), [group])
             self.done.append((self._tracker.mark(), name))
 

@@ -1,4 +1,4 @@
-"""The memory of every rank and the seconds of a step, measured and predicted in one type."""
+"""The memory of every rank and the seconds of a step, both measured and predicted."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from bigtrain.units import format_bytes
 
 @dataclass(frozen=True)
 class StepForecast:
-    """The forecast seconds of a step, or why there is no forecast."""
+    """The predicted seconds of a step, or the reason why there is no prediction."""
 
     seconds: float | None
+    """The predicted seconds of a step; None if there is no prediction."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by part; they sum to `seconds`."""
+    """Seconds by part of a step; they sum to `seconds`."""
     basis: StepBasis = "rates"
     source: str = "nothing was forecast"
-    """A text on the source of the forecast, or on the reason why there is none."""
+    """A text on the source of the prediction, or on the reason why there is none."""
 
 
 @dataclass(frozen=True)
@@ -35,33 +36,37 @@ class StepMeasurement:
     """The steps of one rank in which memory was not tracked."""
 
     count: int
+    """The number of these steps."""
     seconds: float
-    """Their median."""
+    """The median of their seconds."""
     cpu: CpuUse
-    """CPU time since the first of them."""
+    """The CPU time used since the first of these steps."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank, measured and predicted. Sizes in bytes."""
+    """The memory of one rank, measured and predicted, in bytes."""
 
     rank: int
     measured: MemoryMeasurement
     predicted: Peak | None
+    """The predicted peak; None if there is no prediction."""
     note: str | None = None
-    """Why there is no prediction; None if there is one."""
+    """The reason why there is no prediction; None if there is one."""
     steps: StepMeasurement | None = None
     """The measured step seconds; None if memory was tracked in every step."""
     predicted_state: StatePeaks = StatePeaks()
-    """Predicted peaks of a save and of a resume; the measured ones are in `measured`."""
+    """The predicted peaks of a save and of a resume. The measured peaks are in `measured`."""
     volume: StepVolume | None = None
     """Bytes that the rank exchanged in a step; None if they could not be counted."""
     predicted_volume: StepVolume | None = None
+    """The predicted bytes of these exchanges; None if there is no prediction."""
 
     def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
-        """Predicted less measured bytes of a kind, or of the peak, which is the sum over kinds.
+        """Return the predicted less the measured bytes at the peak; None if either is missing.
 
-        None if either is missing.
+        Args:
+            kind: the kind of memory; None for the whole peak, which is the sum over kinds.
         """
         measured, predicted = self.measured.peak, self.predicted
         if measured is None or predicted is None:
@@ -72,7 +77,7 @@ class RankMemory:
         return part
 
     def as_json(self) -> dict[str, Any]:
-        """The rank's entry of memory.json."""
+        """Return the rank's entry of memory.json."""
         peak, predicted = self.measured.peak, self.predicted
         entry: dict[str, Any] = {
             "rank": self.rank,
@@ -106,7 +111,7 @@ class RankMemory:
         return entry
 
     def _traffic_json(self) -> dict[str, dict[str, int | None]]:
-        """Bytes of a step by kind of exchange, measured and predicted."""
+        """Return the bytes of a step by kind of exchange, measured and predicted."""
         pair = (("", self.volume), ("predicted_", self.predicted_volume))
         return {
             kind: {
@@ -120,15 +125,17 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All ranks of one run."""
+    """The memory of all ranks of one run, and the seconds of its steps."""
 
     strategy: str
+    """The name of the strategy."""
     device: str
+    """The type of the device, such as 'cuda' or 'cpu'."""
     ranks: tuple[RankMemory, ...]
     step: StepForecast = StepForecast(None)
 
     def __str__(self) -> str:
-        """A table of the fullest rank: its peak by parts, measured and predicted."""
+        """Return a table of the rank with the highest measured peak, by kinds of memory."""
         if not self.ranks:
             return f"Peak memory, {self.strategy} on {self.device}: no rank has reported its peak"
         rank = max(
@@ -153,36 +160,42 @@ class MemoryReport:
 
     @property
     def steps(self) -> StepMeasurement | None:
-        """The steps of the first rank; in a step all ranks wait for each other."""
+        """The measured steps of the first rank: in each step all ranks wait for each other."""
         return self.ranks[0].steps if self.ranks else None
 
     @property
     def step_error(self) -> float | None:
-        """Predicted divided by measured seconds, less one; None if either is missing."""
+        """The predicted seconds of a step divided by the measured seconds, less one.
+
+        None if either is missing.
+        """
         if self.step.seconds is None or self.steps is None:
             return None
         return self.step.seconds / self.steps.seconds - 1
 
     @property
     def busy(self) -> bool:
-        """Whether other processes used the cores while steps were measured."""
+        """Whether other processes used the CPU cores while steps were measured."""
         uses = [rank.steps.cpu for rank in self.ranks if rank.steps is not None]
         return bool(uses) and is_busy(uses)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The largest measured peak over the ranks, in bytes."""
+        """The largest measured peak over the ranks, in bytes; None if none was measured."""
         peaks = [r.measured.peak.bytes for r in self.ranks if r.measured.peak is not None]
         return max(peaks, default=None)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The largest predicted peak over the ranks, in bytes."""
+        """The largest predicted peak over the ranks, in bytes; None if none was predicted."""
         peaks = [r.predicted.bytes for r in self.ranks if r.predicted is not None]
         return max(peaks, default=None)
 
     def course(self) -> dict[str, Any] | None:
-        """The content of timeline.json: one step of the rank with the highest peak."""
+        """Return the content of timeline.json: one step of the rank with the highest peak.
+
+        None if no rank has tracked a step to its end.
+        """
         tracked = [r for r in self.ranks if r.measured.peak and r.measured.curve]
         if not tracked:
             return None
@@ -194,7 +207,12 @@ class MemoryReport:
         )
 
     def residuals(self, engine: EngineName, precision: str) -> list[PeakRecord]:
-        """Residuals of the peaks: an entry for each rank with a predicted and a measured peak."""
+        """Return a record for each rank whose peak was both predicted and measured.
+
+        Args:
+            engine: the result of `engine_of`.
+            precision: the precision of the run, such as "fp32".
+        """
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         records = []
         for rank in self.ranks:
@@ -216,7 +234,13 @@ class MemoryReport:
         return records
 
     def step_residual(self, engine: EngineName) -> StepRecord | None:
-        """The residual of the seconds of a step; None if the machine was busy."""
+        """Return the predicted and the measured seconds of a step as a record.
+
+        None if either is missing, or if other processes used the CPU cores meanwhile.
+
+        Args:
+            engine: the result of `engine_of`.
+        """
         measured, predicted = self.steps, self.step.seconds
         if measured is None or not predicted or not measured.seconds or self.busy:
             return None
@@ -242,7 +266,7 @@ class MemoryReport:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The content of memory.json."""
+        """Return the content of memory.json."""
         return {
             "strategy": self.strategy,
             "world_size": len(self.ranks),
@@ -255,9 +279,9 @@ class MemoryReport:
 
 
 def engine_of(plan: Plan) -> EngineName | None:
-    """Return the library whose implementation a plan runs on; None if a technique is a user's.
+    """Return the library whose implementation a plan uses; None if a technique is a user's.
 
-    A user's technique makes its own forecasts, whose errors say nothing about bigtrain's.
+    A user's technique makes its own forecasts, and their errors are not those of bigtrain's.
     """
     techniques = plan.techniques.values()
     if not all(type(t).__module__.startswith("bigtrain.strategies.") for t in techniques):
@@ -273,22 +297,28 @@ def _shown(nbytes: Any) -> str:
 
 @dataclass(frozen=True)
 class FullestRank:
-    """The highest predicted peak of all ranks, and its rank."""
+    """The highest predicted peak of all ranks, and the rank that has it."""
 
     peak: Peak
     rank: int
     """The first rank with this peak."""
     num_ranks: int
+    """The number of ranks with a predicted peak."""
     alike: bool
-    """Whether all ranks have the same peak."""
+    """Whether all of these ranks have a peak of the same bytes."""
     save: StatePeak | None = None
-    """The highest predicted peak of a save, of any rank."""
+    """The highest predicted peak of a save, over all ranks; None if none is known."""
 
     @classmethod
     def among(
         cls, peaks: Mapping[int, Peak], saves: Mapping[int, StatePeak | None] | None = None
     ) -> FullestRank | None:
-        """The fullest of some ranks; None if no peak is known."""
+        """Return the fullest of some ranks; None if no peak is known.
+
+        Args:
+            peaks: the predicted peaks, by rank.
+            saves: the predicted peaks of a save, by rank; a value is None if it is not known.
+        """
         if not peaks:
             return None
         rank = max(peaks, key=lambda candidate: (peaks[candidate].bytes, -candidate))
@@ -301,12 +331,12 @@ class FullestRank:
     def of_all(
         cls, context: RunContext, peak: Peak | None, save: StatePeak | None
     ) -> FullestRank | None:
-        """The fullest rank of the run, on rank 0; None elsewhere. Collective.
+        """Return the fullest rank of the run on rank 0, and None on other ranks. Collective.
 
         Args:
-            context: the ranks.
-            peak: predicted for this rank.
-            save: predicted for a save on this rank.
+            context: this rank's context.
+            peak: the predicted peak of this rank; None if it is not known.
+            save: the predicted peak of a save on this rank; None if it is not known.
         """
         every = context.gather_objects((peak, save))
         known = {n: report for n, report in enumerate(every or []) if report is not None}
@@ -314,7 +344,7 @@ class FullestRank:
         return cls.among(peaks, {n: report[1] for n, report in known.items()})
 
     def __str__(self) -> str:
-        """The size, and on which rank: `9.1 MiB on rank 1, the fullest of 2, in backward`."""
+        """Return the size and the rank: `9.1 MiB on rank 1, the fullest of 2, in backward`."""
         size = format_bytes(self.peak.bytes)
         if self.num_ranks == 1:
             return f"{size}, in {self.peak.phase}"

@@ -36,26 +36,29 @@ class Operation(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of matrix products, convolutions and attention; 0 for others."""
+        """FLOPs of a matrix product, convolution or attention; 0 for other operations."""
         if self.func is None:
             return 0.0
         return float(flops_of(self.func, self.args, self.kwargs, self.result))
 
     @property
     def product(self) -> ProductSize:
-        """The sizes (m, n, k, batch) of an operation with FLOPs."""
+        """The sizes (m, n, k, batch) of an operation that has FLOPs."""
         return product_size(self.func, self.args, self.result)
 
     @property
     def nbytes(self) -> float:
-        """Bytes read and written."""
+        """Bytes that the operation reads and writes."""
         return float(bytes_touched(self.inputs, self.is_result))
 
 
 class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operation on fake tensors that returns a tensor, after it is done.
+    """Reports each operation on fake tensors that returns a tensor, after it has run.
 
-    For a compiled block it reports the matrix products, and each fused kernel of other operations.
+    In a compiled block it reports the matrix products, and each fused kernel of other operations.
+
+    Args:
+        note: called with each operation.
     """
 
     def __init__(self, note: Callable[[Operation], None]) -> None:
@@ -77,7 +80,7 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Stay active while a compiled block runs, without seeing operations of the compilation."""
+        """Return True, so that the mode sees a compiled block run, but not its compilation."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +97,10 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def behind(self, tracker: StorageTracker) -> Iterator[None]:
-        """Report the operations that a tracker sees: a second dispatch mode would be slower."""
+        """Report the operations that a tracker sees, inside of a `with` block.
+
+        This is faster than a second dispatch mode.
+        """
         before, tracker.on_operation = tracker.on_operation, self._seen
         try:
             with kernels_announced(self._kernel):
@@ -104,8 +110,9 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = _tensors_among((result,))
-        is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
-        if made and not is_buffer:  # without a result it is a query about a tensor
+        # A compiled program allocates its buffers so, which writes nothing.
+        is_buffer = func is torch.ops.aten.empty_strided.default
+        if made and not is_buffer:  # an operation without a result is a query about a tensor
             inputs = _tensors_among(args)
             if kwargs:
                 inputs += _tensors_among(kwargs.values())
@@ -113,7 +120,7 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """All tensors in a value. Most values are one or none, for which `tree_leaves` is slow."""
+    """Return all tensors in some values; `tree_leaves`, which is slow, only opens containers."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -125,11 +132,12 @@ def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 @dataclass
 class BlockCost:
-    """The seconds of one forward pass of a module over one micro-batch, at given rates."""
+    """The predicted seconds of a module's forward pass over one micro-batch."""
 
     whole: float = 0.0
+    """Seconds of all operations."""
     between: float = 0.0
-    """Seconds of the operations that `selective` recomputes."""
+    """Seconds of the operations that the policy `selective` recomputes."""
 
 
 def block_costs(
@@ -142,7 +150,7 @@ def block_costs(
     bf16: bool = False,
     of_cuda: bool = False,
 ) -> dict[str, BlockCost]:
-    """The cost of each module in a forward pass; `""` is the whole model.
+    """Predict the seconds of modules in one forward pass of a model.
 
     An operation takes the time of its FLOPs or of its reads and writes, whichever is longer
     (Williams et al. 2009, Roofline).
@@ -150,11 +158,17 @@ def block_costs(
     Args:
         model: a model on any device; it is not changed.
         names: the names of the modules.
-        micro_batch: a micro-batch of the size of the run's.
-        rates: the rates of the device.
+        micro_batch: a micro-batch with as many rows as those of the run.
+        rates: the FLOPs and bytes per second of the device.
         device: the device whose kernels are assumed.
-        bf16: whether autocast is on.
+        bf16: whether the forward pass runs under autocast to bf16.
         of_cuda: see `stands_for_cuda`.
+
+    Returns:
+        The cost of each module by its name, and that of the whole model under "".
+
+    Raises:
+        Exception: any exception that the model's code raises on tensors without values.
     """
     costs = {"": BlockCost(), **{name: BlockCost() for name in names}}
     open_costs = [costs[""]]

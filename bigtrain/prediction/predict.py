@@ -1,4 +1,8 @@
-"""The prediction of one rank before anything is built: profile, techniques, peak."""
+"""Predict the memory of one rank before anything is built.
+
+A profile of the model, or of the rank's stages, is recorded on fake tensors. Each technique changes
+the forecast that is made from it. The prediction is the peak of the final forecast.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,24 @@ from bigtrain.tracing.watch import untraceable_reason
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted peak and volume of one rank, or why there is none, with lines of advice."""
+    """The predicted memory and exchanged bytes of one rank, or the reason why there are none."""
 
     peak: Peak | None
-    """The peak of the replica that needs the most."""
+    """The peak of the replica that needs the most memory; None if nothing could be predicted."""
     note: str | None = None
+    """The reason why there is no prediction; None if there is one."""
     advice: list[str] = field(default_factory=list)
+    """Lines on the limits of the prediction, and on techniques that cannot help."""
     own_peak: Peak | None = None
-    """The peak of the replica that was asked for."""
+    """The peak of the replica that `dp_rank` names."""
     states: Breakdown | None = None
-    """The bytes that this replica holds at every moment, also between steps; with a batch."""
+    """The bytes that exist on this replica at every moment, also between steps. They include one
+    micro-batch."""
     host_bytes: int = 0
-    """The most host memory of this rank's saved activations, if the run is on an accelerator and
-    offloads them to the host."""
+    """The most bytes of host memory for this rank's saved activations, if the run is on an
+    accelerator and offloads them to the host; 0 otherwise."""
     volume: StepVolume | None = None
-    """The bytes that this rank exchanges in a step, by the techniques' `traffic`."""
+    """The bytes that this rank exchanges in a step, according to `Strategy.traffic`."""
 
 
 def predict(
@@ -50,14 +57,14 @@ def predict(
     dp_rank: int | None = None,
     tp_rank: int = 0,
 ) -> Prediction:
-    """Predict one rank.
+    """Predict the memory and the exchanged bytes of one rank.
 
     Args:
         resolved: the plan of the run.
         workload: a workload with an example.
-        pp_rank: the rank's place on the pp axis.
-        dp_rank: its place on the dp axis; None for the replica that needs the most.
-        tp_rank: its place on the tp axis.
+        pp_rank: the index of the rank on the pp axis.
+        dp_rank: its index on the dp axis; None for the replica that needs the most memory.
+        tp_rank: its index on the tp axis.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size.
@@ -94,7 +101,7 @@ def predict(
 def _built(
     rank: RankForecast, forecast: Forecast, resolved: ResolvedPlan, workload: Workload
 ) -> list[Peak]:
-    """The peaks before the first step, while the model is built."""
+    """Return the peaks before the first step, while the model is built."""
     peaks = [Peak("build", forecast.building)]
     if workload.whole_bytes:
         temporary = forecast.added_to_whole
@@ -108,11 +115,11 @@ def _built(
 
 
 def _made_one_by_one(profiles: Sequence[Profile], resolved: ResolvedPlan, model: nn.Module) -> Peak:
-    """The peak while the tensors of a rank get their values, one after the other.
+    """Return the peak while the tensors of a rank get their values, one after the other.
 
-    Values are made whole and in fp32. If a parameter is sliced, or is cast to bf16, both versions
-    exist meanwhile. Engines that build the model themselves state `Forecast.building`; fully_shard
-    needs more memory in a step.
+    Values are made whole and in fp32. While a parameter is sliced or cast to bf16, both versions
+    of it exist. Techniques that build the model themselves set `Forecast.building`. fully_shard
+    needs more memory in a step than for building. In both cases the peak here is zero.
     """
     plan, peaks = resolved.plan, [Peak("build", Breakdown())]
     in_one_process = plan.cut is not None and not plan.cut.is_distributed
@@ -137,7 +144,7 @@ def _made_one_by_one(profiles: Sequence[Profile], resolved: ResolvedPlan, model:
             share = math.prod(shape) * in_place // max(1, tensor.numel())
         kind = "parameters" if tensor.requires_grad else "frozen"
         after = replace(made, **{kind: getattr(made, kind) + share})
-        if is_cast and name in slices:  # cast whole, and sliced after that
+        if is_cast and name in slices:  # the whole parameter is cast, and sliced after that
             peaks.append(Peak("build", replace(made, temporary=whole + in_place)))
         elif is_cast or name in slices:
             peaks.append(Peak("build", replace(after, temporary=whole)))
@@ -146,7 +153,7 @@ def _made_one_by_one(profiles: Sequence[Profile], resolved: ResolvedPlan, model:
 
 
 def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
-    """The peak, above the whole model, while its tensors are replaced by slices one by one."""
+    """Return the most bytes above the whole model while slices replace its tensors one by one."""
     allocated = most = 0
     for name, parameter in model.named_parameters():
         if name in slices.by_name:
@@ -157,7 +164,7 @@ def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
 
 
 def _not_compiled(profiles: Sequence[Profile]) -> str | None:
-    """A line if blocks are compiled in the run, and not in the forecast."""
+    """Return a line if blocks are compiled in the run but not in the forecast; otherwise None."""
     reason = next((p.not_compiled for p in profiles if p.not_compiled is not None), None)
     if reason is None:
         return None
@@ -165,7 +172,7 @@ def _not_compiled(profiles: Sequence[Profile]) -> str | None:
 
 
 def _way(profiles: Sequence[Profile]) -> str | None:
-    """A line on a model whose passes may take several branches."""
+    """Return a line if passes of the model may take several branches; otherwise None."""
     reason = next((p.branch_condition for p in profiles if p.branch_condition is not None), None)
     return None if reason is None else f"{reason}: bytes are forecast for the largest branch"
 
@@ -175,19 +182,28 @@ class RankForecast:
     """The forecast of one rank before anything is built."""
 
     forecast: Forecast | None
-    """The forecast of its whole step; None if there is none."""
+    """The forecast of the whole step; None if there is none."""
     note: str | None = None
-    """Why there is no forecast."""
+    """The reason why there is no forecast; None if there is one."""
     profiles: tuple[Profile, ...] = ()
-    """The profiles of the model, or of each of the rank's stages."""
+    """The profile of the model, or that of each of the rank's stages."""
     unit_forecasts: tuple[Forecast, ...] = ()
-    """For each profile the forecast of one micro-batch with all techniques."""
+    """For each of `profiles` the forecast of one micro-batch with all techniques."""
     host_bytes: int = 0
     """See `Prediction.host_bytes`."""
 
 
 def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> RankForecast:
-    """Profile the model or the stages of one rank, and forecast its step. See `predict`.
+    """Profile the model or the stages of one rank, and forecast its step.
+
+    Args:
+        resolved: see `predict`.
+        workload: see `predict`.
+        pp_rank: see `predict`.
+
+    Returns:
+        The forecast; without a peak, and with the reason, if the model or a stage does not run on
+        fake tensors.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size, or with this model.
@@ -235,7 +251,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
 
 
 def _host_bytes(plan: Plan, profiles: Mapping[int, Profile], in_flight: Sequence[int]) -> int:
-    """Host bytes of offloaded activations: of each stage, those of its micro-batches in flight."""
+    """Return the host bytes of offloaded activations, of all micro-batches in flight."""
     if plan.offload_tiers.activations != "cpu" or not plan.moves_activations:
         return 0
     return sum(
@@ -245,10 +261,12 @@ def _host_bytes(plan: Plan, profiles: Mapping[int, Profile], in_flight: Sequence
 
 
 def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None:
-    """Run each stage alone: recomputation may fail only for the block that begins a stage.
+    """Run each stage alone on fake tensors.
+
+    Recomputation may fail for a block that begins a stage, and work for it in the whole model.
 
     Raises:
-        ConfigError: a stage does not run.
+        ConfigError: a stage does not run, and a technique refuses that.
     """
     for stage in range(stages):
         try:
@@ -264,7 +282,7 @@ def _by_stages(resolved: ResolvedPlan) -> bool:
 
 
 def collect_advice(profile: Profile, plan: Plan) -> list[str]:
-    """The advice of techniques that cannot help, a line each."""
+    """Return one line from each technique of the plan that cannot help this model."""
     lines = []
     predicted = Forecast.of(profile)
     for technique in plan.in_order:
@@ -278,12 +296,16 @@ def collect_advice(profile: Profile, plan: Plan) -> list[str]:
 def forecast_stages(
     profiles: Mapping[int, Profile], plan: Plan, known: dict[int, Forecast] | None = None
 ) -> dict[int, Forecast]:
-    """Forecast each stage of a rank over one micro-batch; the first has the step of all stages.
+    """Forecast each stage of a rank over one micro-batch.
 
     Args:
-        profiles: the profiles of the rank's stages.
+        profiles: the profiles of the rank's stages, by the index of the stage.
         plan: the plan with the techniques to apply.
-        known: forecasts of single profiles, by the profile's id; new ones are added.
+        known: forecasts of single profiles, by the `id` of the profile; new ones are added.
+
+    Returns:
+        The forecasts, by the index of the stage. The `step` of the first stage is that of all
+        stages; the `step` of the others is empty.
     """
     known = {} if known is None else known
     for profile in profiles.values():
@@ -307,10 +329,10 @@ def forecast_rank_step(
     """Forecast one rank's step in the order of its schedule.
 
     Args:
-        forecasts: the forecasts of its stages; a model that is not cut is stage 0.
+        forecasts: the forecasts of the rank's stages; a model that is not cut is stage 0.
         plan: the plan of the run.
-        pp_rank: the rank's place on the pp axis.
-        tied: the gradients of its parameters that other pp ranks share.
+        pp_rank: the index of the rank on the pp axis.
+        tied: the gradients of the rank's parameters that other pp ranks share.
     """
     cut_strategy = plan.techniques.get("cut")
     actions = None
@@ -325,7 +347,7 @@ def forecast_rank_step(
 
 
 def forecast_step(profile: Profile, plan: Plan) -> Forecast:
-    """Forecast a profile: each technique changes the forecast of those before it."""
+    """Forecast a profile with all techniques of a plan, in the order of their composition."""
     predicted = Forecast.of(profile)
     for technique in plan.in_order:
         predicted = technique.estimate(predicted, profile, plan)

@@ -1,4 +1,4 @@
-"""The profile of a whole model: two steps on fake tensors, over the branch that needs the most."""
+"""Record the profile of a whole model, by two steps on fake tensors, over its largest branch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from bigtrain.tracing.watch import untraceable_reason
 
 
 def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
-    """Run two optimizer steps on fake tensors, the second one of two micro-batches.
+    """Run two optimizer steps of a model on fake tensors, the second one of two micro-batches.
 
-    If passes of the model may take several branches, every micro-batch takes the largest one.
+    If passes of the model may take several branches, every micro-batch takes the largest branch.
 
     Args:
         workload: a workload with an example.
         resolved: the plan with precision, clipping, device and policies.
 
     Returns:
-        The profile; if the model cannot run on fake tensors, only its states and the reason.
+        The profile. If the model cannot run on fake tensors, it has only the states and the reason.
     """
     device = tracing_device(resolved.plan.device_type)
     error: Exception | None = None
@@ -45,10 +45,12 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
 
 
 def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.device) -> Profile:
-    """The profile of the branch that uses the most parameters, and among these the most memory.
+    """Return the profile of the branch that leaves out the fewest bytes of parameters.
+
+    Of branches that leave out the same number, the one with the highest peak is taken.
 
     Raises:
-        Exception: no branch runs; of any kind that the model's code raises.
+        Exception: no branch runs. It is the exception that the model's code raised.
     """
     profiles: list[tuple[tuple[int, int], Profile]] = []
     error: Exception | None = None
@@ -71,7 +73,7 @@ def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.d
 
 
 def _branch_taken(branch: OneBranch, resolved: ResolvedPlan) -> str:
-    """A clause on the reason for different branches."""
+    """Return a clause on the reason why passes take different branches."""
     if resolved.routes.vary:
         return f"not every pass uses {resolved.routes.names}"
     asked = (
@@ -81,7 +83,13 @@ def _branch_taken(branch: OneBranch, resolved: ResolvedPlan) -> str:
 
 
 def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
-    """The profile of a model that cannot run on fake tensors."""
+    """Return the profile of a model that cannot run on fake tensors, without timelines.
+
+    Args:
+        model: the model.
+        micro_batch: one micro-batch.
+        reason: the reason why the model cannot run; see `Profile.untraceable`.
+    """
     states = state_bytes(model, None)
     return Profile(
         parameter_bytes=states.parameters + states.frozen,

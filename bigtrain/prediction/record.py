@@ -1,7 +1,7 @@
-"""Recording a model's memory before a run: the plain loop, on fake tensors.
+"""Record a model's memory before a run, by the plain loop on fake tensors.
 
-It is the loop, loss and optimizer of the run, under the same tracker; only the values in the
-tensors are missing. So the timelines equal those of the run, storage by storage.
+The loop, the loss and the optimizer are those of a run in one process, and so is the tracker. Only
+the values in the tensors are missing. So the timelines equal those of the run, storage by storage.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ from bigtrain.tracing.watch import untraceable_reason
 
 
 class FakeMeter(MemoryMeter):
-    """A meter that only tracks."""
+    """A memory meter that only tracks storages, and reads no counters of a process or device."""
 
-    def __init__(self, tracker: StorageTracker, device: torch.device) -> None:  # no super: no reset
+    # The base class is not initialized, because that resets the device's counters.
+    def __init__(self, tracker: StorageTracker, device: torch.device) -> None:
         self.device = device
         self._tracker = tracker
         self.recorder = FlightRecorder()
@@ -85,21 +86,25 @@ class FakeRun:
     """The copy of the model without values."""
     runner: LoopRunner
     choices: Mapping[str, BlockPolicy]
+    """The policies by the name of the module."""
     timeline: Timeline
+    """The storages of all steps."""
     marks: tuple[int, ...]
     """The ticks of the second step: its begin, the ends of its micro-batches, its end."""
     ticks: BlockTickRecorder
+    """The recorder of the blocks' ticks in all steps."""
     batch_bytes: int
+    """Bytes of one micro-batch."""
     widths: Mapping[str, float]
     """See `state_bytes_by_slot`."""
     gradients: GradientTicks
-    """When the first micro-batch of the second step makes gradients."""
+    """The ticks at which the first micro-batch of the second step makes gradients."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
-    """The exchanges of all steps, each with its tick."""
+    """The exchanges over the tp axis of all steps, each with its tick."""
     first_step: FakeRun | None = None
-    """The first step, if it had two micro-batches of another size."""
+    """The record of the first step, if it had two micro-batches of another size; else None."""
     later: FakeRun | None = None
-    """The third step, if there was one."""
+    """The record of the third step; None if there was none."""
     not_compiled: str | None = None
     """See `Profile.not_compiled`."""
     step_memory: StepMemory | None = None
@@ -110,12 +115,16 @@ class FakeRun:
     """See `late_names`."""
 
     def window(self, number: int) -> Timeline:
-        """The timeline of the first micro-batch (0), the next (1), or the optimizer's step (2)."""
+        """Return a part of the step's timeline; see `timeline_window`.
+
+        Args:
+            number: 0 for the first micro-batch, 1 for the second, 2 for the optimizer's step.
+        """
         return timeline_window(self.timeline, *self.marks[number : number + 2])
 
 
 InstallHooks = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
-"""Called with the fake model and the tracker; the result is entered around all passes."""
+"""(fake model, tracker) -> a context manager that is active during all passes."""
 
 
 def record_steps(
@@ -126,18 +135,21 @@ def record_steps(
     hooks: Sequence[InstallHooks] = (),
     earlier_batch: MicroBatch | None = None,
 ) -> FakeRun:
-    """Run a fake copy of a model, or of a part of it, in the plain loop.
+    """Run two steps of a model, or of a part of it, on fake tensors in the plain loop.
 
-    If blocks are compiled, their programs are run; if torch cannot compile them without values,
-    the blocks are run as written.
+    If the plan compiles blocks, the compiled programs are run. If torch cannot compile the blocks
+    on fake tensors, they are run as written, and `FakeRun.not_compiled` has the reason.
 
     Args:
         workload: a workload with an example.
         resolved: the plan of the run; its layout is ignored.
         device: the device whose kernels are assumed; they decide which tensors are saved.
-        unit: the part of the model that is run.
-        hooks: further recorders.
-        earlier_batch: a micro-batch of another size, for the first step.
+        unit: the part of the model that is run, and its steps.
+        hooks: further recorders, which add hooks to the fake model.
+        earlier_batch: a micro-batch of another size, for the first step; None for the example.
+
+    Returns:
+        The record of the second step; of the only step if `unit` runs one.
 
     Raises:
         Exception: any exception that the model's code raises on tensors without values.
@@ -161,14 +173,14 @@ def _step_memory(
 
 
 def late_names(resolved: ResolvedPlan) -> frozenset[str]:
-    """Return the parameters that no pass has used so far, if the run trains them once one does."""
+    """Return the names of unused parameters that the run trains once a pass uses them."""
     return frozenset(resolved.unreached if resolved.plan.trains_late else ())
 
 
 def _fake_model(
     workload: Workload, resolved: ResolvedPlan, device: torch.device, exchanges: ExchangeLog
 ) -> tuple[nn.Module, SlicedState | None]:
-    """The model without values, with the dtypes, memory format and slices of the run."""
+    """Return the model without values, with the dtypes, memory format and slices of the run."""
     plan = resolved.plan
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
     low, frozen = plan.bf16_parameters, plan.frozen_in_bf16
@@ -187,7 +199,7 @@ def _fake_model(
 
 
 def _cast_inputs(root: nn.Module, plan: Plan) -> None:
-    """Cast floating-point inputs of the model and its blocks to bf16, if a technique does."""
+    """Cast floating-point inputs of the model and its blocks to bf16, if a technique does so."""
     if not (plan.bf16_parameters and plan.replicate.casts_inputs):
         return
 
@@ -200,7 +212,7 @@ def _cast_inputs(root: nn.Module, plan: Plan) -> None:
         return tree_map(low, args), tree_map(low, kwargs)
 
     for module in (root, *(block for _, block in independent_blocks(root))):
-        if not isinstance(module, _NormBase):  # these stay in fp32
+        if not isinstance(module, _NormBase):  # layers with batch statistics stay in fp32
             module.register_forward_pre_hook(cast, with_kwargs=True)
 
 
@@ -223,7 +235,7 @@ def _record(
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
     mode = FakeMode(of_cuda=of_cuda)
-    # Compiled programs see only modes.
+    # A compiled program is seen by a dispatch mode, but not by a tracker behind the fake mode.
     watching = tracker if plan.compiles_blocks else tracker.behind(mode)
     with program, mode, watching:
         fake, slices = _fake_model(workload, resolved, device, exchanges)
@@ -251,7 +263,7 @@ def _record(
             replaced = root if plan.replicate.replaces_products else None
             products = ReplacedProducts(replaced, lambda: tracker.clock)
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
-            for hook in hooks:  # before the tick hooks, because they change gradients first
+            for hook in hooks:  # before the recorder of ticks: these hooks may replace gradients
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)
             births: list[GradientTicks] = []
@@ -282,13 +294,15 @@ def _with_all_steps(
     births: Sequence[GradientTicks],
     sizes: Sequence[int],
 ) -> FakeRun:
-    """The record of the second step, with those of the first and third; or of a single step.
+    """Return the record of the second step, with those of the first and the third step.
+
+    If there is only one step, its record is returned.
 
     Args:
         first: the record of the first step.
         marks: the ticks of each step; see `FakeRun.marks`.
         births: the gradient ticks of each step.
-        sizes: bytes of each micro-batch size.
+        sizes: the bytes of a micro-batch, of one or two sizes.
     """
     others = [
         replace(first, marks=step_marks, gradients=gradients)
@@ -307,14 +321,14 @@ def _step(
     runner: LoopRunner,
     batches: Sequence[MicroBatch],
 ) -> tuple[int, ...]:
-    """Take one step; returns the ticks of its begin, of the end of each micro-batch, of its end.
+    """Take one step and return its `FakeRun.marks`.
 
     The gradient ticks of the first micro-batch are appended to `births`.
     """
     ticks = [tracker.clock]
     runner.take_exchanges()
     for batch in batches:
-        runner.begin_step()  # if gradients are released, no `update` ends the step
+        runner.begin_step()  # for each micro-batch: if gradients are released, each is a step
         runner.run_micro_batch(batch, 1.0)
         if len(ticks) == 1:
             births.append(_gradient_ticks(tracker, products, runner, begin=ticks[0]))
@@ -328,7 +342,7 @@ def _step(
 def _gradient_ticks(
     tracker: StorageTracker, products: ReplacedProducts, runner: LoopRunner, begin: int
 ) -> GradientTicks:
-    """The gradient ticks of the last micro-batch; `begin` is the first tick of the step."""
+    """Return the gradient ticks of the last micro-batch; `begin` is the first tick of the step."""
     trained = [p for p in runner.module.parameters() if p.requires_grad]
     known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
     births, passes, begins = [], [], list[int | None]()
@@ -345,7 +359,7 @@ def _gradient_ticks(
         if (ends := products.viewed.get(p)) is not None
     )
     return GradientTicks(
-        # Known only where every trained parameter has its gradient from this micro-batch.
+        # Known only if every trained parameter has a gradient after this micro-batch.
         gradient_births=tuple(known.values()) if len(known) == len(trained) else (),
         viewed_births=tuple(viewed),
         module_births=tuple(births),
@@ -359,11 +373,11 @@ def _gradient_ticks(
 def _gathered_uses(
     products: ReplacedProducts, known: Mapping[nn.Parameter, int], begin: int
 ) -> Iterator[GatheredUse]:
-    """See `Profile.gathered_uses`, for one micro-batch.
+    """Yield `Profile.gathered_uses` of one micro-batch.
 
     Args:
-        products: recorded the passes.
-        known: the birth of each gradient.
+        products: the recorder of the modules' passes.
+        known: for each parameter with a gradient, the tick at which the gradient was made.
         begin: the first tick of the step.
     """
     for parameters, pass_ticks, begins, ends in products.gathered_uses():
@@ -384,7 +398,7 @@ def _gathered_uses(
 
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
-    """The profile of a model, or of a part of it, from its run on fake tensors."""
+    """Return the profile of a model, or of a part of it, from its run on fake tensors."""
     states = state_bytes(run.model, run.runner.optimizer, run.late)
     first, later = tuple(pairwise(run.marks[:3]))
     blocks, followed = (
@@ -424,9 +438,9 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
 
 
 def timeline_window(timeline: Timeline, start: int, stop: int) -> Timeline:
-    """Return the timeline of the storages that are born in an interval of ticks, without buffers.
+    """Return the timeline of the storages that are made in an interval, except buffers.
 
-    A storage that lives longer is cut off at `stop + 1`.
+    A storage that lives beyond the interval is cut off at `stop + 1`.
 
     Args:
         timeline: the timeline of the whole run.

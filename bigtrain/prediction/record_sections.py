@@ -1,8 +1,8 @@
-"""A model taken apart on fake tensors: one run, from whose parts others are put together.
+"""Split one run of a model on fake tensors into sections, from which other models are composed.
 
-Equal blocks that follow one another are run three times at most: the first, one for all
-between, and the last. A model that cannot be shortened so is run whole; one whose blocks do not
-follow one another is a single section.
+A section is a block, or the part of the model before or after all blocks. The caller may pass a
+shortened model, in which few of several equal blocks remain. A model whose blocks do not run one
+after another is a single section.
 """
 
 from __future__ import annotations
@@ -55,20 +55,23 @@ class RecordedSections:
     """A model as sections in the order of its forward pass, and its optimizer's step."""
 
     sections: tuple[Section, ...]
-    """The first and the last are the parts before and after all blocks."""
+    """The sections; the first and the last are the parts before and after all blocks."""
     step: Timeline
+    """The memory of gradient clipping and of the optimizer's step."""
     step_work: OpLog
-    """The operations of the optimizer's step and of gradient clipping."""
+    """The operations of gradient clipping and of the optimizer's step."""
     batch_bytes: int
+    """Bytes of one micro-batch with its targets."""
     rows: int
+    """The number of rows of a micro-batch."""
     state_slots: float
     """See `Profile.state_slots`."""
     profile: Profile | None = None
-    """The profile of the whole model if it is a single section, because its blocks do not follow
-    one another."""
+    """The profile of the whole model if it is a single section, because its blocks do not run one
+    after another; otherwise None."""
     copies_gradient: bool = False
-    """Whether the memory layout of a block's output differs from that of its gradient. Between
-    ranks a gradient is sent in the layout of the output, and may have to be copied."""
+    """Whether the strides of a block's output differ from those of its gradient. Between ranks a
+    gradient is sent with the strides of the output, and so has to be copied."""
     step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
     """See `Profile.step_memory`."""
     early_share: float = 0.0
@@ -76,16 +79,16 @@ class RecordedSections:
 
 
 class UntraceableError(Exception):
-    """A model that does not run on fake tensors."""
+    """The model does not run on fake tensors."""
 
 
 class _OneStep(WholeModel):
-    """Runs a model for one step only, so the optimizer's state is not recorded."""
+    """Runs a model for one step only, so that no step with existing optimizer state is recorded."""
 
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
     ) -> list[tuple[int, ...]]:
-        """See `WholeModel.steps`."""
+        """Take one step of two micro-batches; see `WholeModel.steps`."""
         return [step(runner, [batches[-1], batches[-1]])]
 
 
@@ -103,23 +106,25 @@ def record_sections(
     contiguous_gradients: bool = False,
     unit: WholeModel = WHOLE_MODEL,
 ) -> tuple[RecordedSections, ...]:
-    """Run a model on fake tensors and split the run into sections; see `make_profile`.
+    """Run a model on fake tensors and split the run into sections.
 
     Args:
-        workload: the model on the meta device; its example is not used.
-        names: the names of its blocks.
-        micro_batches: one, or two of different sizes, both in one run.
+        workload: a workload whose model is on the meta device; its example is not used.
+        names: the names of the blocks of the model.
+        micro_batches: one micro-batch, or two of different sizes, which share one run.
         plan: the plan of the run.
         device: the device whose kernels are assumed.
-        slices: the model's slices over tp, if it is sliced; the first rank's slices are run.
+        slices: the model's slices over tp; the first rank's slices are run. None if the model is
+            not sliced.
         contiguous_gradients: see `SectionHooks`.
         unit: runs the steps.
 
     Returns:
-        The sections of each micro-batch.
+        The sections for each of `micro_batches`.
 
     Raises:
-        UntraceableError: the model's code raises without values; the cause is its exception.
+        UntraceableError: the model's code raises an exception on fake tensors, which is the cause
+            of this error.
         ConfigError: a technique refuses the model.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
@@ -133,7 +138,7 @@ def record_sections(
     if run.first_step is None:
         return (recorded,)
     small = SectionSplitter(run.first_step, notes, plan).split(micro_batches[0].rows)
-    # In the first step the optimizer has made its state; the second is like all others.
+    # In the first step the optimizer makes its state; the second step is like all later ones.
     profile = small.profile and replace(small.profile, step=recorded.step)
     return replace(
         small, step=recorded.step, step_work=recorded.step_work, profile=profile
@@ -163,22 +168,33 @@ def _recorded(
 
 @dataclass(frozen=True)
 class _Moments:
-    """The ticks (begin, end) of a block in one micro-batch, forward and backward."""
+    """The ticks (begin, end) of the forward and of the backward pass of a block."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
 
 
 class SectionSplitter:
-    """Splits a recorded run into sections."""
+    """Splits a recorded run into sections.
+
+    Args:
+        run: the run.
+        notes: the hooks that recorded its operations and the inputs of its blocks.
+        plan: the plan of the run.
+    """
 
     def __init__(self, run: FakeRun, notes: SectionHooks, plan: Plan) -> None:
         self._run, self._notes, self._plan = run, notes, plan
         self.order = self._in_order()
-        """The blocks in the order of the pass; empty if they do not follow one another."""
+        """The names of the blocks in the order of the forward pass; empty if the blocks do not run
+        one after another."""
 
     def split(self, rows: int) -> RecordedSections:
-        """The sections of the run."""
+        """Return the sections of the run.
+
+        Args:
+            rows: the number of rows of a micro-batch in the run.
+        """
         run = self._run
         windows = [self.windows(number) for number in (0, 1)]
         tensors = self._tensors(windows[0])
@@ -229,14 +245,14 @@ class SectionSplitter:
         )
 
     def _in_order(self) -> list[str]:
-        """The blocks in the order of the pass; empty if they do not follow one another."""
+        """Return `order`."""
         begins: dict[str, int] = {}
         for name in self._notes.names:
             ticks, later = (
                 self._run.ticks.ticks(name, *self._run.marks[n : n + 2]).get("forward begins", [])
                 for n in (0, 1)
             )
-            if len(ticks) > 1 or len(later) != len(ticks):  # called twice, or by chance
+            if len(ticks) > 1 or len(later) != len(ticks):  # called twice, or not in every pass
                 return []
             begins.update((name, tick) for tick in ticks)
         order = sorted(begins, key=lambda name: begins[name])
@@ -261,12 +277,16 @@ class SectionSplitter:
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
     def _returned(self, which: int) -> int:
-        """Return the tick at which the model's forward pass ends, before the loss."""
+        """Return the tick at which the model's forward pass ends, before that of the loss."""
         backward_start = self._backward_start(which)
         return backward_start - self._run.ticks.loss_ticks(self._run.marks[which], backward_start)
 
     def windows(self, pass_number: int) -> list[Windows]:
-        """Return the windows of the part before the blocks, of each block, of the part after."""
+        """Return the windows of the part before the blocks, of each block, and of the part after.
+
+        Args:
+            pass_number: 0 for the first micro-batch of the step, 1 for the second.
+        """
         start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
         backward_start = self._backward_start(pass_number)
         moments = [self._moments(name, pass_number) for name in self.order]
@@ -276,7 +296,7 @@ class SectionSplitter:
             forward_edges.append(moments[-1].forward[1])
             last_start = max(backward_start, moments[-1].backward[0])
             backward_edges.append(min(last_start, backward_edges[-1]))
-        else:  # one section before the end of the forward pass, none after
+        else:  # the first section has the whole pass, and the last one is empty
             forward_edges.append(backward_start)
             backward_edges.append(backward_start)
         forward_edges.append(backward_start)
@@ -326,7 +346,7 @@ class SectionSplitter:
         return tuple(exchange for tick, exchange in self._run.exchange_log if after < tick <= until)
 
     def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:
-        """Each section's parameters and buffers; outside of blocks by their first use."""
+        """Return the parameters and buffers of each section."""
         blocks = {name: index for index, name in enumerate(self.order, start=1)}
         tensors_of_section: list[list[SectionTensor]] = [[] for _ in windows]
         model, state = self._run.model, self._run.runner.optimizer.state
@@ -356,7 +376,11 @@ class SectionSplitter:
         return [tuple(names) for names in tensors_of_section]
 
     def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[int]:
-        """The sections to which a tensor belongs; a tied one may belong to several."""
+        """Return the indices of the sections to which a tensor belongs.
+
+        A tensor outside of all blocks belongs to the part before the blocks, the part after them,
+        or both, depending on where it is used in the first forward pass.
+        """
         for block, index in blocks.items():
             if name.startswith(f"{block}."):
                 return [index]
@@ -371,7 +395,7 @@ class SectionSplitter:
 
     @cached_property
     def _first_forward(self) -> tuple[int, int, int]:
-        """The ticks of the run's first forward pass: blocks begin, blocks end, the pass ends."""
+        """The ticks in the first forward pass at which blocks begin and end, and the pass ends."""
         backward_start = next(t for t, phase in self._run.timeline.phases if phase == "backward")
         every = [self._run.ticks.ticks(name, 0, backward_start) for name in self._notes.names]
         begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))
@@ -389,14 +413,23 @@ def record_split_backward(
     *,
     contiguous_gradients: bool = False,
 ) -> tuple[dict[str, PassPair], ...] | None:
-    """Run a model with its backward pass in two parts; see `record_sections`.
+    """Run a model with a backward pass that is split into inputs and weights.
 
     The split backward pass ends at the first block. A stage that begins before the first block has
     one whole backward pass.
 
+    Args:
+        workload: see `record_sections`.
+        names: see `record_sections`.
+        micro_batches: see `record_sections`.
+        plan: see `record_sections`.
+        device: see `record_sections`.
+        slices: see `record_sections`.
+        contiguous_gradients: see `record_sections`.
+
     Returns:
-        For each micro-batch the passes of the blocks by name, and under "" those of the part after
-        them; None if the model cannot run with a split backward pass.
+        For each of `micro_batches` the passes of the blocks by name, and under "" those of the part
+        after them. None if the model cannot run with a split backward pass.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
     unit = InputThenWeightBackward(notes.names)
@@ -414,7 +447,10 @@ def record_split_backward(
 def _split_sections(
     splitter: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
 ) -> dict[str, PassPair]:
-    """The blocks of a run and the part after them; empty if blocks do not follow one another."""
+    """Return the passes of the blocks of a run, by name, and of the part after them, under "".
+
+    The result is empty if the blocks do not run one after another.
+    """
     if not splitter.order:
         return {}
     names = [*splitter.order, ""]

@@ -1,7 +1,8 @@
 """A model's sections for the planner: any micro-batch size, any policy, any number of tp ranks.
 
-Two runs on fake tensors of different row counts show how each size grows with the rows, and give
-all other row counts. Two runs of sliced layers do the same for the number of tp ranks.
+Two runs on fake tensors with different numbers of rows show how each size grows with the rows. The
+sections for all other numbers of rows are interpolated between them. In the same way, two runs of
+sliced layers give the sections for other numbers of tp ranks.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ class ModelSections:
     """A model's sections for one micro-batch size, with one policy for all blocks."""
 
     base: RecordedSections
+    """The run from which the sections were made; it may have fewer blocks than the model."""
     sections: tuple[Section, ...]
-    """The part before the blocks, every block of the model, the part after them."""
+    """The part before the blocks, every block of the model, and the part after the blocks."""
 
     @cached_property
     def states(self) -> Breakdown:
-        """Bytes of the whole model's states in one process."""
+        """Bytes of the states of the whole model in one process."""
         return section_states(self.sections)
 
     @cached_property
     def exchanges(self) -> tuple[tuple[object, int], ...]:
-        """The sections' exchanges over tp, each with the number of consecutive equal ones."""
+        """The exchanges over tp of each section, with the number of consecutive equal sections."""
         runs = groupby(section.exchanges for section in self.sections)
         return tuple((exchanges, sum(1 for _ in run)) for exchanges, run in runs)
 
@@ -62,20 +64,16 @@ class ModelSections:
 
 
 class SectionLibrary:
-    """The sections of one model.
+    """The sections of one model, for any plan.
 
     Args:
         model: a model on the meta device; it is not changed.
         example: a micro-batch of any size.
-        loss: returns the loss of a run, from whether several micro-batches wait at the head, and
-            the rows of each.
+        loss: (several micro-batches wait at the head, rows of each) -> the loss of the run.
         make_optimizer: makes the optimizer as a run does.
         device: the device whose kernels are assumed.
-        slices: the model's slices in a plan that slices it; by default those of the plan's
-            technique.
-
-    Raises:
-        ConfigError: the model does not run without its numbers.
+        slices: the model's slices in a plan that slices it; None for the slices that the plan's
+            technique chooses.
     """
 
     def __init__(
@@ -101,11 +99,20 @@ class SectionLibrary:
         return len(self._named)
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:
-        """Return the largest tp size of these techniques; 1 if none can slice the model."""
+        """Return the largest tp size at which these techniques can slice the model.
+
+        It is 1 if none of them can.
+        """
         return self._runs.most_ranks(techniques)
 
     def first_blocks(self, blocks: int) -> SectionLibrary:
-        """Return the library of the same model with only its first blocks; runs are shared."""
+        """Return a library of the same model with only its first blocks.
+
+        It shares the runs on fake tensors with this library.
+
+        Args:
+            blocks: the number of blocks.
+        """
         library = copy(self)
         library._named, library._bodies = self._named[:blocks], {}
         return library
@@ -123,18 +130,19 @@ class SectionLibrary:
         """Return the sections in a run of this plan.
 
         Args:
-            plan: the precision and everything except the policy of blocks come from this plan.
-            rows: the rows of a micro-batch.
+            plan: the plan; the policies of its blocks are ignored.
+            rows: the number of rows of a micro-batch.
             choice: the policy of every block.
             waiting: whether several micro-batches wait at the head.
-            cut: whether the sections are on several ranks, each with untied parameters.
+            cut: whether the sections are on several ranks, so that tied parameters are separate.
             exact: whether the memory of the part after the blocks has to be exact, which may take
                 one more run if the loss is computed in chunks.
 
         Raises:
-            ConfigError: the model does not run without its numbers, or not with this choice.
+            ConfigError: the model does not run on fake tensors, or not with this policy.
         """
-        # The parts before and after the blocks come from the run in which blocks save everything.
+        # The parts before and after the blocks are those of the policy "keep". So the loss and the
+        # ties of parameters do not matter for other policies.
         keeps_all = choice == "keep"
         kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
         kind = kind._replace(cut=keeps_all and kind.cut)
@@ -143,7 +151,7 @@ class SectionLibrary:
         if (kind, rows, exact) not in self._bodies:
             self._body(plan, kind, rows, exact=exact)
             if cut and self._runs.copied_gradient and not kind.contiguous_gradients:
-                # The run has shown that gradients are copied, so run again with such copies.
+                # The run has copied a gradient, so run again with contiguous gradients.
                 return self.model_sections(
                     plan, rows, choice, waiting=waiting, cut=cut, exact=exact
                 )
@@ -165,7 +173,7 @@ class SectionLibrary:
 
     def _body(self, plan: Plan, kind: RunKind, rows: int, *, exact: bool) -> None:
         recorded, is_exact = self._read_off(plan, kind, rows)
-        # With another policy only the blocks of a run are used, not the part after them.
+        # With another policy than "keep" only the blocks of a run are used.
         if exact and not is_exact and kind.choice == "keep":
             *sections, end = recorded.sections
             exact_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
@@ -178,7 +186,7 @@ class SectionLibrary:
     def _read_off(self, plan: Plan, kind: RunKind, rows: int) -> tuple[RecordedSections, bool]:
         """Return the sections for `rows` rows, and whether their memory is exact.
 
-        They are interpolated between runs of other rows, and of coarser slices.
+        They are interpolated between runs with other numbers of rows, or with coarser slices.
         """
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others:
@@ -206,18 +214,17 @@ class SectionLibrary:
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
     ) -> dict[str, PassPair] | None:
-        """Return the forward and the split backward pass of each block, by its name.
-
-        The key "" has those of the part after the blocks.
+        """Return the forward and the split backward pass of each section (zero bubble).
 
         Args:
             plan: see `model_sections`.
-            rows: the rows of a micro-batch.
+            rows: see `model_sections`.
             waiting: see `model_sections`.
             cut: see `model_sections`.
 
         Returns:
-            None if the backward pass of the model cannot be split (zero bubble).
+            The passes of each block by its name, and of the part after the blocks under "". None if
+            the backward pass of the model cannot be split.
         """
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
         passes = self._split(plan, kind, rows)
@@ -228,7 +235,7 @@ class SectionLibrary:
         return {**blocks, "": passes[""]}
 
     def _split(self, plan: Plan, kind: RunKind, rows: int) -> dict[str, PassPair] | None:
-        """Return `split_passes` of the model that is run, which may be shortened."""
+        """Return `split_passes` for the blocks of the model that is run, which may be shortened."""
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others and not isinstance(runs.loss(kind, rows), ChunkedCrossEntropy):
             share = finer_share(plan.tp, *(coarser_plan.tp for coarser_plan, _ in others))

@@ -1,10 +1,10 @@
-"""A model in sections: the memory and time of one micro-batch in each, forward and backward.
+"""A model in sections: the memory and operations of one micro-batch in each, forward and backward.
 
 A section is a block of the model, or the part before the first block or after the last. It has a
 window of clock ticks in the forward pass and one in the backward pass, or two if gradients of
-inputs and of weights are computed in separate passes. Its record is cut to its windows, so sections
-can be composed in another number and order than they were recorded: one block a hundred times, only
-a stage's blocks, blocks under another policy.
+inputs and of weights are computed in separate passes. The record of a section covers only its
+windows. So sections can be composed in another number and order than they were recorded in: one
+block a hundred times, the blocks of one stage, or blocks with another policy.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.scatter_gather import scattered_bytes
 
 DETAILED_ENDS = 2
-"""The number of sections at each end of a run of equal ones that are composed tick by tick."""
+"""The sections at each end of a sequence of equal sections that are composed tick by tick."""
 
 
 class Anchor(IntEnum):
-    """The origin of the ticks of a birth or a death."""
+    """The moment from which the ticks of a birth or a death are counted."""
 
     FORWARD = 0
-    """The begin of the section's forward pass."""
+    """The beginning of the section's forward pass."""
     INPUTS = 1
-    """The begin of its backward pass; if that is split, of its input backward."""
+    """The beginning of the section's backward pass; if it is split, of the input backward."""
     WEIGHTS = 2
-    """The begin of its weight backward."""
+    """The beginning of the section's weight backward, if the backward pass is split."""
     TURN = 3
     """The end of all forward passes."""
     END = 4
     """The end of the micro-batch."""
     OPTIMIZER = 5
-    """The end of the micro-batch too, for storages that stay until the optimizer has used them."""
+    """Also the end of the micro-batch, for storages that stay until the optimizer has used them."""
     FIRST = 6
-    """The beginning of the first section's backward pass (a tied parameter's gradient)."""
+    """The beginning of the first section's backward pass, for gradients of tied parameters."""
     LAST = 7
     """The beginning of the last section's forward pass."""
     RETURN = 8
@@ -57,17 +57,17 @@ class Storage(NamedTuple):
     nbytes: int
     kind: MemoryKind
     window: Anchor
-    """The window in which it is made."""
+    """The window in which the storage is made."""
     birth: int
-    """Ticks from the begin of `window`."""
+    """Ticks from the beginning of `window` until the storage is made."""
     until: Anchor
-    """The moment that `death` is counted from."""
+    """The moment from which `death` is counted."""
     death: int
-    """Ticks from `until`."""
+    """Ticks from `until` until the storage is freed."""
 
 
 class SectionWindow(NamedTuple):
-    """The ticks t with begin < t <= end: one pass through a section."""
+    """The ticks t with begin < t <= end, which are one pass through a section."""
 
     begin: int
     end: int
@@ -87,7 +87,7 @@ class SectionWindow(NamedTuple):
 
 
 Windows = tuple[SectionWindow, ...]
-"""A section's windows: forward and backward; or forward, input backward, weight backward."""
+"""A section's windows: forward and backward, or forward, input backward and weight backward."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,17 @@ class SectionTensor:
     """A parameter or buffer of a section."""
 
     name: str
-    """The plain name; tied tensors have the same one."""
+    """The name in the model. Tied tensors have the same name."""
     shape: tuple[int, ...]
     nbytes: int
     trained: bool = False
     kind: str = ""
-    """The dtype of its elements."""
+    """The dtype of the elements, as text; empty for a buffer."""
     is_buffer: bool = False
     state_bytes: int = 0
     """Bytes of the optimizer's state of this tensor."""
     state_scalars: int = 0
-    """Bytes of the scalars in that state, such as step counts."""
+    """The part of `state_bytes` that is single numbers, such as step counts."""
     is_left_out: bool = False
     """See `BlockTicks.left_out`."""
 
@@ -116,27 +116,27 @@ class SectionTensor:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is bytes; see `BlockTicks.packed`."""
+        """Whether the elements are bytes; see `BlockTicks.packed`."""
         return self.kind == str(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class OpLog:
-    """The operations of a pass, one in each row."""
+    """The operations of a pass. Each array has one row per operation."""
 
     flops: NDArray[np.float64]
     """FLOPs in fp32 and fp64."""
     low_flops: NDArray[np.float64]
-    """FLOPs in bf16."""
+    """FLOPs in bf16 and fp16."""
     nbytes: NDArray[np.float64]
     """Bytes read and written."""
     times: NDArray[np.float64]
-    """How often each operation runs."""
+    """The number of times that each operation runs."""
     products: NDArray[np.float64]
-    """The sizes of matrix products, (operations, 4): see `op_cost.ProductSize`."""
+    """The sizes of matrix products, of shape (operations, 4); see `op_cost.ProductSize`."""
 
     def scaled(self, factor: float) -> OpLog:
-        """Return a copy with FLOPs and bytes times a factor; the sizes of products stay."""
+        """Return a copy with FLOPs and bytes times a factor, and unchanged sizes of products."""
         flops, low_flops = self.flops * factor, self.low_flops * factor
         return replace(self, flops=flops, low_flops=low_flops, nbytes=self.nbytes * factor)
 
@@ -149,14 +149,13 @@ class SectionPass:
     """The number of ticks of each of the section's `Windows`."""
     storages: tuple[Storage, ...]
     ticks: BlockTicks | None = None
-    """The ticks of the block, counted in the section from 1 to the sum of `lengths`; None outside
-    of blocks."""
+    """The ticks of the block, counted from 1 to the sum of `lengths`; None outside of blocks."""
     gradients: tuple[int, ...] = ()
-    """The indices of storages that are gradients, including those that are added to others."""
+    """The indices of storages that are gradients, including gradients that are added to others."""
     boundary: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-    """The indices of storages that the section before produces as inputs, and of gradients that the
-    section after produces. At the ends of a stage other ranks send them, and they stay until the
-    end of the micro-batch."""
+    """The indices of storages that are inputs made by the section before, and of storages that are
+    gradients made by the section after. At the ends of a stage, these storages are received from
+    other ranks, and stay until the end of the micro-batch."""
     loss_ticks: int = 0
     """Ticks at the end of the last section's forward window that belong to the loss."""
 
@@ -167,20 +166,25 @@ class SectionPass:
         return sum(s.nbytes for s in self.storages if not s.window and s.until in backward)
 
     def at_stage_end(self, side: int, ranks: int) -> SectionPass:
-        """Return the section at a stage's begin (side 0) or end (1), boundary tensors scattered."""
+        """Return the passes of the section at an end of a stage.
+
+        Args:
+            side: 0 if the stage begins with the section, 1 if it ends with it.
+            ranks: the number of ranks over which the boundary tensors are scattered.
+        """
         storages = list(self.storages)
         for index in self.boundary[side]:
             storage, sent = storages[index], scattered_bytes(storages[index].nbytes, ranks)
-            # The gathered tensor is freed like one between two blocks.
+            # The gathered tensor is freed when a tensor between two blocks is.
             storages += [] if ranks == 1 else [storage]
             storages[index] = storage._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(storages))
 
     @cached_property
     def flat(self) -> tuple[Storage, ...]:
-        """The storages that matter to other sections, merged where they have one lifetime.
+        """The storages that are alive in windows of other sections, or are gradients.
 
-        They are alive between this section's windows, or are freed in other sections' windows.
+        Storages with the same lifetime outside of this section's windows are merged.
         """
         sums: dict[tuple[MemoryKind, Anchor, Anchor], int] = {}
         seen = [self.storages[index] for index in self.gradients]
@@ -196,7 +200,7 @@ class SectionPass:
 
 
 PassPair = tuple[SectionPass, SectionPass]
-"""The first micro-batch of a step, and every other one."""
+"""The passes of the first micro-batch of a step, and those of every other micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +211,15 @@ class Section:
     """The name of the block; empty outside of blocks."""
     passes: PassPair
     forward: OpLog
+    """The operations of the forward pass of one micro-batch."""
     backward: OpLog
+    """The operations of the backward pass of one micro-batch."""
     tensors: tuple[SectionTensor, ...]
+    """The parameters and buffers."""
     incoming: int = 0
-    """Bytes of the tensors that a block is called with."""
+    """Bytes of the tensors with which a block is called."""
     incoming_gradients: int = 0
-    """Bytes of those incoming tensors that get a gradient."""
+    """Bytes of the incoming tensors that get a gradient."""
     sequence_shards: int = 0
     """Bytes of `incoming` that arrive as sequence shards: see `slicing.scatter_gather`."""
     slowdown: tuple[float, float] = (1.0, 1.0)
@@ -226,8 +233,13 @@ class Section:
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
     """Return the passes of a section with their gradients marked.
 
-    Only the first pass keeps its gradients; if both passes make storages of the same sizes in the
-    same order, the later pass has its gradients at the same positions.
+    In the first pass the gradients stay alive, and so are known. In a later pass they are added to
+    these and freed. If both passes make storages of the same sizes in the same order, the gradients
+    of the later pass are at the same positions.
+
+    Args:
+        first: the pass of the first micro-batch of a step.
+        later: the pass of the second micro-batch.
     """
     near, others = (
         [(index, s) for index, s in enumerate(section_pass.storages) if s.until < Anchor.FIRST]
@@ -257,18 +269,18 @@ def section_spans(
     stop: int,
     returned: int | None = None,
 ) -> SectionPass:
-    """Return the storages of a timeline that belong to a section.
+    """Return the passes of a section, with the storages of a timeline that belong to it.
 
-    An output of the section before belongs to this one from the begin of this one's window, if this
-    one frees it. An output of this section belongs to it until its window ends.
+    An output belongs to the section that makes it until the end of this section's window. After
+    that it belongs to the next section, if the next section frees it.
 
     Args:
         spans: the storages of one micro-batch.
         windows: the windows of all sections.
         index: the index of the section.
         stop: the last tick of the micro-batch; gradients that outlive it stay for the optimizer.
-        returned: the tick at which the model's forward pass ends, before the loss; None if it is
-            not needed.
+        returned: the tick at which the model's forward pass ends, before that of the loss; None to
+            ignore storages that are freed at this moment.
     """
     leaving = None
     if returned is not None:
@@ -300,10 +312,11 @@ _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
 
 
 class _Owner:
-    """Selects the storages of a section from a timeline; the backward pass is whole.
+    """Selects the storages of a section from a timeline whose backward pass is whole.
 
     A storage that outlives its section's windows by a few ticks counts as freed at their end.
-    Autocast frees its copies together after the model's forward pass; their order is ignored.
+    Autocast frees its copies of weights together after the model's forward pass. They count as
+    freed at one tick.
 
     Args:
         windows: see `section_spans`.
@@ -326,7 +339,7 @@ class _Owner:
         self._after = windows[index + 1] if index + 1 < len(windows) else None
 
     def owned(self, span: Span) -> Storage | None:
-        """Return the storage in the section's ticks; None if it belongs to another section."""
+        """Return a span as a storage of the section; None if it belongs to another section."""
         forward, backward = self._own
         born = Anchor(int(backward.is_result(span)))
         if forward.is_result(span) or backward.is_result(span):
@@ -352,9 +365,10 @@ class _Owner:
         return Storage(span.nbytes, span.kind, Anchor(side), 1, window, death)
 
     def side(self, span: Span) -> int | None:
-        """Return 0 for an input from the section before, 1 for a gradient from the section after.
+        """Return the side from which a storage comes.
 
-        None for all other storages.
+        It is 0 for an input that the section before makes, 1 for a gradient that the section after
+        makes, and None for all other storages.
         """
         if span.death > self._stop or self._leaves(span):
             return None
@@ -366,9 +380,9 @@ class _Owner:
         return 1 if freed and behind < span.birth <= backward.begin else None
 
     def _leaves(self, span: Span) -> bool:
-        """Whether a storage is freed right after the model's forward pass.
+        """Whether a storage is freed after the model's forward pass and before the loss.
 
-        That is before the loss makes its first storage.
+        The loss begins when it makes its first storage.
         """
         if self._leaving is None:
             return False
@@ -384,9 +398,10 @@ class _Owner:
 
 
 class _SplitOwner(_Owner):
-    """Selects the storages of a section whose backward pass is split in two.
+    """Selects the storages of a section from a timeline whose backward pass is split in two.
 
-    A storage that outlives its section's windows stays until the end of the micro-batch.
+    A storage that outlives the windows of its section counts as freed at the end of the
+    micro-batch.
     """
 
     def owned(self, span: Span) -> Storage | None:
@@ -414,12 +429,12 @@ class _SplitOwner(_Owner):
             is_own = _goes(span, self._own) or (before is None and span.death > self._stop)
             return Storage(*arrived, Anchor.FORWARD, 1, *self._until(span)) if is_own else None
         if after is not None and after[1].is_result(span) and _goes(span, self._own):
-            # The gradient of an output.
+            # The storage is the gradient of an output.
             return Storage(*arrived, Anchor.INPUTS, 1, *self._until(span))
         return None
 
     def side(self, span: Span) -> int | None:
-        """See `_Owner.side`; also 0 for the gradient that the section before gets."""
+        """See `_Owner.side`; it is also 0 for a gradient that the section before receives."""
         forward, inputs, _ = self._own
         before, after = self._before, self._after
         if before is not None and (
@@ -471,21 +486,21 @@ def concatenate_sections(
     is_sent: bool,
     scatter_ranks: tuple[int, int] = (1, 1),
 ) -> tuple[Timeline, list[BlockTicks], int]:
-    """Compose sections one after another, forward and backward.
+    """Compose the timeline of sections that run one after another, forward and backward.
 
-    In a run of equal sections, the live bytes outside of each grow or shrink by a constant from one
-    to the next, so the peak is near the ends of the run. Only the sections at its ends are composed
-    tick by tick; the others only contribute `SectionPass.flat`, which is much faster.
+    In a sequence of equal sections, the bytes that are alive outside of a section change by a
+    constant from one section to the next. So the peak is near an end of the sequence. Only the
+    sections at its ends are composed tick by tick. The others contribute `SectionPass.flat`, which
+    is much faster.
 
     Args:
         passes: the sections' passes, in the order of the forward pass.
-        begins: whether inputs come from another rank.
-        is_sent: whether outputs go to another rank.
+        begins: whether the inputs are received from another rank.
+        is_sent: whether the outputs are sent to another rank.
         scatter_ranks: see `compose_profile`.
 
     Returns:
-        Storages and phases on one clock that begins with tick 1, the visits of blocks, and the last
-        tick.
+        The timeline, whose first tick is 1; the ticks of each block; and the last tick.
     """
     passes = list(passes)
     if begins:
@@ -497,8 +512,8 @@ def concatenate_sections(
     forward_offset, backward_offset = 0, backward_start + later[0]
     stop = backward_start + sum(later)
     again = backward_offset
-    # If the stage begins with a block, the backward pass has one more tick, for the layers outside
-    # of blocks.
+    # If the stage begins with a block, the backward pass has one more tick, which is that of the
+    # layers outside of blocks.
     stop += 1 if begins and len(later) == 1 else 0
     last_forward = backward_start if is_sent else backward_start - passes[-1].lengths[0]
     far = stop - passes[0].lengths[1], last_forward

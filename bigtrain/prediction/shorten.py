@@ -1,4 +1,4 @@
-"""A shortened model that represents a large one: of equal blocks only a few remain."""
+"""Shorten a model that has many equal blocks to a model that has few of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from bigtrain.tracing.parameter_uses import ParameterUses, parameter_uses
 
 
 def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
-    """Copy a model with fewer of its equal blocks.
+    """Copy a model without some of its equal blocks.
 
     Args:
         model: a model on the meta device; it is not changed.
-        most: the most blocks that remain of a run of equal ones.
+        most: the number of blocks that remain, at most, of a sequence of equal blocks.
 
     Returns:
-        The copy, and for each block of the model the index of its block in the copy. None if
-        nothing can be left out.
+        The copy; and for each block of the model, the index of the block of the copy that
+        represents it. None if no block can be left out.
     """
     named = independent_blocks(model)
     groups: dict[str, list[str]] = {}
@@ -33,7 +33,7 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
     drop = {n for parent, names in groups.items() for n in _spare(model, parent, names, most)}
     if not drop:
         return None
-    # Blocks that are left out are not copied: a large model has many of them.
+    # Blocks that are left out are not copied, because a large model has many of them.
     memo: dict[int, Any] = {id(model.get_submodule(name)): nn.Module() for name in drop}
     copied = copy.deepcopy(model, memo)
     new_names: dict[str, str] = {}
@@ -48,7 +48,7 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
                 delattr(container, name)
             for number, block in enumerate(blocks):
                 container.add_module(str(number), block)
-    # A list of one block is not repeated, so its block would no longer be found.
+    # Blocks are found by repetition in a list, which a list of one block does not have.
     kept = [name for name, _ in find_blocks(model) if name not in drop]
     copied.own_blocks = tuple(new_names.get(name, name) for name in kept)  # type: ignore[assignment]
     order, index = [], -1
@@ -62,15 +62,16 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
 
 
 def uses_by_block(model: nn.Module, example: MicroBatch, loss: Loss | None) -> ParameterUses | None:
-    """Return how a forward pass uses the parameters of a model, from a pass of few of its blocks.
+    """Return how a forward pass uses the parameters of a model, from a pass of a shortened copy.
 
     Args:
         model: a model on the meta device.
-        example: one micro-batch; only shapes matter.
-        loss: the loss of the model's output.
+        example: one micro-batch; only its shapes matter.
+        loss: the loss of the model's output; None to leave the loss out.
 
     Returns:
-        None if nothing can be left out, or the model does not run so.
+        The uses, under the names of the whole model. None if no block can be left out, or if the
+        shortened copy does not run on fake tensors.
     """
     shortened = shorten_model(model)
     if shortened is None:
@@ -96,7 +97,7 @@ def uses_by_block(model: nn.Module, example: MicroBatch, loss: Loss | None) -> P
 
 
 def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> list[str]:
-    """The children of a module list that can be left out, because their neighbours are equal."""
+    """Return the children of a module list that can be left out, as their neighbours are equal."""
     container = model.get_submodule(parent)
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return []
@@ -108,7 +109,7 @@ def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> li
 
 
 def _runs(signatures: Sequence[str]) -> list[range]:
-    """Runs of equal neighbours."""
+    """Return the index ranges of consecutive equal signatures."""
     runs, start = [], 0
     for index in range(1, len(signatures) + 1):
         if index == len(signatures) or signatures[index] != signatures[start]:
@@ -118,7 +119,7 @@ def _runs(signatures: Sequence[str]) -> list[range]:
 
 
 def block_signature(block: nn.Module) -> str:
-    """A text that is equal for blocks that compute the same: modules, options, shapes."""
+    """Return a text of a block's modules, options and shapes; equal blocks have equal texts."""
     shapes = [
         (name, tuple(t.shape), t.dtype, t.requires_grad)
         for tensors in (block.named_parameters(), block.named_buffers())
@@ -128,13 +129,14 @@ def block_signature(block: nn.Module) -> str:
 
 
 def untie_parameters(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
-    """Copy a model with untied parameters, as stages have them.
+    """Copy a model, and make tied parameters separate, as they are in stages on several ranks.
 
     Args:
-        model: a model on the meta device.
+        model: a model on the meta device; it is not changed.
 
     Returns:
-        The copy, and for each new parameter the name of the parameter to which it was tied.
+        The copy; and for the name of each new parameter, the name of the parameter to which it was
+        tied.
     """
     copied = copy.deepcopy(model)
     first_name: dict[int, str] = {}

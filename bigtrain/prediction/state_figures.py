@@ -14,12 +14,14 @@ from bigtrain.memory.timeline import Breakdown
 def state_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, late: Collection[str] = ()
 ) -> Breakdown:
-    """Bytes of trained and frozen parameters, gradients, buffers and optimizer state.
+    """Return the bytes of parameters, gradients, buffers and optimizer state, by kind.
 
     Args:
         model: the profiled model.
-        optimizer: after a step on it.
-        late: names of parameters that are frozen here and may be trained later in the run.
+        optimizer: the optimizer of the model after a step, so that its state exists; None to count
+            no optimizer state.
+        late: names of parameters that are frozen here and may be trained later in the run. They
+            count as trained parameters, without gradients.
     """
     slots = optimizer.state.values() if optimizer else ()
     trained = storage_bytes(p for p in model.parameters() if p.requires_grad)
@@ -38,17 +40,16 @@ def state_bytes(
 def optimizer_state_figures(
     model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The size of the optimizer's state in relation to the trained elements.
+    """Return the size of the optimizer's state in relation to the trained elements.
 
     Args:
         model: the profiled model.
-        optimizer: after a step on it.
-        widths: see `state_bytes_by_slot`; techniques that shard state update bf16 parameters in
-            fp32.
+        optimizer: the optimizer of the model after a step.
+        widths: the bytes of an element of each state of a bf16 parameter that is updated in fp32,
+            as techniques that shard the state do; see `state_bytes_by_slot`.
 
     Returns:
-        `trained_elements`; `state_slots`, state tensors per parameter in fp32 sizes; and
-        `state_scalars`, bytes of other state. See the fields of `Profile`.
+        The fields `trained_elements`, `state_slots` and `state_scalars` of `Profile`, by name.
     """
     elements, state_numbers, scalars = 0, 0.0, 0
     for parameter in model.parameters():
@@ -69,7 +70,7 @@ def optimizer_state_figures(
 def updated_shapes(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """See `Profile.updated`; empty if the optimizer does not update the parameters themselves."""
+    """Return `Profile.updated`; empty if the optimizer updates copies of the parameters."""
     groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
     if not all(id(p) in groups for p in trained):
@@ -80,7 +81,7 @@ def updated_shapes(
 def storage_bytes(leaves: Iterable[object]) -> int:
     """Return the bytes of the distinct storages of the tensors among `leaves`.
 
-    A meta tensor counts like a real one.
+    A tensor on the meta device counts like a real one.
     """
     storages: dict[int, int] = {}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""The part of a model that a run on fake tensors takes through the loop: here, all of it."""
+"""The part of a model that a run on fake tensors records: by default the whole model."""
 
 from __future__ import annotations
 
@@ -15,38 +15,48 @@ from bigtrain.losses.loss import Loss
 from bigtrain.memory.tracker import StorageTracker
 
 TakeStep = Callable[[LoopRunner, Sequence[MicroBatch]], tuple[int, ...]]
-"""Takes one step of a loop over these micro-batches; returns `FakeRun.marks`."""
+"""(loop, micro-batches) -> `FakeRun.marks`, after one step over these micro-batches."""
 
 
 class WholeModel:
-    """A whole model in the loop; subclasses run a part of it."""
+    """Runs a whole model in the loop. Subclasses run a part of it, or run it in another way."""
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:  # noqa: ARG002
-        """The micro-batch as the loop takes it, before fake tensors are made."""
+        """Return the micro-batch for the loop, before it is replaced by fake tensors."""
         return micro_batch
 
     def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """The module that the forward pass calls, from a fake copy of the whole model."""
+        """Return the module that the forward pass calls.
+
+        Args:
+            fake: a copy of the whole model on fake tensors, which may be changed.
+            loss: the loss of the run; if it is chunked, it is attached to the head.
+            plan: the plan of the run.
+            device: the device whose kernels are assumed.
+        """
         del plan, device
         attach_head(loss, fake)
         return fake
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
-        """The loop."""
+        """Return the loop that runs the micro-batches."""
         return LoopRunner(assembly)
 
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
     ) -> list[tuple[int, ...]]:
-        """Take all steps; the optimizer makes its state in the first.
+        """Take a first step, in which the optimizer makes its state, and a second step.
+
+        The second step has two micro-batches of the last size. With two sizes, the first step has
+        two micro-batches of the first size; otherwise it has one micro-batch.
 
         Args:
-            runner: the result of `runner`.
-            batches: one, or two of different sizes.
+            runner: the result of the method `runner`.
+            batches: one micro-batch, or two of different sizes.
             step: takes one step.
 
         Returns:
-            The marks of each step.
+            The marks of each step; see `FakeRun.marks`.
         """
         first, last = batches[0], batches[-1]
         small = [first] if len(batches) == 1 else [first, first]

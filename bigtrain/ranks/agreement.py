@@ -1,8 +1,8 @@
-"""Refuses ranks that were started with different jobs, before the run trains.
+"""Refuse ranks that were started with different jobs, before the run trains.
 
-Every rank has a table of its job's keys. Ranks compare theirs with rank 0's through the rendezvous
-store, so that no process group is needed, which such ranks might not be able to make. They compare
-a hash first, and the tables only if the hashes differ.
+Every rank has a table of its job's keys, and compares it with rank 0's table through the rendezvous
+store. A process group is not needed: ranks with different jobs might fail to create one. The ranks
+compare a hash of the tables first, and the tables only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from bigtrain.errors import ConfigError, LaunchError
 
 Facts = Mapping[str, str]
-"""The values that must be the same on all ranks, by key, as a user writes them."""
+"""By key, the values that must be the same on all ranks, as text."""
 _SHOWN = 4
 _LONGEST = 80
 
@@ -40,13 +40,18 @@ class Agreement:
         self._rank, self._world_size, self._round = rank, world_size, 0
 
     def require(self, facts: Facts) -> None:
-        """Compare a table with rank 0's. All ranks call it, equally often.
+        """Compare a table of values with rank 0's. Collective: all ranks call it equally often.
 
-        Rank 0 waits until the others have agreed; if one does not, its error ends all ranks.
+        Rank 0 waits until all other ranks have agreed. If a rank does not agree, its error ends all
+        ranks.
+
+        Args:
+            facts: the values of this rank.
 
         Raises:
-            ConfigError: this rank's table differs from rank 0's; names the keys and both values.
-            LaunchError: a rank does not come.
+            ConfigError: this rank's table differs from rank 0's; the message contains the keys and
+                both values.
+            LaunchError: another rank did not call this within the timeout of the store.
         """
         if self._store is None:
             return
@@ -75,11 +80,11 @@ class Agreement:
         raise ConfigError(_differences(facts, theirs, self._rank))
 
     def is_first(self, event: str) -> bool:
-        """Whether this is the first rank that calls it with this argument."""
+        """Whether this call is the first of all ranks for an event; always true without a store."""
         return self._store is None or self._store.add(f"first/{event}", 1) == 1
 
     def close(self) -> None:
-        """Release the store; later calls of `require` compare nothing."""
+        """Release the store. Later calls of `require` compare nothing."""
         self._store = None
 
 
@@ -103,7 +108,7 @@ def _shown(value: str | None) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Return a value of a job as text that is the same in every process, without addresses."""
+    """Return a value of a job as text that is equal in every process: without addresses."""
     if value is None or isinstance(value, bool | int | float | str):
         return "null" if value is None else str(value)
     if isinstance(value, Mapping):

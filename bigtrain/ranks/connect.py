@@ -1,7 +1,7 @@
 """Connect this process to the other ranks: `connect` makes the `RunContext` of a run.
 
-The context is passed, never global. One process without a launcher has no process group, and every
-method of its context still works, so that callers need no second path for it.
+The context is passed as an argument and is never global. One process without a launcher has no
+process group, but every method of its context works, so that callers need no second code path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import set_timeouts
 
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
-"""Variables under which every rank sees only one GPU, as number 0."""
+"""Variables of Slurm, with which every rank sees only one GPU, with index 0."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables with which a launcher hides GPUs."""
 
@@ -66,31 +66,35 @@ def connect(
     store_path: Path | None = None,
     facts: Facts = MappingProxyType({}),
 ) -> Iterator[RunContext]:
-    """Join the other ranks for the length of a `with` block.
+    """Connect this process to the other ranks for the duration of a `with` block.
 
-    A rank that fails inside the block ends all ranks: its exception is raised, every other rank
-    ends without a traceback and with the same exit status. Leaving by `SystemExit` with 0 or 75 is
-    no failure.
+    A rank that fails inside the block ends all ranks: its exception is raised, and every other rank
+    ends without a traceback and with the same exit status. `SystemExit` with 0 or 75 is not a
+    failure.
 
     Args:
         placement: the rank of this process; see `bigtrain.ranks.launcher_env.detect_rank_info`.
-        device: "auto" is an accelerator if there is one, else the CPU.
-        backend: "auto" is torch's default for the device: nccl on CUDA, gloo on the CPU.
+        device: the kind of device; "auto" is an accelerator if there is one, else the CPU.
+        backend: the backend of the process group; "auto" is torch's default for the device: nccl on
+            CUDA, gloo on the CPU.
         pp: ranks on the pipeline axis.
-        dp: ranks on the data axis; -1 for the remaining ones.
+        dp: ranks on the data axis; -1 for all remaining ranks.
         tp: ranks on the tensor axis.
         setup_timeout: seconds that the ranks wait for each other at the start.
         timeout: seconds that a collective may take afterwards.
-        seed: the seed of the run, passed on in the context.
-        force_group: make a process group for one process, too.
-        store_path: a file through which the ranks of one node meet, instead of the launcher's
-            address.
+        seed: the seed of the run, which becomes `RunContext.seed`.
+        force_group: create a process group for a single process, too.
+        store_path: a file through which the ranks of one node find each other, instead of the
+            launcher's address.
         facts: further values that must be the same on all ranks, such as the keys of a job.
 
+    Yields:
+        The context of this rank.
+
     Raises:
-        ConfigError: sizes, device or backend do not fit, or differ from rank 0's, or the facts
-            do; raised before any process group exists.
-        LaunchError: the ranks did not find each other.
+        ConfigError: a size, the device or the backend does not fit, or one of these or of `facts`
+            differs from rank 0's. No process group exists then, except if ranks share a GPU.
+        LaunchError: the ranks did not find each other, or a process group exists already.
     """
     sizes = resolve_mesh(pp, dp, tp, placement.world_size)
     if min(setup_timeout, timeout) <= 0:
@@ -130,7 +134,7 @@ _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launc
 def _connection_settings(
     placement: RankInfo, meeting: Rendezvous, agreement: Agreement
 ) -> Iterator[None]:
-    """Set the CPU threads and gloo's interface, and close the agreement, for a connection."""
+    """Set the CPU threads and gloo's interface for a connection; close the agreement at its end."""
     cores, gloo = _share_cores(placement, meeting), _local_gloo(placement)
     with cores, gloo, contextlib.closing(agreement):
         yield
@@ -139,7 +143,7 @@ def _connection_settings(
 def _connection_facts(
     sizes: tuple[int, int, int], device: torch.device, backend: str, seed: int
 ) -> dict[str, str]:
-    """The values that must be the same on all ranks before they can connect."""
+    """Return the values that must be the same on all ranks before they can connect."""
     return {
         **{"mesh.pp": str(sizes[0]), "mesh.dp": str(sizes[1]), "mesh.tp": str(sizes[2])},
         "device": device.type,
@@ -155,9 +159,14 @@ def pick_device(
 ) -> torch.device:
     """Return the device of this rank.
 
+    Args:
+        wanted: the kind of device; "auto" is an accelerator if there is one, else the CPU.
+        placement: the rank of this process.
+        environ: the environment of the process.
+
     Raises:
-        ConfigError: the device is unknown, there is no GPU, or there are fewer than ranks on this
-            node.
+        ConfigError: the kind is unknown, there is no such device, or this node has fewer devices
+            than ranks.
     """
     if wanted not in ("auto", "cpu", *KINDS):
         kinds = ", ".join(("auto", "cpu", *KINDS))
@@ -183,14 +192,14 @@ def pick_device(
 
 
 def _is_own(name: str, value: str | None) -> bool:
-    """Whether a variable of Slurm means one GPU for each rank; SLURM_TRES_PER_TASK may not."""
+    """Whether a variable of Slurm gives each rank its own GPU; SLURM_TRES_PER_TASK may not."""
     if value is None:
         return False
     return name != "SLURM_TRES_PER_TASK" or "gres/gpu" in value or "gres:gpu" in value
 
 
 def _hidden_by(environ: Mapping[str, str]) -> str:
-    """Text that names the set variables that may hide other GPUs; empty if none is set."""
+    """Return text with the set variables that may hide other GPUs; empty if none is set."""
     variables = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
     return f" visible with {' '.join(variables)}" if variables else ""
 
@@ -199,7 +208,8 @@ def pick_backend(wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.d
     """Return the backend of the process group; "auto" is torch's default for the device.
 
     Raises:
-        ConfigError: the backend is unknown, not in this torch, or does not support the device.
+        ConfigError: the backend is unknown, not in this build of torch, or does not support the
+            device.
     """
     if wanted not in ("auto", "gloo", "nccl", "mpi"):
         raise ConfigError(f"mesh.backend={wanted!r} is not known. Use mesh.backend=auto")
@@ -226,12 +236,12 @@ def pick_backend(wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.d
 
 
 def _is_of_device(backend: str) -> bool:
-    """Whether the backend sends an accelerator's tensors and no others."""
+    """Whether the backend sends only tensors of an accelerator, and not those of the CPU."""
     return backend not in ("gloo", "mpi")
 
 
 def _with_host(backend: str, device: torch.device) -> str:
-    """The backend, with gloo for tensors on the CPU if the device's backend cannot send them."""
+    """Return the backend, with gloo for CPU tensors if the device's backend cannot send them."""
     return f"cpu:gloo,{device.type}:{backend}" if _is_of_device(backend) else backend
 
 
@@ -244,7 +254,7 @@ def _open_mesh(
     setup_timeout: float,
     timeout: float,
 ) -> DeviceMesh:
-    """Make the process group and the mesh, wait for everyone, then shorten the timeouts."""
+    """Create the process group and the mesh, wait for all ranks, and then shorten the timeouts."""
     set_current(device)
     # MPI knows its ranks and needs no store.
     joining: dict[str, Any] = {"timeout": timedelta(seconds=setup_timeout)}
@@ -255,8 +265,8 @@ def _open_mesh(
             "world_size": placement.world_size,
         }
     if _is_of_device(backend) and sizes[0] == 1:
-        # Makes the communicator now. Not for stages: their sends and receives would share its one
-        # stream, in both directions.
+        # With a device id, init_process_group creates the communicator. Stages must not share it:
+        # their sends and receives would use its one stream, in both directions.
         joining["device_id"] = device
     start_recording()
     if _is_of_device(backend):
@@ -272,16 +282,16 @@ def _open_mesh(
             raise
         raise _why_not_connected(error, placement, meeting, device, setup_timeout) from error
     if backend != "mpi":
-        # The watch of this rank ends a run that hangs; the backend's timeout is for its failure.
+        # `hang_watch` ends a run that hangs. The backend's timeout is for the case that it fails.
         set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout + BACKEND_GRACE_S)
     return mesh
 
 
 def _open_stages_group(mesh: DeviceMesh, device: torch.device) -> None:
-    """Do a first exchange between all stages, which makes NCCL's communicator. Collective.
+    """Do a first exchange between all stages, in which NCCL creates a communicator. Collective.
 
-    NCCL makes a group's communicator in the first exchange, in which all of its ranks must take
-    part; messages that begin together, and those of tied parameters, are between few of them.
+    All ranks of a group must take part in the exchange in which NCCL creates its communicator. A
+    batch of messages between stages, or an exchange of tied parameters, involves only some of them.
     """
     if mesh.size(AXES.index("pp")) > 1 and is_accelerator(device):
         dist.all_reduce(torch.zeros((), device=device), group=mesh.get_group("pp"))
@@ -294,14 +304,14 @@ def _why_not_connected(
     device: torch.device,
     waited_s: float,
 ) -> ConfigError | LaunchError:
-    """The error to raise if a backend could not connect the ranks.
+    """Return the error to raise if a backend could not connect the ranks.
 
     Args:
         error: the backend's error.
         placement: this rank's placement.
-        meeting: its store has each rank's `_tell_device`.
+        meeting: the rendezvous; its store contains what each rank's `_tell_device` wrote.
         device: this rank's device.
-        waited_s: the seconds that the ranks had.
+        waited_s: seconds that the ranks had to connect.
     """
     shared = _sharing_ranks(placement, meeting, device)
     first_line = str(error).splitlines()[0]
@@ -324,17 +334,17 @@ def _why_not_connected(
 
 
 def _tell_device(placement: RankInfo, meeting: Rendezvous, device: torch.device) -> None:
-    """Store the identity of this rank's accelerator."""
+    """Write the identity of this rank's accelerator to the store."""
     meeting.store.set(f"device/{placement.rank}", device_identity(device) or "")
 
 
 def _sharing_ranks(
     placement: RankInfo, meeting: Rendezvous, device: torch.device
 ) -> tuple[int, int] | None:
-    """The numbers of this rank and of another one with the same accelerator; None if unknown."""
+    """Return this rank and another rank with the same accelerator, ascending; None if unknown."""
     identity = device_identity(device)
     others = [rank for rank in range(placement.world_size) if rank != placement.rank]
-    with contextlib.suppress(RuntimeError, OSError):  # rank 0, with the store, may have ended
+    with contextlib.suppress(RuntimeError, OSError):  # rank 0, which has the store, may have ended
         for rank in others if identity else []:
             key = f"device/{rank}"
             if meeting.store.check([key]) and meeting.store.get(key).decode() == identity:
@@ -344,13 +354,13 @@ def _sharing_ranks(
 
 @contextlib.contextmanager
 def _destroyed_group() -> Iterator[None]:
-    """Destroy the process group at the end of the block, also one that is incomplete."""
+    """Destroy the process group at the end of the block, even an incomplete one."""
     try:
         yield
     except BaseException:
         if sys.is_finalizing():
             raise
-        # After a failure NCCL may wait for kernels that never end; gloo has nothing to wait for.
+        # After a failure, destroying an NCCL group may wait for kernels that never end.
         if dist.is_initialized() and dist.get_backend() == "gloo":
             _destroy()
         raise
@@ -368,7 +378,7 @@ def _destroy() -> None:
 def _local_gloo(placement: RankInfo) -> Iterator[None]:
     """Let gloo use the loopback on one node; its default is the address of the host's name.
 
-    That address may be unreachable (containers, laptops), or open to other machines.
+    The default address may be unreachable (containers, laptops), or open to other machines.
     """
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or not placement.one_node:
@@ -385,8 +395,8 @@ def _local_gloo(placement: RankInfo) -> Iterator[None]:
 def _share_cores(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
     """Give each rank its share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    mpiexec and srun may have bound each rank to separate cores or all to the same ones: a core that
-    n ranks may use counts as 1/n for each.
+    mpiexec and srun may have bound each rank to separate cores, or all ranks to the same cores: a
+    core that n ranks may use counts as 1/n for each of them.
     """
     ranks = placement.local_world_size
     if "OMP_NUM_THREADS" in os.environ or ranks == 1 or not hasattr(os, "sched_getaffinity"):
@@ -409,10 +419,10 @@ def _share_cores(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
 
 
 def thread_share(users: list[int]) -> int:
-    """Return the threads for one rank.
+    """Return the number of CPU threads for one rank, at least 1.
 
     Args:
-        users: for each core that this rank may use, the ranks of the node that may use it.
+        users: for each core that this rank may use, the number of the node's ranks that may use it.
     """
-    # The small addend is for rounding: three thirds are 0.999... in binary.
+    # The small addend makes up for rounding: the sum of shares may be 0.999... instead of 1.
     return max(1, math.floor(sum(1 / number for number in users) + 1e-9))

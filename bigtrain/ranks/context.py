@@ -1,4 +1,4 @@
-"""The context of one process: rank, device, mesh, seed, and the few exchanges that all ranks do."""
+"""The context of one process: its rank, device, mesh and seed, and exchanges between all ranks."""
 
 from __future__ import annotations
 
@@ -27,37 +27,50 @@ from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
-"""From the slowest to the fastest: ranks that exchange most have neighbouring numbers."""
+"""The axes of the mesh, the last varying fastest: ranks that exchange most are neighbours."""
 _LONG_TIMEOUT_S = 6 * 3600.0
-"""Seconds that ranks wait while one of them may be downloading or writing to a slow disk."""
+"""Seconds that ranks wait while another rank may be downloading or writing to a slow disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """The place of this process in the run, and the few exchanges that all ranks do.
+    """The rank, device, mesh and seed of this process, and exchanges between the ranks.
 
-    Every method is collective: all ranks call it, in the same order.
+    Methods that exchange are collective: all ranks, or all ranks of the axis, call them in the same
+    order.
     """
 
     rank: int
+    """Number of this process among all ranks, from 0."""
     local_rank: int
+    """Number of this process among the ranks of its node, from 0."""
     world_size: int
+    """Ranks of the run."""
     local_world_size: int
+    """Ranks on this node."""
     device: torch.device
+    """The device of this rank."""
     mesh: DeviceMesh | None
     """The ranks as axes dp, pp, tp; None for one process without a process group."""
     seed: int
+    """The seed of the run, the same on all ranks."""
     launcher: Launcher
+    """The program that started the ranks; see `RankInfo.launcher`."""
     background_group: dist.ProcessGroup | None = None
     """A group of all ranks for the exchanges of another thread; see `for_background`."""
     recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
-    """The last events of this rank, for the page of a run that hangs or dies."""
+    """The last events of this rank, for the report on a run that hangs or dies."""
     agreement: Agreement = field(default_factory=Agreement, compare=False, repr=False)
     """Compares the jobs that the ranks were started with."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:
-        """Return the context of one process that joins no run and has no process group."""
+        """Return the context of a single process without a process group.
+
+        Args:
+            device: the device of the process.
+            seed: the seed of the run.
+        """
         return cls(
             rank=0,
             local_rank=0,
@@ -71,7 +84,7 @@ class RunContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes and prints for all: rank 0."""
+        """Whether this rank is rank 0, which writes and prints for all ranks."""
         return self.rank == 0
 
     @property
@@ -81,12 +94,12 @@ class RunContext:
 
     @property
     def dp_size(self) -> int:
-        """Ranks on the dp axis."""
+        """Number of ranks on the dp axis."""
         return self._size("dp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks that hold the same parameters; None without a process group."""
+        """Group of the ranks on this rank's dp axis; None without a process group."""
         return self.group("dp")
 
     @property
@@ -96,7 +109,7 @@ class RunContext:
 
     @property
     def pp_size(self) -> int:
-        """Ranks of one pipeline."""
+        """Number of ranks of one pipeline."""
         return self._size("pp")
 
     @property
@@ -106,12 +119,12 @@ class RunContext:
 
     @property
     def tp_rank(self) -> int:
-        """Index of this rank among those that hold slices of the same layers, from 0."""
+        """Index of this rank among the ranks that hold slices of the same layers, from 0."""
         return self._index("tp")
 
     @property
     def tp_size(self) -> int:
-        """Ranks that hold slices of the same layers."""
+        """Number of ranks that hold slices of the same layers."""
         return self._size("tp")
 
     def _index(self, axis: Axis) -> int:
@@ -131,8 +144,8 @@ class RunContext:
     def for_background(self) -> RunContext:
         """Return a context of the same ranks for the exchanges of another thread. Collective.
 
-        Its group is on the CPU, whatever the device, and its exchanges may take hours. Exchanges
-        along an axis must not use it: they would use the run's group.
+        Its device is the CPU, and its group is gloo with a timeout of hours. Exchanges along an
+        axis must not use this context: they would use the run's own group.
         """
         if self.mesh is None:
             return self
@@ -140,7 +153,7 @@ class RunContext:
         return replace(self, device=torch.device("cpu"), background_group=group)
 
     def _new_long_group(self) -> dist.ProcessGroup:
-        """Make a group of all ranks whose exchanges may take hours; collective."""
+        """Create a group of all ranks whose exchanges may take hours. Collective."""
         new_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_LONG_TIMEOUT_S))
         group = cast("dist.ProcessGroup", new_group)  # every rank is in it
         self.recorder.traffic.leave_out(group)
@@ -148,17 +161,18 @@ class RunContext:
 
     @property
     def lost_ranks(self) -> LostRanks:
-        """The ranks that the run may lose, and those that it has lost, as far as this one knows."""
+        """The ranks that the run may lose, and the lost ranks, as far as this rank knows."""
         return self.recorder.lost_ranks
 
     def tolerate_losses(self, spare: Sequence[int], names: Sequence[str]) -> None:
-        """Let the run continue if one of these ranks is lost. Collective.
+        """Let the run continue if one of some ranks is lost. Collective.
 
-        The exchanges of this class are then between the remaining ranks, through `RootExchange`;
-        their results have None, or zeros, for lost ranks.
+        Exchanges of this class between all ranks, or on the dp axis, then use `RootExchange`. Their
+        results contain None, or zeros, for lost ranks.
 
         Args:
-            spare: the ranks that may be lost; not rank 0, which has the hub, the store and the log.
+            spare: the ranks that may be lost. Rank 0 may not: it has the hub, the store and the
+                log.
             names: the names of all ranks, for messages.
         """
         self.lost_ranks.group = self._new_long_group()
@@ -169,18 +183,18 @@ class RunContext:
             note_spare_ranks(os.environ, spare)
 
     def require_all(self) -> None:
-        """Undo `tolerate_losses`: every rank is needed again. All ranks call it."""
+        """Undo `tolerate_losses`: every rank is needed again. All ranks must call this."""
         self.lost_ranks.allow((), self.lost_ranks.names, tells=self.is_main)
 
     def agreed_lost_ranks(self) -> tuple[int, ...]:
-        """Return the ranks lost so far, the same on all. Collective if some may be lost."""
+        """Return the ranks lost so far, the same on all ranks. Collective if ranks may be lost."""
         root = self._root_exchange()
         return () if root is None else tuple(root.broadcast(self.lost_ranks.lost))
 
     def _root_exchange(
         self, axis: Axis | None = None, *, may_take_hours: bool = False
     ) -> RootExchange | None:
-        """The exchange that survives the loss of ranks; None if all ranks are needed."""
+        """Return the exchange that survives the loss of ranks; None if all ranks are needed."""
         group, lost_ranks = self.background_group or self.lost_ranks.group, self.lost_ranks
         if not lost_ranks.spare or axis not in (None, "dp"):
             return None
@@ -191,7 +205,7 @@ class RunContext:
 
     @contextlib.contextmanager
     def long_timeout(self) -> Iterator[None]:
-        """Let the exchanges of all ranks take hours, for the length of a `with` block."""
+        """Let exchanges between all ranks take hours, for the duration of a `with` block."""
         if self.mesh is None or self.background_group is not None:
             yield
             return
@@ -199,12 +213,12 @@ class RunContext:
             yield
 
     def ranks_of(self, axis: Axis) -> list[int]:
-        """Return the ranks that share the axis with this one, itself included, in order."""
+        """Return the ranks that share the axis with this rank, including itself, in order."""
         group = self.group(axis)
         return [self.rank] if group is None else dist.get_process_group_ranks(group)
 
     def barrier(self) -> None:
-        """Wait for all ranks, even while one of them downloads or writes a checkpoint.
+        """Wait for all ranks, even while one of them downloads or writes a checkpoint. Collective.
 
         `mesh.timeout` does not apply here. A rank that fails or is lost still ends the wait,
         because it ends all ranks.
@@ -218,10 +232,11 @@ class RunContext:
                 dist.barrier(device_ids=devices)
 
     def all_reduce_sum(self, tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
-        """Return the sum over one axis, or over all ranks; the argument does not change.
+        """Return the sum over one axis, or over all ranks. Collective.
 
         Args:
-            tensor: a tensor on this rank's device, of the same shape on every rank.
+            tensor: a tensor on this rank's device, of the same shape on every rank. It does not
+                change.
             axis: the mesh axis to sum over; None for all ranks.
         """
         total = tensor.detach().clone()
@@ -235,7 +250,7 @@ class RunContext:
         return total
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        """Return every rank's object in the order of ranks on rank 0, None elsewhere."""
+        """Return all ranks' objects in the order of ranks on rank 0, None elsewhere. Collective."""
         if self.mesh is None:
             return [value]
         root = self._root_exchange()
@@ -247,7 +262,7 @@ class RunContext:
         return gathered
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's object in the order of ranks, on every rank."""
+        """Return every rank's object in the order of ranks, on every rank. Collective."""
         if self.mesh is None:
             return [value]
         root = self._root_exchange()
@@ -259,7 +274,7 @@ class RunContext:
         return everyone
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's object on every rank; the arguments of other ranks are ignored."""
+        """Return rank 0's object on every rank. Collective; other ranks' arguments are ignored."""
         if self.mesh is None:
             return value
         root = self._root_exchange()
@@ -271,9 +286,9 @@ class RunContext:
         return box[0]
 
     def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:
-        """Return every rank's number in the order of ranks, on every rank.
+        """Return every rank's number in the order of ranks, on every rank. Collective.
 
-        It goes from host to host, so that it does not wait for an accelerator.
+        Numbers are sent from host to host, so that the call does not wait for an accelerator.
 
         Args:
             number: this rank's number; exact as a float64.
@@ -284,10 +299,10 @@ class RunContext:
     def all_gather_rows(
         self, numbers: Sequence[float], axis: Axis | None = None
     ) -> list[list[float]]:
-        """Return every rank's numbers, a row for each; see `all_gather_numbers`.
+        """Return every rank's numbers, with one row for each rank; see `all_gather_numbers`.
 
         Args:
-            numbers: this rank's numbers, as many on every rank; each exact as a float64.
+            numbers: this rank's numbers, equally many on every rank; each exact as a float64.
             axis: the mesh axis to gather over; None for all ranks.
         """
         if self.mesh is None:
@@ -305,11 +320,11 @@ class RunContext:
 
 
 def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, int]:
-    """Return the mesh with `dp=-1` filled in, as (pp, dp, tp).
+    """Return the sizes of the mesh as (pp, dp, tp), with `dp=-1` replaced by a number.
 
     Args:
         pp: ranks on the pipeline axis.
-        dp: ranks on the data axis; -1 for what remains.
+        dp: ranks on the data axis; -1 for all remaining ranks.
         tp: ranks on the tensor axis.
         world_size: ranks of the run.
 
@@ -346,7 +361,11 @@ def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, 
 
 @contextlib.contextmanager
 def long_timeout(device: torch.device) -> Iterator[None]:
-    """Let the collectives of all ranks take hours, for the length of a `with` block."""
+    """Let collectives of the default group take hours, for the duration of a `with` block.
+
+    Args:
+        device: the device whose backend's timeout changes.
+    """
     world = dist.distributed_c10d._get_default_group()
     options = getattr(world._get_backend(device), "options", None)
     before = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""How failures and warnings are printed, by which rank, and the exit status of the process."""
+"""Print failures and warnings once for all ranks, and compute the exit status of a process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start
 from bigtrain.ranks.restart import RestartRequest, restart_process
 
 REQUEUE_STATUS = 75
-"""Exit status of a run that saved and stopped at a signal; a scheduler may start it again."""
+"""Exit status of a run that a signal stopped and that has saved; it can be started again."""
 
 OPEN_BLOCKS: list[Callable[[BaseException], bool]] = []
-"""One function for each open block of `connect`: it tells the other ranks of an error, and returns
-whether this rank prints it. An interpreter's hook would not do: `init_process_group` sets one."""
+"""One function for each open block of `connect`.
+
+The function reports an error to the other ranks, and returns whether this rank prints it.
+`sys.excepthook` is not enough: `init_process_group` replaces it.
+"""
 
 _MOST_SHOWN = 5000
-"""The most characters of a message."""
+"""The largest number of characters of a message."""
 _MULTI_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# Words of gloo, NCCL and the store about a lost or late peer; they share no exception type.
+# Words in errors of gloo, NCCL and the store about a lost or late peer; the errors have no common
+# type.
 _ECHOES = (
     "closed by peer",
     "reset by peer",
@@ -43,7 +47,7 @@ _ECHOES = (
 )
 
 _LIBRARIES = ("transformers", "huggingface_hub", "datasets", "diffusers", "accelerate", "timm")
-"""Libraries whose loggers would print the same warnings on every rank."""
+"""Libraries whose loggers print the same warnings on every rank."""
 _VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
     "DATASETS_VERBOSITY": "error",
@@ -56,8 +60,8 @@ _VARIABLES = {
 def exit_status_of(error: BaseException) -> int:
     """Return the exit status of a process that ends with this error.
 
-    It is 2 for the user's input, 130 and 143 for Ctrl-C and SIGTERM, the code of a SystemExit,
-    and otherwise 1.
+    The status is 2 if the user's input is at fault, 130 for Ctrl-C, 143 for SIGTERM, the code of a
+    `SystemExit`, and otherwise 1.
     """
     if isinstance(error, BigtrainError):
         return error.exit_status
@@ -71,20 +75,20 @@ def exit_status_of(error: BaseException) -> int:
 
 
 def is_clean_exit(error: BaseException) -> bool:
-    """Whether this error is a normal end, which must not end the other ranks."""
+    """Whether this error is a normal exit, which must not end the other ranks."""
     return isinstance(error, SystemExit) and exit_status_of(error) in (0, REQUEUE_STATUS)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether a signal stopped the process; then no explanation is printed."""
+    """Whether Ctrl-C or SIGTERM stopped the process. No explanation is printed then."""
     stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)
     return isinstance(error, KeyboardInterrupt | SystemExit) and exit_status_of(error) in stopped
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether another rank's end may be the cause: a collective that broke or timed out.
+    """Whether the end of another rank may be the cause: a collective broke or timed out.
 
-    It is only a hint: it decides how long to wait for the hub, not which rank is at fault.
+    The result is only a hint. It decides how long to wait for the hub, not which rank is at fault.
     """
     if not isinstance(error, RuntimeError | ConnectionError | TimeoutError):
         return False
@@ -99,17 +103,17 @@ def error_summary(error: BaseException) -> str:
 
 
 def mark_reporting_rank(error: BaseException) -> None:
-    """Mark the error as the one that is printed for all ranks, by `run_guarded`."""
+    """Mark the error as the one that `run_guarded` prints for all ranks."""
     error.bigtrain_first = True  # type: ignore[attr-defined]
 
 
 def mark_as_echo(error: BaseException) -> None:
-    """Mark a stop as the launcher's reaction to the failure of another rank."""
+    """Mark an interrupt as the launcher's reaction to the failure of another rank."""
     error.bigtrain_echo = True  # type: ignore[attr-defined]
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether a signal stopped the run, and not only this rank after the failure of another."""
+    """Whether a signal stopped the whole run, and not only this rank after another rank failed."""
     return is_interrupt(error) and not hasattr(error, "bigtrain_echo")
 
 
@@ -126,11 +130,11 @@ def run_guarded(main: Callable[[], int | None]) -> int:
     """Call `main`, print a failure, and return the exit status.
 
     A `BigtrainError` is printed as "bigtrain: ..." without a traceback, once for all ranks of a
-    node; Ctrl-C and SIGTERM print nothing; other errors are printed with their traceback.
+    node. Ctrl-C and SIGTERM print nothing. Other errors are printed with their traceback.
 
-    If several ranks run, this does not return in the one that failed first: the process ends as
-    soon as the failure is printed. Native threads of the broken run can abort the interpreter's
-    shutdown (seen in about one of a hundred), and the exit status would then be 134.
+    If there are several ranks, the function does not return in the rank that failed first: the
+    process ends as soon as the failure is printed. Otherwise native threads of the broken run could
+    abort the interpreter's shutdown (in about one of a hundred runs) with exit status 134.
 
     Example:
         sys.exit(run_guarded(main))
@@ -163,8 +167,8 @@ def _end_quietly(number: int, _frame: FrameType | None) -> None:
 
 
 def _show(error: BaseException) -> int:
-    """Print the error if this rank is the one to print it; return the exit status."""
-    # If the main function has left a block of `connect` open, the other ranks must be told.
+    """Print the error if this rank should print it; return the exit status."""
+    # If `main` has left a block of `connect` open, the error must be reported to the other ranks.
     if OPEN_BLOCKS and not hasattr(error, "bigtrain_first"):
         if not OPEN_BLOCKS[-1](error):
             return exit_status_of(error)
@@ -175,7 +179,7 @@ def _show(error: BaseException) -> int:
             rest = _as_shown(error).removeprefix(printed).lstrip("\n")
             sys.stderr.write(f"{rest}\n" if printed else f"bigtrain: {rest}\n")
     else:
-        # The frame of run_guarded is of no use to the user.
+        # The traceback begins after the frame of `run_guarded`, which does not help the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, shown)
     if getattr(error, "bigtrain_first", False):
@@ -184,7 +188,7 @@ def _show(error: BaseException) -> int:
 
 
 def _as_shown(error: BigtrainError) -> str:
-    """The message as printable text, as it may contain any name of the user's."""
+    """Return the message as printable text, as it may contain any text of the user."""
     lines = [plain_text(line.replace("\t", " "), len(line) * 10) for line in str(error).split("\n")]
     text = "\n".join(lines)
     if len(text) <= _MOST_SHOWN:
@@ -196,7 +200,7 @@ def is_first_to_report(environ: Mapping[str, str]) -> bool:
     """Whether this rank is the first of its launch on this node to call this function.
 
     Before the ranks are connected, all of them find the same fault in the user's input. The first
-    one makes a file, and the others then print nothing, under every launcher.
+    rank creates a file, and the other ranks then print nothing. This works under every launcher.
     """
     if environ.get("WORLD_SIZE") == "1" or not (
         any(name in environ for name in _MULTI_RANK_VARIABLES) or in_slurm_step(environ)
@@ -209,8 +213,8 @@ def is_first_to_report(environ: Mapping[str, str]) -> bool:
                 old.unlink(missing_ok=True)
     mark = folder / f"bigtrain-{launch_key(environ)}.said"
     try:
-        # Ranks started by hand have the same shell as their parent in every launch. A file that is
-        # older than this process is of an earlier launch.
+        # Ranks started by hand have the same parent, a shell, in every launch. A file that is older
+        # than this process is from an earlier launch.
         if mark.stat().st_mtime < process_start_time() - 1:
             mark.unlink()
     except OSError:
@@ -225,7 +229,7 @@ def is_first_to_report(environ: Mapping[str, str]) -> bool:
 
 
 def exit_process(status: int) -> None:
-    """Flush the streams and end this process, from any thread, whatever the main thread does."""
+    """Flush the streams and end this process, from any thread, even if the main thread blocks."""
     # A blocked main thread may hold the lock of a stream, so flushing may take one second at most.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
@@ -242,7 +246,7 @@ def _flush() -> None:
 def warn_on_rank_0(rank: int) -> None:
     """Suppress warnings on all ranks except rank 0; errors are never suppressed.
 
-    Nothing is changed if the user has configured warnings (`python -W`, PYTHONWARNINGS).
+    The function changes nothing if the user has configured warnings (`python -W`, PYTHONWARNINGS).
 
     Args:
         rank: the rank of this process.

@@ -1,4 +1,4 @@
-"""The failure of one rank ends all ranks, and only that rank shows a traceback."""
+"""End all ranks when one rank fails; only the failed rank shows a traceback."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
 _ECHO_PATIENCE_S = 3.0
-"""Seconds to wait for the hub's message after a collective broke: it comes within milliseconds if
-a peer died."""
+"""Seconds to wait for the hub's message after a collective broke. If a peer died, the message comes
+within milliseconds."""
 _SIGNAL_PATIENCE_S = 3.0
-"""Seconds in which a signal's handler, which Python runs in the main thread, must have run;
-otherwise the main thread is blocked."""
+"""Seconds within which the main thread must run a signal's handler; otherwise it is taken for
+blocked."""
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _FINISH_S = 20.0
-"""Seconds in which the failing rank prints, cleans up and exits, before it is ended."""
+"""Seconds that the failing rank has to print, clean up and exit, before it is ended."""
 
 
 @contextlib.contextmanager
@@ -56,14 +56,14 @@ def guard_ranks(
     *,
     timeout_s: float = math.inf,
 ) -> Iterator[None]:
-    """Guard the ranks for the length of a `with` block.
+    """End all ranks if one rank fails inside a `with` block.
 
-    In the rank that fails first the exception is raised. Every other rank ends without a message
-    and with the same exit status, whatever its main thread does.
+    The rank that fails first raises its exception. Every other rank ends without a message and with
+    the same exit status, even if its main thread is blocked.
 
     Args:
         placement: the rank of this process.
-        meeting: its store has the address of the hub.
+        meeting: the rendezvous; its store gets the address of the hub.
         recorder: records the events of this rank.
         timeout_s: seconds that a rank may wait for an exchange.
     """
@@ -72,7 +72,7 @@ def guard_ranks(
             yield
         return
     watch = _connect_listener(placement, meeting, recorder)
-    # Signals are outermost: a launcher ends the remaining ranks while they still report.
+    # Signals are outermost, because a launcher may end the remaining ranks while they still report.
     hangs = watch_for_hangs(watch, recorder, timeout_s)
     with _signals(watch), _reported(watch), _last_words(watch), hangs:
         yield
@@ -80,11 +80,11 @@ def guard_ranks(
 
 @contextlib.contextmanager
 def _reported(watch: FailureListener | None) -> Iterator[None]:
-    """Report how the block is left, and end without a message if another rank failed first."""
+    """Report how the block ends; end without a message if another rank failed first."""
     try:
         yield
     except GeneratorExit:
-        # The block was not left. At the interpreter's end `_last_words` has reported already, and
+        # The block is still open at the interpreter's end: `_last_words` has reported already, and
         # no thread can be started.
         if not sys.is_finalizing():
             _close(watch)
@@ -117,7 +117,13 @@ def _reported(watch: FailureListener | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard_alone(recorder: FlightRecorder) -> Iterator[None]:
-    """Write the flight recorder's page if a run of one process fails inside the block."""
+    """Write the flight recorder's page if a run of one process fails inside the block.
+
+    SIGUSR2 writes the page, too.
+
+    Args:
+        recorder: records the events of this process.
+    """
     try:
         with _shown_on_signal(recorder):
             yield
@@ -131,7 +137,7 @@ def guard_alone(recorder: FlightRecorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shown_on_signal(recorder: FlightRecorder) -> Iterator[None]:
-    """Show the page on SIGUSR2, unless the signal has another handler."""
+    """Show the flight recorder's page on SIGUSR2, unless the signal has another handler."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
         yield
@@ -154,12 +160,15 @@ def _shown_on_signal(recorder: FlightRecorder) -> Iterator[None]:
 def _connect_listener(
     placement: RankInfo, meeting: Rendezvous, recorder: FlightRecorder
 ) -> FailureListener | None:
-    """Connect to the hub; None if a firewall blocks it: then only collectives notice a failure."""
+    """Return a connection to the hub, which rank 0 starts; None if a firewall blocks it.
+
+    Without a connection, only collectives notice the failure of another rank.
+    """
     if placement.rank == 0:
         hub = FailureHub(
             one_node=placement.one_node, token=meeting.secret, world_size=placement.world_size
         )
-        # Every program that reaches the store can read it: a secret token is not stored there.
+        # Every program that reaches the store can read it, so a secret is not written there.
         open_token = "" if meeting.secret else hub.token
         meeting.store.set("hub", f"{hub.port} {open_token}")
     port, _, open_token = meeting.store.get("hub").decode().partition(" ")
@@ -172,7 +181,7 @@ def _connect_listener(
 
 
 def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | None:
-    """Tell the others; return why the run had ended before, None if this rank is the first."""
+    """Report an error to the other ranks; return why the run has ended already, else None."""
     if watch is None:
         return None
     is_echo = is_peer_failure(error)
@@ -188,7 +197,7 @@ def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | Non
 
 
 def _ask_for_restart(watch: FailureListener | None, error: RestartRequest) -> None:
-    """Let all ranks restart, unless the run has ended already or the others cannot be told."""
+    """Request a restart of all ranks, and fail if the run has ended or there is no connection."""
     if watch is None:
         text = f"{error}, but the other ranks cannot be told: no connection to rank 0's host"
         failure = OutOfMemoryError(text)
@@ -208,7 +217,7 @@ def _close(watch: FailureListener | None) -> None:
 
 @contextlib.contextmanager
 def _last_words(watch: FailureListener | None) -> Iterator[None]:
-    """Report an error while the block is open at the end of the program, as in a user's script."""
+    """Report an error that ends the program while the block is open, as in a user's script."""
     if watch is None:
         yield
         return
@@ -247,11 +256,12 @@ def _end_later(status: int) -> None:
 
 @contextlib.contextmanager
 def _signals(watch: FailureListener | None) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a blocked rank, and report a stop instead of a loss.
+    """Let Ctrl-C and SIGTERM end a blocked rank, and report a stop instead of a lost rank.
 
-    A Python handler runs only when the main thread runs Python again, which in a collective may be
-    never. But the interpreter writes the number of a signal to a socket at once, and a thread reads
-    it there. Handlers that other code installed are not replaced, before or after.
+    A Python handler runs only when the main thread executes Python code again, which may never
+    happen in a collective. But the interpreter writes the number of a signal to a socket at once,
+    and a thread reads it there. Handlers of other code are not replaced, whether they are installed
+    before the block or inside it.
     """
     if watch is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -278,7 +288,8 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
             _end_blocked(watch, status)
 
     def forward_signals() -> None:
-        # This thread may outlive the process groups, so it must not refer to a handler with them.
+        # This thread may outlive the process groups, so it must not hold a handler that refers to
+        # them.
         while number := reader.recv(1):
             forward(number[0])
 
@@ -297,14 +308,14 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
 
 
 def _end_blocked(watch: FailureListener, status: int) -> None:
-    """End a rank whose main thread is blocked; rank 0 prints the message of that thread."""
+    """End a rank whose main thread is blocked; rank 0 prints what its main thread would print."""
     if watch.rank == 0:
         sys.stderr.write(f"bigtrain: {left_behind(watch.recorder.folder)}\n")
     exit_process(status)
 
 
 def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | None], Any]]:
-    """Install a handler for each signal that has its default one."""
+    """Install handlers for SIGINT, SIGTERM and SIGUSR2 if they have the default; return them."""
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         handled.set()
@@ -315,7 +326,7 @@ def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | N
         raise SystemExit(128 + number)
 
     def on_question(_number: int, _frame: FrameType | None) -> None:
-        """Do nothing: the thread that reads the signals asks for the page."""
+        """Do nothing: the thread that reads the signals requests the page."""
 
     installed: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

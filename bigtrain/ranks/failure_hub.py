@@ -1,13 +1,13 @@
-"""Tells every rank within moments that another one failed, was killed, or was stopped.
+"""Inform every rank at once that another rank failed, was killed, or was stopped.
 
-A collective notices it late or never: not while a rank computes, sleeps or waits for a file; and
-some launchers (srun by default) leave the other ranks running. So every rank has a connection to a
-small hub in the process of rank 0. A rank that fails reports it there; if a rank is killed, the
-kernel closes its connection. There is no polling and no heartbeat that could be late, so a rank
+Collectives notice the end of a rank late or never: not while a rank computes, sleeps or waits for a
+file. Some launchers (srun by default) leave the other ranks running. So every rank has a connection
+to a small hub in the process of rank 0. A rank that fails reports its failure to the hub. If a rank
+is killed, the kernel closes its connection. There is no heartbeat that could be late, so a rank
 that is only busy is never taken for dead.
 
-The hub also decides which rank prints: the first to report shows its traceback, all others end
-without one.
+The hub also decides which rank prints: the first rank that reports shows its traceback, and all
+other ranks end without a traceback.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.status_query import StatusGather, StatusQueries, read_message, send_message
 
 PRINT_GRACE_S = 3.0
-"""Seconds that other ranks wait so that the failing one prints and exits first: launchers name the
-first rank that exits as the culprit, and look about once a second."""
+"""Seconds that other ranks wait, so that the failing rank prints and exits first.
+
+Launchers blame the first rank that exits, and check about once a second.
+"""
 EXIT_GRACE_S = 10.0
-"""Further seconds for a main thread that is already exiting, before the process is ended."""
+"""Additional seconds for a main thread that is already exiting, before the process is ended."""
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
 _MOMENT_S = 1.5
-"""Seconds in which, without the hub, the remaining ranks notice its end and write their records;
-long enough for a busy machine."""
+"""Seconds that the remaining ranks have to notice the end of the hub and to write their records.
+A busy machine needs that long."""
 _FAILED = 1
-"""The exit status of a failure: only then are ranks asked for their records, and not after a stop,
-a restart or wrong input."""
+"""The exit status of a failure. Only after a failure does the hub request the ranks' records, and
+not after a stop, a restart or wrong input."""
 _LONGEST_HELLO = 4096
-"""The most bytes that an unknown peer may send without the end of a line."""
+"""The largest number of bytes that an unidentified peer may send without the end of a line."""
 _MOST_STRANGERS = 64
-"""The most connections, in addition to those of the ranks, that have not identified themselves."""
+"""The largest number of unidentified connections, in addition to one for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class RunEnd:
     rank: int
     """The rank that failed or was lost."""
     text: str
-    """One line; empty if there is nothing to print."""
+    """The message, one line; empty if there is nothing to print."""
     status: int
     """The exit status of all other ranks."""
     speaker: int = -1
@@ -67,7 +69,13 @@ class RunEnd:
 
 
 def lost_rank_message(rank: int, lost: int, names: Sequence[str] = ()) -> str:
-    """Return the line that a remaining rank prints if another one ended without a message."""
+    """Return the line that a remaining rank prints if another rank ended without a message.
+
+    Args:
+        rank: the rank that prints the line.
+        lost: the rank that ended.
+        names: the names of all ranks; empty to use numbers.
+    """
     return (
         f"bigtrain: rank {rank} lost {rank_name(lost, names)}: it ended without a message "
         "(killed by the system? exit status -9 or 137 means that host memory ran out; "
@@ -88,7 +96,7 @@ def _watchdog() -> str:
 
 
 class FailureHub:
-    """The hub in the process of rank 0: one daemon thread, one connection for each rank."""
+    """The hub in the process of rank 0: a daemon thread with a connection to each rank."""
 
     def __init__(self, *, one_node: bool, token: str = "", world_size: int = 1) -> None:
         """Listen on a free port.
@@ -107,7 +115,7 @@ class FailureHub:
         else:
             self._server = socket.create_server(("", 0))
         self.port: int = self._server.getsockname()[1]
-        # Another program on the network that finds the port cannot give orders without it.
+        # The token keeps other programs on the network from ending ranks through this port.
         self.token = token or secrets.token_hex(16)
         self._most_strangers = world_size + _MOST_STRANGERS
         self._ending: RunEnd | None = None
@@ -123,7 +131,7 @@ class FailureHub:
         threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
 
     def _serve(self) -> None:
-        # Once rank 0 has left, the thread ends with the last connection.
+        # After rank 0 has left, the thread ends with the last connection.
         while 0 not in self._left or self._buffers:
             for key, _ in self._selector.select(self._queries.patience_s()):
                 if key.fileobj is self._server:
@@ -136,7 +144,7 @@ class FailureHub:
         self._server.close()
 
     def _accept(self, connection: socket.socket) -> None:
-        """Accept a connection; of too many unidentified ones the oldest is dropped."""
+        """Accept a connection; drop the oldest unidentified connection if there are too many."""
         strangers = [stranger for stranger in self._buffers if stranger not in self._ranks]
         if len(strangers) >= self._most_strangers:
             self._drop(strangers[0])
@@ -144,7 +152,7 @@ class FailureHub:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _query(self, finish: Callable[[dict[int, Record]], None], known: dict[int, Record]) -> None:
-        """Ask all ranks without a known record for theirs, then call `finish` with all records."""
+        """Request the records that are not in `known`; then call `finish` with all records."""
         asked = [c for c, r in self._ranks.items() if r not in known and r not in self._left]
         self._queries.begin(asked, known, finish)
         for connection in asked:
@@ -177,7 +185,7 @@ class FailureHub:
             self._queries.give_up(connection)
             self._silence.hear(self._ranks[connection])
             if self._ranks[connection] == 0:
-                # The hub ends with rank 0's process, which must not look like the loss of rank 0.
+                # The hub ends with rank 0's process. Peers must not take that for a lost rank 0.
                 for peer in self._ranks:
                     send_message(peer, kind="unwatched")
             send_message(connection, kind="ok")
@@ -232,7 +240,7 @@ class FailureHub:
 
         def tell(records: dict[int, Record]) -> None:
             present = [r for r in self._ranks.values() if r not in self._left]
-            # A rank that has answered can print; one that has not may be stopped.
+            # A rank that has sent its record can print; a rank that has not may be stopped.
             speaker = min((r for r in present if r in records), default=min(present, default=-1))
             text = lost_rank_message(speaker, rank, self._names)
             self._ending = RunEnd(rank, text, _FAILED, speaker)
@@ -251,7 +259,7 @@ class FailureHub:
     def _tell(
         self, ending: RunEnd, reporter: socket.socket | None, records: dict[int, Record]
     ) -> None:
-        """Tell all ranks why the run ends; the one that prints also gets the records."""
+        """Send all ranks why the run ends; the rank that prints also gets the records."""
         for connection, rank in self._ranks.items():
             if connection is not reporter:
                 their_records = records if rank == ending.speaker else {}
@@ -267,7 +275,7 @@ class FailureHub:
 
 
 class FailureListener:
-    """One rank's connection to the hub, and the thread that ends this process if it must end."""
+    """The connection of one rank to the hub, with a thread that ends this process if necessary."""
 
     def __init__(
         self,
@@ -277,14 +285,14 @@ class FailureListener:
         rank: int,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        """Connect and start the thread.
+        """Connect to the hub and start the thread.
 
         Args:
             host: the hub's host.
             port: the hub's port.
             token: the hub's secret.
             rank: the rank of this process.
-            recorder: has this rank's record, for which the hub may ask.
+            recorder: this rank's events, which the hub may request; None for an empty recorder.
 
         Raises:
             OSError: the hub cannot be reached.
@@ -292,7 +300,7 @@ class FailureListener:
         self.rank = rank
         self.ending: RunEnd | None = None
         self.records: dict[int, Record] = {}
-        """The records of the ranks that have answered, once this rank has ended the run."""
+        """By rank, the records that the hub collected after this rank's report ended the run."""
         self.recorder = recorder or FlightRecorder(rank)
         self.recorder.lost_ranks.tell = self._say
         self._sending = threading.Lock()
@@ -314,16 +322,17 @@ class FailureListener:
         """Report that this rank ends the run.
 
         Args:
-            text: one line, for the others.
-            status: the exit status of the others.
-            patience_s: seconds to wait first for a report of another rank. A collective mostly
-                breaks because a rank died, and the hub's message about it comes a moment later.
+            text: the error, one line, for the other ranks.
+            status: the exit status of the other ranks.
+            patience_s: seconds to wait first for the report of another rank. A collective usually
+                breaks because a rank died, and the hub's message about the dead rank comes a moment
+                later.
 
         Returns:
-            None if this rank was the first and prints its error; otherwise why the run had ended.
+            None if this rank is the first and prints its error; otherwise why the run ended.
         """
         if self._ended.wait(patience_s):
-            return self.ending  # known already; the hub may have ended by now
+            return self.ending  # known already, and the hub may have ended
         record = self.recorder.record() if status == _FAILED else None
         self._say(kind="end", text=text, status=status, record=record)
         reply = self._reply()
@@ -340,23 +349,24 @@ class FailureListener:
         return self.ending
 
     def grace(self) -> None:
-        """Wait so that the failing rank can print and exit first; then this process exits."""
+        """Wait `PRINT_GRACE_S`, so that the failing rank prints and exits before this process."""
         self._leaving.set()
         threading.Event().wait(PRINT_GRACE_S)
 
     def ask(self) -> None:
-        """Let the hub ask all ranks for their records; this rank then shows the page."""
+        """Let the hub request the records of all ranks, which this rank then shows as a page."""
         self._say(kind="show")
 
     def silent_rank(self, period_s: float) -> tuple[int, float] | None:
-        """Let the hub ask all ranks for a sign of life; a thread calls it regularly.
+        """Let the hub check that all ranks answer. A thread calls this regularly.
 
         Args:
             period_s: seconds between two calls.
 
         Returns:
-            The rank that has been silent for longest, and for how many seconds at least; None if
-            all answer. A rank that is busy or waits still answers, by another thread.
+            The rank that has been silent for longest, and the least number of seconds that it has
+            been silent; None if all ranks answer. A rank that computes or waits still answers, with
+            another thread.
         """
         if self._unwatched or self._closing.is_set() or self.ending:
             return None
@@ -367,7 +377,7 @@ class FailureListener:
         return (rank, (rounds[rank] - 1) * period_s) if rounds[rank] > 1 else None
 
     def close(self) -> None:
-        """Leave the hub: after this the end of this process is no loss of a rank."""
+        """Leave the hub. The end of this process is not the loss of a rank afterwards."""
         self._closing.set()
         self._say(kind="bye")
         self._reply()
@@ -404,7 +414,7 @@ class FailureListener:
         if not (self._unwatched or self._closing.is_set() or self.ending):
             text = lost_rank_message(self.rank, 0, self.recorder.lost_ranks.names)
             self._end(RunEnd(0, text, _FAILED, self.rank), {})
-            # Launchers end this process at once, and it must wait for its page. A thread that a
+            # The process must not exit before this thread has shown the page. A thread that a
             # daemon thread starts is a daemon by default.
             threading.Thread(target=self._show_without_hub, daemon=False).start()
 
@@ -448,8 +458,8 @@ class FailureListener:
         ).start()
 
     def _enforce(self, ending: RunEnd) -> None:
-        # The main thread may be in a collective, a system call or a long kernel, where no
-        # exception reaches it: after the grace period this thread ends the process.
+        # The main thread may be in a collective, a system call or a long kernel, where it receives
+        # no exception: this thread ends the process after the grace period.
         threading.Event().wait(PRINT_GRACE_S)
         if self._leaving.is_set():
             threading.Event().wait(EXIT_GRACE_S)
@@ -458,5 +468,5 @@ class FailureListener:
 
 
 def _by_rank(values: dict[str, Any]) -> dict[int, Any]:
-    """The values by rank as a number: keys of JSON are text."""
+    """Return the values by rank as a number; the keys of JSON are text."""
     return {int(rank): value for rank, value in values.items()}

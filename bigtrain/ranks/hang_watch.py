@@ -1,11 +1,13 @@
-"""Ends a run in which a rank waits too long for another, and names the rank that did not come.
+"""End a run in which a rank waits too long for another rank, and name the missing rank.
 
-On a timeout gloo raises in the waiting rank, and NCCL's watchdog aborts the process: neither names
-the missing rank. So this watch acts earlier, while the main threads are still where they wait. It
-reads the record only after `mesh.timeout` without an event, so that a healthy run pays nothing.
+At a timeout, gloo raises an error in the waiting rank, and NCCL's watchdog aborts the process.
+Neither names the missing rank. So this watch acts before the backend's timeout, while the main
+threads still wait. It reads the record only after `mesh.timeout` without an event, so a healthy run
+has no overhead.
 
-Some exchanges may take hours: a checkpoint on a slow disk, a download. A busy rank still answers
-calls by another thread; a rank that does not answer for `mesh.timeout` is taken for stopped.
+Some exchanges may take hours, as during a checkpoint on a slow disk or a download. A rank that is
+busy still answers the hub, with another thread. A rank that does not answer for `mesh.timeout` is
+taken for stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.waiting import Wait, wait_of
 
 BACKEND_GRACE_S = 10.0
-"""Seconds after this watch at which the backend's timeout comes."""
+"""Seconds by which the backend's timeout is longer than that of this watch."""
 _LOOK_S = 1.0
 
 
@@ -33,9 +35,9 @@ def watch_for_hangs(
     """End the run if this rank waits too long for an exchange inside the block.
 
     Args:
-        listener: tells the other ranks; without one there is no watch.
-        recorder: has the exchange that this rank waits for.
-        timeout_s: seconds that an exchange may take, if it has no longer timeout.
+        listener: the connection to the other ranks; None for no watch.
+        recorder: the events of this rank, with the exchange that it waits for.
+        timeout_s: seconds that an exchange may take, unless it has a longer timeout.
     """
     if listener is None:
         yield
@@ -48,7 +50,7 @@ def watch_for_hangs(
             if recorder.idle_s < timeout_s:
                 pause = shortest
                 continue
-            # Without events the rank may still not wait, as while it writes a checkpoint.
+            # A rank without events need not wait for an exchange: it may write a checkpoint.
             silent, pause = listener.silent_rank(pause), max(shortest, timeout_s / 10)
             text = _overdue_words(recorder, timeout_s, silent)
             if text and not over.is_set():
@@ -62,7 +64,12 @@ def watch_for_hangs(
 
 
 def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
-    """Return the exchange that this rank has waited for during the last `timeout_s`, if any."""
+    """Return the exchange that this rank has waited for longer than allowed; None without one.
+
+    Args:
+        recorder: the events of this rank.
+        timeout_s: seconds that an exchange may take, unless it has a longer timeout.
+    """
     if recorder.idle_s < timeout_s:
         return None
     try:
@@ -71,7 +78,7 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
         return None
     if wait is None:
         return None
-    # A message that torch did not record has only the run's timeout.
+    # If torch did not record a message, only the run's timeout is known for it.
     allowed = max(timeout_s, wait.timeout_s - BACKEND_GRACE_S)
     return wait if wait.seconds >= allowed else None
 
@@ -79,7 +86,7 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
 def _overdue_words(
     recorder: FlightRecorder, timeout_s: float, silent: tuple[int, float] | None
 ) -> str:
-    """Why the run must end; empty if it need not."""
+    """Return why the run must end; empty if it need not end."""
     wait = overdue(recorder, timeout_s)
     if wait is not None:
         return f"rank {wait.rank} waited {wait.seconds:.0f} s for {wait.kind} (mesh.timeout)"

@@ -1,8 +1,8 @@
-"""Start the ranks of one node without any launcher's command line: `bigtrain train -n N`.
+"""Start the ranks of one node without a separate launcher: `bigtrain train -n N`.
 
-The ranks are child processes of this one, which waits for them and forwards signals. If a rank
-dies, it starts all of them again (`--restarts`), and if one is gone for good, fewer of them
-(`--min-ranks`). This module does not import torch.
+The ranks are child processes of this process, which waits for them and forwards signals. If a rank
+dies, this process starts all ranks again (`--restarts`). If the same rank is lost twice, fewer
+ranks are started (`--min-ranks`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote, left_behi
 from bigtrain.units import MIB, format_bytes
 
 RANK_BYTES = 350 * MIB
-"""Bytes of a rank without a model, measured with torch 2.14 on a CPU, without shared pages."""
+"""Bytes of host memory of a rank without a model, measured with torch 2.14 on a CPU, without shared
+pages."""
 MAX_RANKS_A_CORE = 16
 SAVE_S = 600.0
-"""Seconds in which ranks must finish a step and save after SIGTERM or Ctrl-C, before SIGKILL."""
+"""Seconds that ranks have to finish a step and save after SIGTERM, SIGUSR1 or Ctrl-C, before
+SIGKILL."""
 _SHUTDOWN_S = 15.0
-"""Seconds in which the other ranks must end after one has failed, before SIGKILL."""
+"""Seconds that the other ranks have to end after a rank has failed, before SIGKILL."""
 _POLL_S = 0.05
 _PAGE_S = 0.5
-"""Seconds after a failure before the other ranks get SIGTERM: they print the page in this time."""
+"""Seconds from a failure until the other ranks get SIGTERM, in which they write the page."""
 _SAME_S = 2.0
-"""A signal within this many seconds of the first is the same one, as `timeout` sends it twice."""
+"""A signal within this many seconds of the first counts as the same signal, because `timeout` sends
+its signal twice."""
 _USUAL_TIMEOUT_S = 100.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _REMINDER_S = 1.0
@@ -63,19 +66,20 @@ def start_ranks(
 
     Args:
         num_ranks: the number of ranks.
-        arguments: the script's command line.
+        arguments: the command line of the script.
         script: the path of the script.
-        restarts: how often all ranks are started again after one was lost.
-        min_ranks: the smallest number of ranks to continue with; None for all of them.
+        restarts: how often all ranks may be started again after a rank was lost.
+        min_ranks: the smallest number of ranks to continue with; None is `num_ranks`.
 
     Returns:
-        The exit status: 0; 2 or 75 if the failing rank ended with it; 75 after SIGTERM or SIGUSR1
-        if the ranks have saved, 1 if they could not; 128 and the number of the signal if there was
-        nothing to save; 130 after Ctrl-C, unless a save failed; otherwise 1.
+        The exit status. It is 0 for success, and 2 or 75 if the failing rank ended with that
+        status. After SIGTERM or SIGUSR1 it is 75 if the ranks have saved, and 1 if they could not.
+        After Ctrl-C it is 130, unless a save failed. It is 128 plus the number of the signal if
+        there was nothing to save, and otherwise 1.
 
     Raises:
-        ConfigError: fewer than 1 rank, a script that does not exist, or numbers that contradict
-            each other.
+        ConfigError: there are fewer than 1 rank or too many for this machine, the script does not
+            exist, or the numbers contradict each other.
     """
     if num_ranks < 1:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
@@ -103,7 +107,8 @@ def check_resources(num_ranks: int) -> None:
     """Refuse more ranks than this machine has memory or cores for.
 
     Raises:
-        ConfigError: the host's free memory is too small, or there are far more ranks than cores.
+        ConfigError: the host's free memory is too small, or there are more than `MAX_RANKS_A_CORE`
+            ranks for each core.
     """
     free = free_host_bytes()
     if free is not None and num_ranks > 1 and num_ranks * RANK_BYTES > free:
@@ -123,7 +128,7 @@ def check_resources(num_ranks: int) -> None:
 
 @contextlib.contextmanager
 def as_first_of(num_ranks: int) -> Iterator[None]:
-    """Let this process act as rank 0 of `num_ranks`, for a dry run, which starts no other ranks.
+    """Let this process act as rank 0 of `num_ranks` in a dry run, which starts no other ranks.
 
     Raises:
         ConfigError: `num_ranks` is less than 1.
@@ -147,10 +152,14 @@ def as_first_of(num_ranks: int) -> Iterator[None]:
 def check_shares(job: Job, num_ranks: int) -> None:
     """Refuse more replicas than the global batch has samples, before any rank is started.
 
-    If the model is cut or sliced, or ranks are servers, the ranks themselves check it.
+    If the model is cut or sliced, or some ranks are parameter servers, the ranks check this later.
+
+    Args:
+        job: the job of the run.
+        num_ranks: the number of ranks.
 
     Raises:
-        ConfigError: there are more ranks than samples; names both numbers.
+        ConfigError: there are more ranks than samples; the message contains both numbers.
     """
     roles, batch = job.strategy.roles(), job.train.global_batch_size
     replicate = roles.get("replicate")
@@ -173,15 +182,15 @@ def _usable_cores() -> int:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The rank that failed first after a start of the ranks, and the run's progress."""
+    """The first rank that failed after a start of the ranks, and the progress of the run."""
 
     rank: int
     exitcode: int
-    """The exit code of the process; negative for the number of a signal."""
+    """The exit code of the process; if a signal ended it, minus the number of the signal."""
     first_step: int
-    """The step of the checkpoint with which the ranks began."""
+    """The step of the checkpoint from which this start of the ranks resumed; 0 without one."""
     last_step: int
-    """The last step that was done."""
+    """The last step that the run has done."""
 
     @property
     def killed(self) -> bool:
@@ -189,11 +198,11 @@ class _Failure:
 
     @property
     def stopped(self) -> bool:
-        """Whether Ctrl-C or SIGTERM ended it."""
+        """Whether Ctrl-C or SIGTERM ended the rank."""
         return self.exitcode in _STOPPED
 
     def repeats(self, before: _Failure | None) -> bool:
-        """Whether the program failed twice after the same step: a restart would not help."""
+        """Whether the program failed twice after the same step, so that a restart does not help."""
         return (
             before is not None
             and not (self.killed or before.killed)
@@ -201,7 +210,7 @@ class _Failure:
         )
 
     def is_gone(self, before: _Failure | None) -> bool:
-        """Whether the same rank was lost twice, without a step in between."""
+        """Whether the same rank was lost twice, and no step was done between the losses."""
         return (
             before is not None
             and self.killed == before.killed
@@ -215,10 +224,10 @@ class _RestartingRun:
 
     Args:
         command: the command line of every rank.
-        folder: the folder of this launch.
+        folder: the folder of this launch, for the note of the run.
         signals: the signals that this process has received.
         restarts: the largest number of restarts.
-        min_ranks: the smallest number of ranks.
+        min_ranks: the smallest number of ranks to continue with.
     """
 
     def __init__(
@@ -233,7 +242,7 @@ class _RestartingRun:
         self._note: RunNote | None = None
 
     def to_the_end(self, num_ranks: int) -> int:
-        """Run the ranks, with restarts; return the exit status."""
+        """Run the ranks, restart them after failures, and return the exit status."""
         before: _Failure | None = None
         for start in range(self._restarts + 1):
             kills = oom_kill_count()
@@ -242,7 +251,7 @@ class _RestartingRun:
             failed = ranks.wait(self._signals, lambda: RunNote.find(self._folder))
             self._note = RunNote.find(self._folder) or self._note
             if self._signals.first is not None:
-                if ranks.exitcodes[0] == -signal.SIGKILL:  # it could not print it itself
+                if ranks.exitcodes[0] == -signal.SIGKILL:  # rank 0 could not print this itself
                     _say(left_behind(Path(self._note.folder) if self._note else None))
                 return _stopped_status(ranks.exitcodes_that_count, self._signals.first)
             if failed is None:
@@ -267,7 +276,7 @@ class _RestartingRun:
         return 1
 
     def _environ(self, num_ranks: int, start: int) -> dict[str, str]:
-        """The environment of all ranks of one start."""
+        """Return the environment that all ranks of one start share."""
         environ = {n: v for n, v in os.environ.items() if n not in _OF_OTHER_LAUNCHES}
         environ = {n: v for n, v in environ.items() if not n.startswith("TORCHELASTIC_")}
         environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
@@ -278,7 +287,7 @@ class _RestartingRun:
         return environ
 
     def _prepare_restart(self, fewer: int | None) -> None:
-        """Set the words with which the run continues, on fewer ranks if a number is given."""
+        """Set the overrides with which the run continues; `fewer` is a smaller number of ranks."""
         if self._note is None:  # the run ended before it had a folder
             return
         self._words = self._note.restart_words(self._words)
@@ -286,14 +295,14 @@ class _RestartingRun:
             self._words += self._note.words_on(fewer) or []
 
     def _fewer(self, num_ranks: int) -> int | None:
-        """The largest smaller number of ranks that can continue the run; None if there is none."""
+        """Return the largest number of ranks below `num_ranks` that can continue, or None."""
         possible = range(num_ranks - 1, self._min_ranks - 1, -1)
         return next(
             (n for n in possible if not self._note or self._note.words_on(n) is not None), None
         )
 
     def _origin(self, num_ranks: int) -> str:
-        """Text with the number of ranks and the step from which the run continues."""
+        """Return text with the number of ranks and the step from which the run continues."""
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         if self._note is None:
             return f"on {ranks}, from the beginning"
@@ -311,7 +320,7 @@ class _Ranks:
     Args:
         command: the command line of every rank.
         num_ranks: the number of ranks.
-        environ: the environment that they share.
+        environ: the environment that the ranks share.
     """
 
     def __init__(self, command: list[str], num_ranks: int, environ: Mapping[str, str]) -> None:
@@ -323,7 +332,7 @@ class _Ranks:
                 size = str(num_ranks)
                 variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 variables |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-                # This process has no other thread that could hold a lock at the fork.
+                # preexec_fn is safe: no other thread of this process could hold a lock at the fork.
                 process = subprocess.Popen(
                     command, env={**environ, **variables}, preexec_fn=_stop_with_parent()
                 )
@@ -331,26 +340,26 @@ class _Ranks:
 
     @property
     def exitcodes(self) -> list[int | None]:
-        """The exit code of each rank; None while it runs, negative for the number of a signal."""
+        """The exit code of each rank; None while it runs, minus the number of a signal."""
         return [process.poll() for process in self._processes]
 
     @property
     def exitcodes_that_count(self) -> list[int | None]:
-        """The same, with 0 for a spare rank that failed."""
+        """The exit codes, with 0 for a spare rank that failed."""
         ended = self.exitcodes
         return [0 if _failed(c) and n in self._spare else c for n, c in enumerate(ended)]
 
     def wait(
         self, signals: _Signals, find_note: Callable[[], RunNote | None]
     ) -> tuple[int, int] | None:
-        """Wait until all ranks have ended, and end them once one has failed.
+        """Wait until all ranks have ended; end them after a rank has failed.
 
         Args:
-            signals: the signals that this process has received; the first is forwarded once.
-            find_note: returns the note that the ranks have written for this process, if any.
+            signals: the signals that this process has received. The first is forwarded once.
+            find_note: returns the note that the ranks have written for this process, or None.
 
         Returns:
-            The rank that failed first and its exit code; None if none failed.
+            The rank that failed first, and its exit code; None if no rank failed.
         """
         failed: tuple[int, int] | None = None
         forwarded, deadline, next_reminder = False, math.inf, math.inf
@@ -375,7 +384,7 @@ class _Ranks:
         return failed or self._first_failure(find_note)
 
     def _first_failure(self, find_note: Callable[[], RunNote | None]) -> tuple[int, int] | None:
-        """The rank to blame; None while only spare ranks have failed."""
+        """Return the rank to blame and its exit code; None while only spare ranks have failed."""
         if any(map(_failed, self.exitcodes)):
             note = find_note()
             self._spare = note.spare if note else ()
@@ -384,12 +393,17 @@ class _Ranks:
     def _kill_stopped_ranks(
         self, patience_s: float | None, find_note: Callable[[], RunNote | None]
     ) -> None:
-        """Kill ranks that are stopped (SIGSTOP): they do not even react to SIGTERM."""
+        """Kill ranks that are stopped (SIGSTOP), which do not react to SIGTERM.
+
+        Args:
+            patience_s: 0 kills them at once; None waits for the timeout of the run.
+            find_note: returns the note of the run, which contains its timeout, or None.
+        """
         for rank, process in enumerate(self._processes):
             if process.poll() is not None or not _is_stopped(process.pid):
                 self._stopped_s[rank] = 0.0
                 continue
-            # Counted and not read from a clock, because Ctrl-Z stops this process as well.
+            # The time is counted, not read from a clock, because Ctrl-Z stops this process, too.
             self._stopped_s[rank] += _POLL_S
             if patience_s is None:
                 note = find_note()
@@ -415,12 +429,12 @@ class _Ranks:
 
 
 class _Signals:
-    """Records the signals that this process receives inside a `with` block."""
+    """Record the signals that this process receives inside a `with` block."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.second = False
-        """Whether another one came later: then the ranks are killed at once."""
+        """Whether another signal came later. The ranks are then killed at once."""
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -433,7 +447,7 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         for number in _FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -443,7 +457,7 @@ class _Signals:
 
 
 def _first_failure(exitcodes: Sequence[int | None]) -> tuple[int, int] | None:
-    """The rank to blame among those that have ended, with its exit code; killed ones first."""
+    """Return the failed rank to blame and its exit code: a killed rank, or else the lowest."""
     failed = [(n, c) for n, c in enumerate(exitcodes) if _failed(c)]
     return min(((n, c) for n, c in failed if c is not None), key=lambda f: f[1] >= 0, default=None)
 
@@ -453,7 +467,7 @@ def _failed(exitcode: int | None) -> bool:
 
 
 def _stopped_status(exitcodes: Sequence[int | None], number: int) -> int:
-    """The exit status after a signal, by whether the ranks have saved."""
+    """Return the exit status after a signal, which depends on whether the ranks have saved."""
     if set(exitcodes) <= {0, REQUEUE_STATUS}:
         return REQUEUE_STATUS if REQUEUE_STATUS in exitcodes else 0
     # A rank that could not save prints why and ends with 1.
@@ -469,7 +483,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _stop_with_parent() -> Callable[[], None]:
-    """Return a function for a rank to call first: it then gets SIGTERM if this process dies."""
+    """Return a function that a rank calls first, so that it gets SIGTERM if this process dies."""
     if sys.platform != "linux":
         return lambda: None
     import ctypes
@@ -493,8 +507,8 @@ def _status(first_failure: tuple[int, int], kills_before: int) -> int:
 
     Args:
         first_failure: the rank that failed first, and its exit code.
-        kills_before: the number of processes that the kernel had killed, for want of memory,
-            before the start.
+        kills_before: the number of processes that the kernel had killed before the start because
+            memory ran out.
     """
     rank, exitcode = first_failure
     if exitcode < 0:

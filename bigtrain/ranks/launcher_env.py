@@ -1,8 +1,8 @@
 """The rank of this process, read from the variables that launchers set.
 
-Every launcher sets the same four numbers under different names. They are read here, once, so that
-the rest of bigtrain needs only a `RankInfo`. This module does not import torch, because the command
-line uses it before it knows whether torch is needed.
+Every launcher sets the same four numbers under different names. Only this module reads them; the
+rest of bigtrain uses a `RankInfo`. This module does not import torch, because the command line uses
+it before it is known whether torch is needed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from bigtrain.files.environment import MOST_COUNT, count_in
 Launcher = Literal["torchrun", "deepspeed", "srun", "openmpi", "mpich", "bigtrain", "env", "python"]
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-"""Slurm's numbers of steps for the batch script, the interactive shell and its own processes begin
-here; srun's steps have lower numbers."""
+"""The first of Slurm's step numbers for the batch script, the interactive shell and Slurm's own
+processes. Steps of srun have lower numbers."""
 
 LAUNCH_VARIABLE = "BIGTRAIN_LAUNCH"
-"""Set by `bigtrain train -n N` for its ranks: FOLDER/START, the number of the start from 0."""
+"""The variable that `bigtrain train -n N` sets for its ranks: FOLDER/START.
+
+FOLDER is the folder of the launch, START the number of the start, from 0.
+"""
 
 _LAUNCH_VARIABLES = (
     "SLURM_JOB_ID",
@@ -42,7 +45,7 @@ _LAUNCHER_PROCESSES = ("slurmstepd", "hydra_pmi", "mpiexec", "mpirun", "orterun"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """The place of this process among the ranks of one run, as plain numbers."""
+    """The numbers of this process among the ranks of one run, and the launcher."""
 
     rank: int
     """Number of this process among all ranks, from 0."""
@@ -53,8 +56,8 @@ class RankInfo:
     local_world_size: int
     """Ranks on this node."""
     launcher: Launcher
-    """The program that started the ranks: 'bigtrain' is `bigtrain train -n N`, 'env' means
-    variables set by hand, 'python' no launcher."""
+    """The program that started the ranks. 'bigtrain' means `bigtrain train -n N`, 'env' means
+    variables that were set by hand, and 'python' means no launcher."""
 
     @property
     def one_node(self) -> bool:
@@ -66,10 +69,10 @@ SINGLE_RANK = RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, l
 
 
 def detect_rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """Read the placement of this process.
+    """Return the rank of this process, read from the variables of its launcher.
 
-    RANK and WORLD_SIZE take precedence over MPI's variables, and those over Slurm's: if one
-    launcher started another, the inner one set them last.
+    RANK and WORLD_SIZE take precedence over the variables of MPI, and these over the variables of
+    Slurm: if one launcher started another, the inner launcher set its variables last.
 
     Args:
         environ: the environment of the process, normally `os.environ`.
@@ -106,11 +109,14 @@ def first_host(node_list: str) -> str:
 
 
 def launch_key(environ: Mapping[str, str]) -> str:
-    """Return a name that the ranks of one launch on one node share, and no other launch has.
+    """Return a name that all ranks of one launch on one node share, and that no other launch has.
 
-    Job numbers are not enough: a reinstalled Slurm counts from 1 again, and Hydra has none. So the
-    key also has the process that started the ranks, with its start time, because process numbers
-    are reused.
+    Job numbers are not enough: a reinstalled Slurm counts from 1 again, and Hydra has no job
+    numbers. So the name also depends on the process that started the ranks, and on its start time,
+    because process numbers are reused.
+
+    Args:
+        environ: the environment of the process.
     """
     parts = [environ.get(name, "") for name in _LAUNCH_VARIABLES]
     parts += [str(os.getuid()), _read_text("/proc/sys/kernel/random/boot_id"), *_starter()]
@@ -145,7 +151,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _refuse_smaller_world(environ: Mapping[str, str], placement: RankInfo) -> None:
-    """Refuse a WORLD_SIZE left in the shell when srun or mpiexec started more ranks than that."""
+    """Refuse a WORLD_SIZE of the shell that is less than the ranks of srun or mpiexec."""
     outer = "OMPI_COMM_WORLD_SIZE"
     if in_slurm_step(environ):
         outer = "SLURM_STEP_NUM_TASKS"
@@ -190,7 +196,7 @@ def _tasks_by_node(text: str) -> list[tuple[int, int]]:
 
 
 def _tasks_of(node: int, pairs: list[tuple[int, int]]) -> int | None:
-    """Return the number of tasks on a node, from `_tasks_by_node`; None if it has no such node."""
+    """Return the number of tasks on a node, given pairs of `_tasks_by_node`; None if unknown."""
     for tasks, num_nodes in pairs:
         if node < num_nodes:
             return tasks
@@ -239,8 +245,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _starter() -> tuple[str, str]:
     """Return the process number and start time of the process that started the ranks.
 
-    It is the nearest ancestor that is a launcher; the parent only if there is none, because a
-    wrapper script between launcher and rank gives each rank another parent.
+    That process is the nearest ancestor that is a launcher. If there is none, it is the parent. The
+    parent alone is not enough: a wrapper script between launcher and rank gives each rank another
+    parent.
     """
     parent = pid = os.getppid()
     while pid > 1:
@@ -252,7 +259,7 @@ def _starter() -> tuple[str, str]:
 
 
 def process_start_time() -> float:
-    """Return the start of this process in seconds since 1970; 0 if unknown."""
+    """Return when this process started, in seconds since 1970; 0 if unknown."""
     ticks = _process(os.getpid())[2]
     if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
@@ -263,7 +270,7 @@ def process_start_time() -> float:
 def _process(pid: int) -> tuple[str, int, str]:
     """Return name, parent and start time (clock ticks since boot) of a process."""
     text = _read_text(f"/proc/{pid}/stat")
-    # The name is in parentheses and may contain any character, so fields are counted from the last.
+    # The name is in parentheses and may contain any character, even a parenthesis.
     name = text[text.find("(") + 1 : text.rfind(")")]
     fields = text[text.rfind(")") + 1 :].split()
     return (name, int(fields[1]), fields[19]) if len(fields) > 19 else (name, 0, "")
@@ -277,7 +284,7 @@ def _read_text(path: str) -> str:
 
 
 def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False) -> str | None:
-    """Return a hint how to start more ranks if one rank leaves a CPU's cores unused, else None.
+    """Return a hint about starting more ranks if one rank leaves cores unused, else None.
 
     Args:
         placement: the rank of this process.

@@ -1,7 +1,7 @@
-"""Share a value between ranks through MPI's process manager: rank 0's address is needed.
+"""Share a value, the address of rank 0, between ranks through MPI's process manager.
 
 mpiexec of MPICH (Hydra) gives each rank a connection, PMI_FD, on which it answers lines of
-`cmd=NAME key=value ...`. This module uses only the commands that share one value.
+`cmd=NAME key=value ...`. This module uses only the commands that share a single value.
 
 Source: Balaji et al. 2010, PMI: A Scalable Parallel Process-Management Interface (EuroMPI), section
 3; the lines of version 1 as MPICH documents them in its src/pmi.
@@ -21,15 +21,15 @@ _PATIENCE_S = 60.0
 
 
 def shared_by_hydra(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher has opened a connection on which values can be shared."""
+    """Whether the launcher has opened a connection for `share_value`."""
     return environ.get("PMI_FD", "").isdecimal()
 
 
 def share_value(value: str | None, environ: Mapping[str, str]) -> str:
-    """Return rank 0's value on every rank. All ranks call it, once.
+    """Return rank 0's value on every rank. All ranks must call this, and only once.
 
     Args:
-        value: a word on rank 0, without spaces; None on the others.
+        value: the value on rank 0, a word without spaces; None on the other ranks.
         environ: the environment of the process.
 
     Raises:

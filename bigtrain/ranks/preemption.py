@@ -1,7 +1,8 @@
-"""Signals that ask a run to save and to stop, at the end of the current step and on all ranks.
+"""Signals that make all ranks save and stop at the end of the current step.
 
-Schedulers announce an end by SIGTERM (pre-emption, `scancel JOB`) or by a signal that the user
-chooses (`sbatch --signal=B:USR1@60`), a person by Ctrl-C (SIGINT). One rank may get it, or all.
+Schedulers announce the end of a run by SIGTERM (pre-emption, `scancel JOB`) or by a signal that the
+user chooses (`sbatch --signal=B:USR1@60`). A person sends SIGINT (Ctrl-C). The signal may arrive at
+one rank or at all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
 
 SAME_S = 2.0
-"""A signal within this many seconds of the first is the same one: schedulers signal the launcher
-and its ranks, and the launcher forwards it."""
+"""A signal within this many seconds of the first counts as the same signal.
+
+Schedulers signal the launcher and its ranks, and the launcher forwards the signal to the ranks.
+"""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SAID_TO_A_PERSON = (
     "\nCtrl-C: the run ends after this step and saves its state. Press Ctrl-C again to end it now."
@@ -30,17 +33,21 @@ _SAID_TO_A_PERSON = (
 
 @dataclass(frozen=True)
 class Highest:
-    """The highest of the ranks' figures."""
+    """The highest of the numbers that the ranks passed to `PreemptionNotice.agreed`."""
 
     figure: float
+    """The highest number."""
     rank: int
-    """The first rank that has it."""
+    """The lowest rank with that number."""
     is_equal: bool
-    """Whether every rank has the same figure."""
+    """Whether every rank has the same number."""
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Highest | None:
-        """Return the highest of the ranks' figures; None if all are below 0, which means none."""
+        """Return the highest of the ranks' numbers, in the order of ranks; None if all are below 0.
+
+        A number below 0 means that the rank has none.
+        """
         figure = max(figures)
         if figure < 0:
             return None
@@ -48,11 +55,11 @@ class Highest:
 
 
 class PreemptionNotice:
-    """Records SIGTERM, SIGUSR1 and SIGINT inside a `with` block; a later one ends the process.
+    """Record SIGTERM, SIGUSR1 and SIGINT inside a `with` block; a second one ends the process.
 
     Args:
-        context: the context of all ranks.
-        every: ranks exchange their signals in one of this many calls of `agreed`.
+        context: the context of this rank.
+        every: the ranks exchange their signals in one of this many calls of `agreed`.
 
     Example:
         with PreemptionNotice(context) as notice:
@@ -69,17 +76,18 @@ class PreemptionNotice:
         self._handled_at = self._arrived_at = float("inf")
         self._before: dict[int, Any] = {}
         self.signal_name = ""
-        """The name of the signal, the same on every rank; empty while there is none."""
+        """The name of the signal, the same on every rank; empty before the ranks know of one."""
         self.highest: Highest | None = None
-        """The highest figure that a rank passed to `agreed`."""
+        """The highest number that a rank passed to `agreed`; None before the first exchange, and if
+        no rank passed one."""
 
     def agreed(self, figure: float | None = None) -> bool:
-        """Whether any rank has received a signal; the same on all ranks. Collective.
+        """Return whether any rank has received a signal, the same on all ranks. Collective.
 
         The exchange is from host to host, so that it does not wait for an accelerator.
 
         Args:
-            figure: sent in the same exchange, for `highest`.
+            figure: a number, at least 0, that is sent in the same exchange for `highest`.
         """
         self._calls += 1
         if self._calls % self._every:
@@ -93,19 +101,19 @@ class PreemptionNotice:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a run that has saved: 75 asks a scheduler to start it again."""
+        """The exit status after the state was saved: 130 for Ctrl-C, else 75, to be requeued."""
         return 128 + signal.SIGINT if self.signal_name == "SIGINT" else REQUEUE_STATUS
 
     def is_second(self) -> bool:
-        """Whether a signal that has just arrived, handled or not, is a second one.
+        """Return whether a signal that has just arrived is a second signal.
 
-        The thread that reads signals calls it while the main thread is blocked.
+        The thread that reads signals calls this, because a blocked main thread handles no signal.
         """
         self._arrived_at = min(self._arrived_at, time.monotonic())
         return time.monotonic() - self._arrived_at > SAME_S
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Record a signal; end the process at a second signal."""
         now = time.monotonic()
         is_first = not self._noted
         self._noted, self._handled_at = self._noted or number, min(self._handled_at, now)
@@ -120,7 +128,7 @@ class PreemptionNotice:
         if threading.current_thread() is threading.main_thread():
             for number in PREEMPTION_SIGNALS:
                 if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # a shell's background job
+                    continue  # a shell ignores SIGINT for its background jobs
                 self._before[number] = signal.signal(number, self)
         return self
 

@@ -1,12 +1,12 @@
 """The store through which the ranks of one launch find each other.
 
-torchrun and deepspeed set an address. srun and mpiexec set none: on one node the ranks meet through
-a file that no other launch uses; on several nodes at the first host of the job, or at the address
-that rank 0 shares through Hydra.
+torchrun and deepspeed set an address. srun and mpiexec set none. On one node the ranks then meet
+through a file that no other launch uses. On several nodes they meet at the first host of the job,
+or at the address that rank 0 shares through Hydra.
 
 On one node all sockets listen on the loopback. On several nodes the network between them must be
-trusted: torch's store and gloo do not authenticate. bigtrain's hub, through which a rank can end
-the others, accepts only peers that know BIGTRAIN_SECRET, if that is set.
+trusted, because torch's store and gloo do not authenticate their peers. bigtrain's hub, through
+which a rank can end the other ranks, accepts only peers that know BIGTRAIN_SECRET, if it is set.
 """
 
 from __future__ import annotations
@@ -45,28 +45,37 @@ _DEFAULT_PORT = 29500
 
 
 SECRET_VARIABLE = "BIGTRAIN_SECRET"
-"""The variable of a secret that all ranks of a run share; optional."""
+"""The environment variable of an optional secret that all ranks of a run share."""
 _SIOCGIFADDR = 0x8915  # Linux: reads the address of an interface
 _PROBE_S = 2.0
 _ANSWER_S = 5.0
-"""Seconds after the store's timeout: a store that is connected to another program ignores it."""
+"""Seconds to wait beyond the store's timeout.
+
+A store that is connected to another program ignores its own timeout.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """An open store, and the address of rank 0's host."""
+    """The open store of a launch, and the address of rank 0's host."""
 
     store: Store
+    """The store that all ranks of the launch share."""
     host: str
+    """The host of rank 0, as this rank reaches it."""
     secret: str = ""
-    """A secret of this launch's ranks, which is not in the store; empty if there is none."""
+    """A secret that only this launch's ranks know, and that is not in the store; may be empty."""
 
 
 def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the address of rank 0, or None if the ranks of one node meet through a file.
+    """Return host and port of rank 0, or None if the ranks of one node meet through a file.
+
+    Args:
+        placement: the rank of this process.
+        environ: the environment of the process.
 
     Raises:
-        ConfigError: the launcher sets no address and none can be derived.
+        ConfigError: the port is wrong, or the launcher sets no address and none can be derived.
     """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
@@ -91,8 +100,8 @@ def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str
                 "SLURM_STEP_NODELIST is not set, so the first host is unknown. "
                 "Run: export MASTER_ADDR=FIRST_HOST"
             )
-        # Each job step gets another port, so that two steps on one host do not collide. It is below
-        # the range of the kernel's ephemeral ports.
+        # Job steps get different ports, so that two steps on one host do not collide. The ports are
+        # below the range of the kernel's ephemeral ports.
         step = int(environ.get("SLURM_STEP_ID", "0"))
         job = int(environ.get("SLURM_JOB_ID", "0"))
         return host or first_host(node_list), int(port or 15000 + (job * 31 + step) % 15000)
@@ -117,11 +126,13 @@ def open_rendezvous(
         placement: the rank of this process.
         environ: the environment of the process.
         timeout_s: seconds that the ranks wait for each other.
-        path: a file through which the ranks of one node meet, under any launcher.
+        path: a file through which the ranks of one node meet; None to use the launcher's address,
+            Hydra, or a temporary file.
 
     Raises:
         ConfigError: the launcher sets no address and none can be derived.
-        LaunchError: rank 0's address cannot be reached or is in use.
+        LaunchError: the ranks did not meet in time, rank 0's address is in use, or the ranks have
+            different secrets.
     """
     timeout = timedelta(seconds=timeout_s)
     if placement.world_size == 1:
@@ -143,7 +154,7 @@ def open_rendezvous(
 
 
 def _local_store(port: int, size: int, timeout: timedelta, *, wait: bool = True) -> TCPStore:
-    """Make a store that listens on the loopback only; torch's default is all interfaces."""
+    """Return a store that listens only on the loopback; torch's default is all interfaces."""
     options: dict[str, Any] = {"wait_for_workers": wait, "multi_tenant": True}
     try:
         server = socket.create_server(("127.0.0.1", port))
@@ -155,16 +166,16 @@ def _local_store(port: int, size: int, timeout: timedelta, *, wait: bool = True)
 
 
 def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> tuple[Store, str]:
-    """Let rank 0 write its free port and a secret to a file.
+    """Meet through a file, to which rank 0 writes its port and a secret; return store and secret.
 
-    The file is removed when all ranks have come: nothing remains, however the run ends, and the
-    same launch can meet again.
+    Rank 0 removes the file when all ranks have connected, or after the timeout. So nothing remains,
+    however the run ends, and the same launch can meet again.
     """
     rank, size, host = placement.rank, placement.world_size, "127.0.0.1"
     if rank == 0:
         store, secret = _local_store(0, size, timeout, wait=False), secrets.token_hex(16)
         draft = path.with_name(f"{path.name}.{os.getpid()}")
-        # O_EXCL refuses a file or link of another user; the rename shows no incomplete line.
+        # O_EXCL refuses a file or link of another user. The rename lets readers see a whole line.
         with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(f"{store.port} {secret}")
         draft.replace(path)
@@ -212,21 +223,21 @@ def _first_line(error: BaseException) -> str:
 
 
 def _asks_hydra(placement: RankInfo, environ: Mapping[str, str]) -> bool:
-    """Whether only MPICH's process manager knows the address of rank 0."""
+    """Whether the address of rank 0 has to be shared through MPICH's process manager."""
     several = placement.launcher == "mpich" and not placement.one_node
     return several and "MASTER_ADDR" not in environ and shared_by_hydra(environ)
 
 
 _BY_HYDRA: list[Rendezvous] = []
-"""The rendezvous of this process, once it was opened."""
+"""The rendezvous of this process through Hydra, after it was opened."""
 
 
 def _rendezvous_by_hydra(
     placement: RankInfo, timeout: timedelta, environ: Mapping[str, str]
 ) -> Rendezvous:
-    """Let rank 0 listen on a free port, and share its address through Hydra.
+    """Meet at a free port of rank 0, whose address is shared through Hydra.
 
-    Hydra answers a process only once, so the store is kept for later connections.
+    Hydra answers a process only once, so the store is saved for later connections.
     """
     rank, size = placement.rank, placement.world_size
     try:
@@ -251,7 +262,7 @@ def _rendezvous_by_hydra(
 
 
 def _own_addresses() -> list[str]:
-    """The IPv4 addresses of this host, the loopback last."""
+    """Return the IPv4 addresses of this host, the loopback last."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -263,10 +274,10 @@ def _own_addresses() -> list[str]:
 
 
 def _reachable(addresses: Sequence[str], port: int, timeout: timedelta) -> str:
-    """The first of rank 0's addresses at which it answers.
+    """Return the first of rank 0's addresses at which it answers.
 
     Raises:
-        OSError: none does.
+        OSError: rank 0 does not answer at any address within the timeout.
     """
     until = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < until:
@@ -291,14 +302,14 @@ def _rendezvous_by_address(
 
     def meet() -> Store:
         store: Store
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has it
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has the store
             store, _, _ = next(torch_rendezvous("env://", rank, size, timeout=timeout))
         elif placement.one_node and rank == 0:
             store = _local_store(address[1], size, timeout)
         else:
             store = TCPStore(host, address[1], size, rank == 0, timeout)
         store.set_timeout(timeout)
-        # An agent's store outlives a connection: a second one must not read the keys of the first.
+        # An agent's store outlives a connection, whose keys the next connection must not read.
         number = store.add(f"bigtrain/{rank}", 1)
         return PrefixStore(f"bigtrain{number}", store)
 
@@ -311,7 +322,7 @@ def _rendezvous_by_address(
 
 
 def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int]) -> Store:
-    """Return the store; raise OSError if nothing listens there, or accepts and never answers."""
+    """Return the store; raise `OSError` if nothing listens at the address, or nothing answers."""
     done: Future[Store] = Future()
 
     def run() -> None:
@@ -320,7 +331,7 @@ def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int])
         except BaseException as error:
             done.set_exception(error)
 
-    # Not a pool: a program waits at its end for a pool's threads, and this one may never end.
+    # This is not a pool: a program waits at its end for a pool's threads, and this may never end.
     threading.Thread(target=run, name="bigtrain-meet", daemon=True).start()
     try:
         return done.result(seconds)
@@ -329,7 +340,7 @@ def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int])
 
 
 def _silence(address: tuple[str, int]) -> str:
-    """Why there was no answer; torch does not report that nothing listens, it keeps trying."""
+    """Return why there was no answer. torch keeps trying, and does not report the reason."""
     try:
         socket.create_connection(address, timeout=1).close()
     except OSError as error:
@@ -341,7 +352,7 @@ def _compare_secrets(store: Store, rank: int, secret: str) -> None:
     """Refuse ranks with different secrets.
 
     Raises:
-        LaunchError: this rank has another secret than rank 0, or only one of them has a secret.
+        LaunchError: this rank and rank 0 have different secrets, or only one of them has a secret.
     """
     mark = hmac.digest(secret.encode(), b"bigtrain", "sha256").hex()[:8] if secret else "none"
     if rank == 0:

@@ -1,9 +1,9 @@
-"""Restarts after a fault: every rank begins again, from the newest checkpoint or from step 0.
+"""Restart all ranks after a failure, from the newest checkpoint or from step 0.
 
-A rank that is out of memory has left the others in the middle of an exchange that cannot be
-completed. So all ranks execute their program again in the same processes: no launcher notices, and
-the results are those of a run that was started with the new words. If a rank has died, the process
-that started the ranks starts all of them again. The new words are passed in the environment.
+A rank that runs out of memory leaves the other ranks in an exchange that cannot be completed. So
+all ranks execute their program again in the same processes. No launcher notices this, and the
+results are those of a run that was started with the new overrides. If a rank has died, the process
+that started the ranks starts all of them again. The new overrides are passed in the environment.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ from bigtrain.files.regular import is_regular, open_regular, read_pointer
 from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
 
 RESTART_STATUS = 76
-"""With this status a rank asks all ranks to restart; no process exits with it."""
+"""The status with which a rank requests a restart of all ranks. No process exits with it."""
 RESTART_VARIABLE = "BIGTRAIN_RESTART"
 METRICS = "metrics.jsonl"
-"""The file of a run's steps, one object each."""
+"""The file of a run with one JSON object for each step."""
 _RESUME = "checkpoint.resume=auto"
 _NOTE = "note.json"
 _TAIL_BYTES = 16384
 _HUB_GRACE_S = 0.5
-"""Seconds that rank 0 waits before it restarts: its hub must tell the other ranks first."""
+"""Seconds that rank 0 waits before it restarts, so that its hub first informs the other ranks."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """The changes of the job with which all ranks restart, and the reason."""
+    """The overrides with which all ranks restart, and the reason."""
 
     words: tuple[str, ...]
-    """KEY=VALUE words of the job."""
+    """Overrides of the job, KEY=VALUE."""
     said: str
-    """The reason in one line, for the log; empty if it has been printed."""
+    """The reason in one line, for the log; empty if it was printed already."""
 
     @classmethod
     def taken(cls, environ: MutableMapping[str, str]) -> Restart | None:
-        """Remove and return the changes that this process was restarted with; None if it was not.
+        """Return the overrides that this process was restarted with; None without a restart.
 
-        A rank that torchrun has started again resumes, too.
+        They are removed from the environment. A rank that torchrun has started again resumes, too.
+
+        Args:
+            environ: the environment of this process, which is changed.
 
         Raises:
-            ConfigError: the variable has another content.
+            ConfigError: the content of the variable is not a `Restart`.
         """
         values = json_in(environ, RESTART_VARIABLE)
         if values is None:
@@ -67,14 +70,15 @@ class Restart:
         return cls(tuple(words or ()), said)
 
     def text(self) -> str:
-        """Return the changes as one line of JSON."""
+        """Return the restart as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 def continuation_words(folder: Path, begun_at: str | None) -> list[str]:
-    """Return the words with which a run continues in its folder, from its newest checkpoint.
+    """Return the overrides with which a run continues in its folder, from its newest checkpoint.
 
-    A run that began with another run's checkpoint, and has not saved since, begins there again.
+    A run that began with another run's checkpoint, and has no checkpoint of its own, begins there
+    again. Its files of metrics are then removed, because their steps will be done again.
 
     Args:
         folder: the folder of the run.
@@ -82,7 +86,7 @@ def continuation_words(folder: Path, begun_at: str | None) -> list[str]:
     """
     words = [f"log.dir={json.dumps(str(folder.parent))}", f"log.name={json.dumps(folder.name)}"]
     if begun_at not in (None, "auto") and not is_regular(folder / "checkpoints" / "latest"):
-        for name in (METRICS, "validation.jsonl"):  # these steps will be done again
+        for name in (METRICS, "validation.jsonl"):
             (folder / name).unlink(missing_ok=True)
         return words
     return [*words, _RESUME]
@@ -94,16 +98,16 @@ def _are_words(words: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNote:
-    """A run's note for the process that started its ranks, which may have to start them again."""
+    """A note of a run for the process that started its ranks, and that may start them again."""
 
     folder: str
     """The absolute path of the run's folder."""
     begun_at: str | None
     """The run's `checkpoint.resume`."""
     words: tuple[str, ...]
-    """The words of earlier restarts."""
+    """The overrides of earlier restarts."""
     global_size: int
-    """Samples of a step."""
+    """Samples of an optimizer step, over all ranks."""
     micro_size: int
     """Samples of a micro-batch; 0 if the planner chooses it."""
     model_ranks: int
@@ -133,18 +137,19 @@ class RunNote:
             return None
 
     def restart_words(self, last_words: Sequence[str]) -> list[str]:
-        """Return the words with which the run continues.
+        """Return the overrides with which the run continues.
 
         Args:
-            last_words: those of the last start, which may have ended before it wrote a note.
+            last_words: the overrides of the last start, which may have ended before its note.
         """
         words = [word for word in (*self.words, *last_words) if word != _RESUME]
         return list(dict.fromkeys([*words, *continuation_words(Path(self.folder), self.begun_at)]))
 
     def words_on(self, num_ranks: int) -> list[str] | None:
-        """Return the words that keep the global batch on another number of ranks.
+        """Return the overrides with the same global batch on another number of ranks.
 
-        The result is None if the number of ranks or the batch is not divisible.
+        The result is empty if the planner chooses the plan. It is None if the ranks of one model do
+        not divide the number of ranks, or the replicas do not divide the global batch.
         """
         if not self.model_ranks:
             return []
@@ -191,13 +196,13 @@ def last_step(folder: Path) -> int:
 
 
 def resume_words(folder: Path) -> str:
-    """Return the words that, added to the same command, continue from the newest checkpoint."""
+    """Return the words that continue a run from its newest checkpoint, to add to its command."""
     words = [f"log.dir={folder.parent}", f"log.name={folder.name}"]
     return shlex.join(["--resume", "auto", *words])
 
 
 def left_behind(folder: Path | None) -> str:
-    """Return in one line which steps of a stopped run are saved, and how to continue it.
+    """Return one line about which steps of a stopped run are saved, and how to continue it.
 
     Args:
         folder: the folder of the run; None if it was stopped before it had one.
@@ -226,7 +231,12 @@ def note_spare_ranks(environ: Mapping[str, str], spare: Sequence[int]) -> None:
 
 
 class RestartRequest(BigtrainError):
-    """Raised to restart all ranks, which `run_guarded` does."""
+    """Raised to restart all ranks; `run_guarded` restarts this one.
+
+    Args:
+        words: overrides of the job, KEY=VALUE.
+        said: the reason, one line.
+    """
 
     exit_status = RESTART_STATUS
 
@@ -236,11 +246,11 @@ class RestartRequest(BigtrainError):
 
 
 def restart_process(text: str, *, has_hub: bool = False) -> None:
-    """Execute this process's program again; does not return.
+    """Execute this process's program again. The function does not return.
 
     Args:
-        text: a text from `Restart.text`.
-        has_hub: whether this process has the hub, which must tell the other ranks first.
+        text: the result of `Restart.text`.
+        has_hub: whether this process has the hub, which must first inform the other ranks.
     """
     if has_hub:
         time.sleep(_HUB_GRACE_S)
@@ -260,14 +270,14 @@ def restart_process(text: str, *, has_hub: bool = False) -> None:
 
 
 def _close_at_exec() -> None:
-    """Let the kernel close the files of libraries: a GPU's memory is freed when its files close.
+    """Let the kernel close libraries' files at exec: that frees the memory of a GPU.
 
-    The three streams stay open, and so do files that the environment or the command line names, as
-    MPICH's `PMI_FD=7` or a `/dev/fd/63`.
+    The three standard streams stay open, and so do files that the environment or the command line
+    names, such as MPICH's `PMI_FD=7` or `/dev/fd/63`.
     """
     named = {value for name, value in os.environ.items() if name.endswith("_FD")}
     named.update(re.findall(r"/fd/(\d+)", " ".join(sys.orig_argv)))
-    with contextlib.suppress(OSError):  # a machine without the folder
+    with contextlib.suppress(OSError):  # some machines do not have the folder
         for number in set(os.listdir("/dev/fd")) - {"0", "1", "2"} - named:
-            with contextlib.suppress(OSError):  # that of the listing is closed already
+            with contextlib.suppress(OSError):  # the descriptor of the listing is closed
                 os.set_inheritable(int(number), False)

@@ -1,4 +1,4 @@
-"""Hooks on the blocks of a live model, which record when each is computed."""
+"""Hooks on the blocks of a model, which record when each block is computed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from bigtrain.recorder.ring import FlightRecorder
 
 
 class BlockMark:
-    """The hooks of one block. It is a class, as a module with a closure cannot be pickled.
+    """The hooks of one block.
+
+    They are methods of a class, because a module with a closure as a hook cannot be pickled.
 
     Args:
-        recorder: records the events.
-        name: the block's name.
+        recorder: this rank's recorder.
+        name: the block's name in the recorded events.
     """
 
     def __init__(self, recorder: FlightRecorder, name: str) -> None:
@@ -26,9 +28,10 @@ class BlockMark:
         self._recorder.enter_block(self._name)
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Add a hook for the backward pass to the block's output.
+        """Add the hook `backward` to the first tensor of the block's output.
 
-        It is a hook on the graph's node and not on the tensor, so that no view or copy is made.
+        The hook is on the node of the autograd graph and not on the module, because a module's
+        backward hooks make a view of each output.
         """
         while isinstance(output, tuple | list) and output:
             output = output[0]
@@ -41,10 +44,12 @@ class BlockMark:
 
 
 def mark_blocks(blocks: Iterable[tuple[str, nn.Module]], recorder: FlightRecorder) -> None:
-    """Record when these blocks are computed.
+    """Add hooks to blocks that record when each block is computed.
+
+    The hook before a forward pass runs before existing hooks.
 
     Args:
-        blocks: names and modules; these hooks run before existing ones.
+        blocks: the name and the module of each block.
         recorder: this rank's recorder.
     """
     for name, block in blocks:
@@ -54,7 +59,7 @@ def mark_blocks(blocks: Iterable[tuple[str, nn.Module]], recorder: FlightRecorde
 
 
 def unmark_blocks(root: nn.Module) -> None:
-    """Undo `mark_blocks`, for all modules of a tree."""
+    """Remove the hooks of `mark_blocks` from a module and all modules in it."""
     for module in root.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):

@@ -1,9 +1,10 @@
-"""The exchanges of this rank: torch's record of them, and the messages of a pipeline.
+"""The exchanges of this rank: torch's record of collectives, and the messages of a pipeline.
 
 torch records the collectives of gloo and NCCL in C++ (its Flight Recorder), including those of
 DDP's reducer and of `fully_shard`. It does not record sends and receives of gloo, so a hook on the
-pipeline's group adds them to the ring. An older torch has no such hooks: there the stages add their
-messages when they begin, and a page shows only stacks for other messages.
+pipeline's group adds them to the events of the `FlightRecorder`. Older versions of torch have no
+such hooks. With them `note_message` records the messages of pipeline stages when they begin, and
+of other messages a page shows only the stacks of the ranks.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 _RECENT = 40
-_HOOK_ID = 0x62_74  # identifies our hook on a group, which may have others
+_HOOK_ID = 0x62_74  # torch identifies the hooks of a group by numbers
 
 
 def read_exchanges() -> list[dict[str, Any]]:
-    """Return the exchanges that torch has recorded in this process, the oldest first.
+    """Return the last `_RECENT` exchanges that torch has recorded, the oldest first.
 
-    Their stacks are left out: torch takes two seconds to format the first one.
+    The stacks of the exchanges are left out, because torch takes two seconds to format the first.
 
     Returns:
-        Objects with kind, bytes, group (its name in torch), group_for (its purpose), ranks, number
-        (among the group's collectives, from 1), message (whether it is a send or a receive), begun
-        (seconds since 1970), age_s, timeout_s, done.
+        A dict for each exchange with the keys kind ("all_reduce", "send", ...), bytes, group (the
+        name of the process group in torch), group_for (the group's purpose), ranks (of the group),
+        number (of the exchange among the group's collectives or messages, from 1), message
+        (whether the exchange is a send or a receive), begun (seconds since 1970), age_s (seconds
+        since then), timeout_s (seconds) and done.
     """
     exchanges: list[dict[str, Any]] = []
     groups = _groups()
@@ -55,7 +58,10 @@ def start_recording() -> None:
 
 
 def watch_messages(group: dist.ProcessGroup | None, recorder: FlightRecorder) -> None:
-    """Record the sends and receives of a group when they begin."""
+    """Record the sends and receives of a group when they begin.
+
+    Does nothing if the group is None or if this version of torch has no hooks on groups.
+    """
     if group is None or not COUNTS_EXCHANGES:
         return
     members = dist.get_process_group_ranks(group)
@@ -77,13 +83,20 @@ def note_message(
     rank: int,
     tensor: Tensor,
 ) -> None:
-    """Record a message of bigtrain's, if this torch has no hook that does."""
+    """Record a message that a pipeline sends or receives, if torch has no hooks on groups.
+
+    Args:
+        recorder: this rank's recorder.
+        direction: whether this rank sends or receives.
+        rank: the other rank.
+        tensor: the message.
+    """
     if not COUNTS_EXCHANGES:
         recorder.note(f"{direction} rank {rank}, {tensor.numel() * tensor.element_size()} bytes")
 
 
 def _dumps() -> list[Any]:
-    """The functions that read this torch's records: of gloo, and of NCCL if it is in use."""
+    """Return torch's functions that read the records of gloo, and of NCCL if a GPU is in use."""
     bindings = torch._C._distributed_c10d
     dumps = [getattr(bindings, "_dump_fr_trace", None)]
     if in_use():
@@ -92,7 +105,7 @@ def _dumps() -> list[Any]:
 
 
 def _groups() -> dict[str, tuple[str, list[int]]]:
-    """The purpose and the ranks of each group, by its name in torch."""
+    """Return the purpose and the ranks of each process group by the group's name in torch."""
     world = dist.distributed_c10d._world
     groups: dict[str, tuple[str, list[int]]] = {}
     for group, name in list(world.pg_names.items()):
@@ -106,10 +119,10 @@ def _is_over(entry: Mapping[str, Any]) -> bool:
 
 
 def _grouped_messages(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], bool]:
-    """Whether messages that began together are done, by their group and their number.
+    """Return whether messages that began together are done, by their group and their number.
 
-    NCCL's record of each of them remains "scheduled". Only a common entry is marked as done, and it
-    has the number of each.
+    NCCL's entries for the single messages remain "scheduled". Only their common entry is marked as
+    done; it has the same number as the single entries.
     """
     return {
         (entry["process_group"][0], entry["p2p_seq_id"]): _is_over(entry)
@@ -151,4 +164,4 @@ _ITEM = {
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
-"""Bytes of a number by torch's name of its type; other types have 4."""
+"""Bytes of an element by torch's name of its type; elements of other types have 4 bytes."""

@@ -1,7 +1,7 @@
-"""The spare ranks of a run, and those of them that it has lost.
+"""The spare ranks of a run, and the spare ranks that it has lost.
 
-If any other rank dies, all ranks end. If a spare rank dies, the hub tells the remaining ones, and
-they continue.
+If a spare rank dies, the hub (`bigtrain.ranks.failure_hub`) sends a message to the remaining ranks,
+and they continue. If any other rank dies, all ranks end.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from contextlib import contextmanager
 from typing import Any
 
 _NEWS_S = 5.0
-"""Seconds to wait for the hub's message about a dead rank: a broken exchange is noticed earlier."""
+"""Seconds to wait for the hub's message about a dead rank. The other ranks notice a broken exchange
+before the message comes."""
 
 
 class LostRanks:
     """The spare and lost ranks of one run, as far as one rank knows them.
 
     Attributes:
-        names: the names of all ranks, such as "worker 1"; empty if they have none.
-        spare: the ranks that may be lost; none until `allow`.
-        group: the process group of exchanges that survive their loss (see `RootExchange`).
-        background_group: the same for the exchanges of another thread.
-        long_exchanges: whether the main thread's exchanges may take hours now.
-        tell: sends a message to the hub; None without a connection.
+        names: the names of all ranks, such as "worker 1"; empty if ranks have no names.
+        spare: the ranks that may be lost; empty until `allow` is called.
+        group: the process group of exchanges that survive the loss of ranks (see `RootExchange`);
+            None until ranks are spare.
+        background_group: the process group of such exchanges in a background thread.
+        long_exchanges: whether the main thread's current exchanges may take hours.
+        tell: sends a message to the hub; None if the rank has no connection to the hub.
     """
 
     def __init__(self) -> None:
@@ -47,12 +49,12 @@ class LostRanks:
         return tuple(self._lost)
 
     def allow(self, spare: Sequence[int], names: Sequence[str], *, tells: bool) -> None:
-        """Make these ranks spare.
+        """Make these ranks the spare ranks of the run.
 
         Args:
-            spare: their numbers.
+            spare: the numbers of the spare ranks.
             names: the names of all ranks.
-            tells: whether this rank tells the hub; one of them does.
+            tells: whether this rank sends the spare ranks to the hub; exactly one rank does.
         """
         self.spare, self.names = tuple(spare), tuple(names)
         if tells and self.tell is not None:
@@ -60,7 +62,7 @@ class LostRanks:
 
     @contextmanager
     def long_timeout(self) -> Iterator[None]:
-        """Let the main thread's exchanges take hours, for the length of a `with` block."""
+        """Let the main thread's exchanges take hours inside a `with` block."""
         before, self.long_exchanges = self.long_exchanges, True
         try:
             yield
@@ -71,9 +73,9 @@ class LostRanks:
         """Record that a spare rank was lost.
 
         Args:
-            rank: its number.
+            rank: the lost rank.
             step: the current step of this rank.
-            speaks: whether this rank tells the user; one of them does.
+            speaks: whether this rank prints a message for the user; exactly one rank does.
         """
         with self._news:
             self._lost.append(rank)
@@ -88,7 +90,10 @@ class LostRanks:
             sys.stderr.flush()
 
     def confirm(self, rank: int) -> bool:
-        """Whether a rank was lost, after an exchange with it broke; waits for the hub's message."""
+        """Return whether a rank was lost, after an exchange with it broke.
+
+        If the rank is spare, wait up to `_NEWS_S` seconds for the hub's message about its loss.
+        """
         if rank not in self.spare:
             return False
         with self._news:

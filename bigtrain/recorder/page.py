@@ -1,8 +1,8 @@
-"""One page for a run that hangs or has died: which rank waits, for which exchange, and for whom.
+"""A page for a run that hangs or has died: which rank waits for which exchange and for whom.
 
-One rank makes it from the records of all ranks (`FlightRecorder.record`), without torch. A rank
-without a record does not answer: it is stopped, it has ended, or it is in native code that holds
-Python's lock.
+One rank makes the page from the records of all ranks (`FlightRecorder.record`), without torch. A
+rank that has not sent its record is stopped, has ended, or is in native code that holds Python's
+global lock (the GIL).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bigtrain.recorder.waiting import Wait, absent_ranks, blamed, known_waits
 from bigtrain.units import format_bytes
 
 FILE_NAME = "flight_recorder.json"
-"""The page's file in the run's folder."""
+"""The name of the page's file in the run's folder."""
 _SHOWN_STACKS = 6
 _TORCH = "/site-packages/torch/"
 _FOREIGN = ("/site-packages/", "/lib/python", "<frozen")
@@ -44,33 +44,38 @@ class Cause:
     """The reason for a page."""
 
     kind: str
-    """'waited': a rank waited too long; 'failed'; 'lost'; 'asked': a signal asked for it; 'found':
-    all ranks raised the same error, and one of them reports it."""
+    """'waited': a rank waited too long. 'failed': a rank raised an error. 'lost': a rank ended
+    without a message. 'asked': a signal requested the page. 'found': all ranks raised the same
+    error, and one rank reports it."""
     rank: int
-    """The rank that noticed, failed or was lost."""
+    """The rank that waited, failed, was lost, received the signal or reports the error."""
     text: str = ""
-    """The summary of the error."""
+    """A summary of the error; empty for 'lost' and 'asked'."""
 
 
 @dataclass(frozen=True)
 class FlightPage:
-    """The page as lines of text, and as the document of its file."""
+    """The page as lines of text, and as the content of its file."""
 
     headline: str
     lines: tuple[str, ...]
     """One line for each rank."""
     stacks: tuple[str, ...]
-    """Python stacks; equal ones once, with the ranks that have them."""
+    """The main threads' Python stacks. Ranks with equal stacks share an entry, which names them."""
     document: dict[str, Any]
-    """The content of the file."""
+    """The content of the JSON file."""
 
     def text(self, *, stacks: bool = True) -> str:
-        """Return the page for a terminal."""
+        """Return the page as text for a terminal, with or without the stacks."""
         parts = [self.headline, *(f"  {line}" for line in self.lines)]
         return "\n".join([*parts, *self.stacks] if stacks else parts)
 
     def write(self, folder: Path | None) -> Path | None:
-        """Write the file; return its path, or None if there is no folder or the disk is full."""
+        """Write the file into a folder.
+
+        Returns:
+            The path of the file; None if there is no folder or the file cannot be written.
+        """
         if folder is None:
             return None
         path = folder / FILE_NAME
@@ -81,13 +86,14 @@ class FlightPage:
 
 
 def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Cause) -> FlightPage:
-    """Print the page, and write it to the run's folder.
+    """Make a page, print it on standard error, and write it to the run's folder.
 
-    An error prints its own message, so in that case the page prints only where the rank was.
+    The message of an error is printed elsewhere. For a cause of the kind 'failed' this function
+    prints only the activity of the rank that failed, and for 'found' only the path of the file.
 
     Args:
         recorder: this rank's recorder.
-        records: the records of the ranks that have answered.
+        records: the records of the ranks that have answered, by rank.
         cause: the reason for the page.
     """
     everyone = {rank: records.get(rank) for rank in range(recorder.world_size)} | dict(records)
@@ -104,16 +110,17 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
 
 
 def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Record]:
-    """Exchange records through the run's folder, for when rank 0, which collects them, is silent.
+    """Exchange the ranks' records through files in the run's folder.
 
-    Each rank writes its record there, and reads those of the others.
+    This is for the case that rank 0, which normally collects the records, does not answer. Each
+    rank writes its record to the folder and reads the records of the other ranks.
 
     Args:
         recorder: this rank's recorder.
         moment_s: the most seconds to wait for the records of all ranks except rank 0.
 
     Returns:
-        The records by rank; this rank's alone if the run has no folder.
+        The records that were found, by rank; only this rank's record if the run has no folder.
     """
     record = recorder.record()
     if recorder.folder is None:
@@ -128,17 +135,17 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
         while len(records) < recorder.world_size - 1 and time.monotonic() < until:
             time.sleep(0.05)
             for record_path in recorder.folder.glob(".flight_recorder-*.json"):
-                if record_path.stat().st_mtime > began - 5:  # not that of an earlier failure
+                if record_path.stat().st_mtime > began - 5:  # older files are of earlier failures
                     their_record = read_json_object(record_path)
                     records[int(their_record["rank"])] = their_record
     return records
 
 
 def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
-    """Make the page: where every rank was, and which one the others wait for.
+    """Make the page: the activity of every rank, and the rank that the other ranks wait for.
 
     Args:
-        records: by rank, its record; None for a rank that has not answered.
+        records: the record of each rank, by rank; None for a rank that has not answered.
         cause: the reason for the page.
     """
     waits = known_waits(records)
@@ -191,12 +198,13 @@ def _no_culprit(
 ) -> str:
     """Return why an exchange does not end if no single rank is to blame; see `blamed`.
 
-    Either the ranks began different exchanges, or they wait for each other, or all have come.
+    Either the ranks began different exchanges, or they wait for each other, or all ranks have begun
+    the exchange.
 
     Args:
         waiting: the exchange that the page is about.
-        waits: the exchanges that all ranks wait for, by rank.
-        records: by rank, its record; None for a rank that has not answered.
+        waits: the exchange that each waiting rank waits for, by rank.
+        records: the record of each rank, by rank; None for a rank that has not answered.
     """
     same = [w for w in waits.values() if w.group == waiting.group and w.number == waiting.number]
     kinds = sorted({f"{wait.kind} of {format_bytes(wait.size)}" for wait in same})
@@ -224,7 +232,7 @@ def _silence(rank: int, cause: Cause) -> str:
 
 
 def doing(record: Record) -> str:
-    """Return the activity of a rank, as the words after "it": "begins step 3"."""
+    """Return the activity of a rank as a phrase that follows "it", such as "begins step 3"."""
     activity = _activity(record["stack"])
     phase, step = record["phase"], record["step"]
     position = f"step {step}"
@@ -251,7 +259,7 @@ def doing(record: Record) -> str:
 
 
 def failed_in(record: Record) -> str:
-    """Return where a rank failed, as the words after "it failed": "in the optimizer's step"."""
+    """Return where a rank failed as a phrase that follows "failed": "in the optimizer's step"."""
     phase, step = record["phase"], record["step"]
     if phase in ("forward", "backward"):
         block = f" of `{record['block']}`" if record["block"] else ""
@@ -274,7 +282,7 @@ _IN_THE_PAST = {
     "validates": "in validation",
     "is between": "between",
 }
-"""The first words of `doing`, and those of `failed_in` that replace them."""
+"""The first words of a phrase of `doing`, and the words by which `failed_in` replaces them."""
 
 
 def _activity(stack: list[str]) -> str:
@@ -286,7 +294,7 @@ def _activity(stack: list[str]) -> str:
 
 
 def _at(stack: list[str]) -> str:
-    """The innermost frame of the user's code."""
+    """Return words for the innermost frame of the user's code; empty if the stack has none."""
     for line in reversed(stack):
         file, _, name = line.rpartition(" ")
         if not file.startswith(_OURS) and not any(part in file for part in _FOREIGN):
@@ -295,7 +303,10 @@ def _at(stack: list[str]) -> str:
 
 
 def _stacks(records: Mapping[int, Record | None]) -> tuple[str, ...]:
-    """Stacks for a person, with only the last of torch's calls; the file has all of them."""
+    """Return the stacks for a terminal: without torch's frames, except the innermost frame.
+
+    The page's file contains the whole stacks.
+    """
     ranks_by_stack: dict[tuple[str, ...], list[int]] = {}
     for rank, record in sorted(records.items()):
         if record is not None and record["stack"]:

@@ -1,9 +1,9 @@
 """Exchanges that survive the loss of ranks, by messages through rank 0.
 
-A collective needs every rank. A message does not: gloo aborts a message from a rank that has ended
-at once, and messages between other ranks are not affected. So rank 0 receives from every rank and
-answers each. It alone decides which ranks are lost, so that all have the same result. Rank 0 is
-never spare.
+A collective needs every rank. A message needs only two: gloo at once aborts a message from a rank
+that has ended, and messages between other ranks are not affected. So rank 0 receives a message from
+every rank and sends every rank the result. The result depends only on the messages that reached
+rank 0, so all ranks have the same. Rank 0 is never spare.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch.distributed as dist
 from bigtrain.recorder.ring import FlightRecorder
 
 _TAG = 2
-"""The tag of these messages, which differs from that of others in the group."""
+"""The tag of these messages. Other messages in the group have other tags."""
 
 
 @dataclass(frozen=True)
 class RootExchange:
-    """Exchanges between rank 0 and all others.
+    """Exchanges of Python objects between rank 0 and all other ranks.
 
     Args:
-        group: the group of all ranks, on the CPU.
-        recorder: this rank's recorder; its `lost_ranks` has the lost ones.
+        group: the process group of all ranks, with a backend for tensors on the CPU.
+        recorder: this rank's recorder; its `lost_ranks` contains the lost ranks.
         world_size: the number of ranks of the run.
         watched: whether a wait that is longer than `mesh.timeout` counts as a hang.
     """
@@ -40,12 +40,15 @@ class RootExchange:
     watched: bool
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's object on every rank; None for a lost rank."""
+        """Return on every rank a list of every rank's object, with None for a lost rank."""
         values: list[Any] = self.broadcast(self.gather(value))
         return values
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's object on rank 0, with None for a lost rank; None elsewhere."""
+        """Return on rank 0 a list of every rank's object, with None for a lost rank.
+
+        On other ranks return None.
+        """
         if self.recorder.rank:
             self._send(0, value)
             return None
@@ -79,17 +82,18 @@ class RootExchange:
     def _fill(self, tensor: torch.Tensor, rank: int) -> None:
         work = dist.irecv(tensor, rank, self.group, tag=_TAG)
         if work is not None:
-            work.wait()  # waits in this file, by which `waiting` recognises it
+            # Not `dist.recv`: `waiting` recognises a wait by this file on the stack.
+            work.wait()
 
     def _note(self, direction: str, rank: int, nbytes: int) -> None:
-        """Record the message in the words that `waiting` reads, or that it may take long."""
+        """Record the message in the words that `waiting` parses, or only that it may take long."""
         words = f"{direction} rank {rank}, {nbytes} bytes"
         self.recorder.note(words if self.watched else "an exchange that may take long")
 
 
 @contextmanager
 def tolerating_loss_of(rank: int, recorder: FlightRecorder) -> Iterator[None]:
-    """Leave the `with` block if an exchange with this rank breaks because the rank was lost.
+    """A context that ends quietly if an exchange in it breaks because this rank was lost.
 
     Raises:
         RuntimeError: the exchange broke for another reason.

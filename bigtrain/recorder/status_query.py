@@ -1,4 +1,4 @@
-"""Queries of all ranks' records from the hub's one thread, which never blocks for an answer."""
+"""Queries of all ranks' records by the hub, whose single thread never blocks for an answer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from bigtrain.files.parse import as_object, parse_json
 from bigtrain.recorder.page import Record
 
 RECORDS_S = 2.0
-"""Seconds in which a rank must send its record; a stopped rank or one in native code does not."""
+"""Seconds in which a rank must send its record. A rank that is stopped, or in native code that
+holds Python's lock, does not send it."""
 
 
 @dataclass
 class StatusQuery:
-    """Ranks that were asked for their records, and the function that takes the answers."""
+    """A request to ranks for their records, and the function that gets the answers."""
 
     awaited: set[socket.socket]
-    """The connections whose records have not come."""
+    """The connections of the ranks that have not answered."""
     records: dict[int, Record]
+    """The records of the ranks that have answered, by rank."""
     finish: Callable[[dict[int, Record]], None]
+    """Called with `records` when the query ends."""
     until: float
-    """The moment (`time.monotonic`) at which it ends without the others."""
+    """The time (`time.monotonic`) at which the query ends even if ranks have not answered."""
 
 
 @dataclass
@@ -43,7 +46,13 @@ class StatusQueries:
         known: dict[int, Record],
         finish: Callable[[dict[int, Record]], None],
     ) -> None:
-        """Open a query; `finish` is called with the records of these ranks and the known ones."""
+        """Open a query. The caller sends the requests to the ranks.
+
+        Args:
+            asked: the connections of the ranks that have to answer.
+            known: records that are known already, by rank; answers are added to this dict.
+            finish: called with all these records when the query ends.
+        """
         self.open.append(StatusQuery(set(asked), known, finish, time.monotonic() + RECORDS_S))
 
     def answer(self, connection: socket.socket, rank: int, record: Record) -> None:
@@ -59,12 +68,12 @@ class StatusQueries:
             query.awaited.discard(connection)
 
     def patience_s(self) -> float | None:
-        """Return the seconds until a query's time is over; None if none is open."""
+        """Return the seconds until the first query's time is over; None if no query is open."""
         ends = [query.until for query in self.open]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def finish_due(self) -> None:
-        """Finish the queries that are answered, or whose time is over."""
+        """Finish the queries that all their ranks have answered or whose time is over."""
         for query in list(self.open):
             if not query.awaited or time.monotonic() >= query.until:
                 self.open.remove(query)
@@ -72,9 +81,10 @@ class StatusQueries:
 
 
 class StatusGather:
-    """Counts the rounds in which ranks do not answer; in a rank that runs, a thread answers.
+    """Counts the successive rounds of requests that each rank has not answered.
 
-    Silence is counted in rounds and not in seconds, because Ctrl-Z stops the asking rank, too.
+    A thread of each rank answers, so a rank that runs answers even if its main thread waits.
+    Rounds and not seconds are counted, because Ctrl-Z also stops the rank that sends the requests.
     """
 
     def __init__(self) -> None:
@@ -82,14 +92,15 @@ class StatusGather:
         self._last = -math.inf
 
     def call(self, ranks: Mapping[socket.socket, int], period_s: float) -> dict[int, int]:
-        """Ask all ranks for a sign of life, at most once in a period.
+        """Request an answer from all ranks, unless the last round began less than a period ago.
 
         Args:
-            ranks: by connection, its rank.
-            period_s: the seconds between two rounds.
+            ranks: the rank of each connection.
+            period_s: the least seconds between two rounds.
 
         Returns:
-            The number of unanswered rounds, by rank; without ranks that answered the last one.
+            The number of unanswered rounds by rank, including a round that this call begins. Ranks
+            that have answered all rounds are left out.
         """
         now = time.monotonic()
         if now - self._last >= period_s:
@@ -105,7 +116,10 @@ class StatusGather:
 
 
 def read_message(line: bytes) -> dict[str, Any]:
-    """Return the message of a line; empty if it is no JSON object, as from another program."""
+    """Return the message in a line; an empty dict if the line is not a JSON object.
+
+    Another program may have sent such a line.
+    """
     try:
         return as_object(parse_json(line, "a message"), "a message")
     except UnreadableError:
@@ -113,6 +127,9 @@ def read_message(line: bytes) -> dict[str, Any]:
 
 
 def send_message(connection: socket.socket, **message: Any) -> None:
-    """Send a message as a line; a lost peer is noticed by the code that reads its connection."""
+    """Send a message as a line of JSON.
+
+    Errors are ignored: the code that reads the connection notices a lost peer.
+    """
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,11 +1,11 @@
 """The bytes that this rank exchanges in its steps, counted by hooks on torch's process groups.
 
-A hook on each group sees every collective, send and receive, from DDP's reducer and `fully_shard`
-in C++, DeepSpeed, fairscale or a pipeline. It costs microseconds for each exchange. Some versions
-of torch have no such hooks (see `torch_versions`): then nothing is counted.
+A hook on each group sees every collective, send and receive: of DDP's reducer in C++,
+`fully_shard`, DeepSpeed, fairscale or a pipeline. The hook takes microseconds for each exchange.
+Some versions of torch have no such hooks (see `torch_versions`). With them nothing is counted.
 
-The run's own bookkeeping is not counted: the exchanges of `RunContext` (losses, counts, flags) and
-all-reduces of one number (norms).
+Exchanges of bigtrain's own bookkeeping are not counted: those of `RunContext` (losses, counts,
+flags), and all-reduces of one number (norms).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_HOOK_ID = 0x62_75  # identifies our hook on a group, which may have others
+_HOOK_ID = 0x62_75  # torch identifies the hooks of a group by numbers
 _KINDS = {
     "ALLREDUCE": "all_reduce",
     "ALLREDUCE_COALESCED": "all_reduce",
@@ -35,29 +35,30 @@ _KINDS = {
     "RECV": "receive",
     "RECVANYSOURCE": "receive",
 }
-"""The kinds of `costs.traffic` by torch's names; other operations send nothing."""
+"""The kinds of exchanges in `costs.traffic` by torch's names of operations; other operations are
+not counted."""
 
 Exchanged = Counter[tuple[str, int]]
-"""Bytes of whole tensors, by the kind of exchange and the ranks of its group."""
+"""Bytes of whole tensors, by the kind of exchange and the number of ranks of its group."""
 
 
 class TrafficCounter:
-    """Counts the exchanges of a rank from `begin` to `end`.
+    """Counts the bytes that a rank exchanges from `begin` to `end`.
 
-    It counts whole tensors, as they are before a reduce-scatter and after an all-gather. A rank
-    sends a share of them, which `costs.traffic.StepVolume` computes.
+    It counts the bytes of whole tensors, as they are before a reduce-scatter and after an
+    all-gather. A rank sends a share of these bytes, which `costs.traffic.StepVolume` computes.
     """
 
     def __init__(self) -> None:
         self.counts = False
-        """Whether this torch has the hooks; set by the first `begin`."""
+        """Whether the exchanges of a group are counted; False until `begin` finds a group."""
         self._known: set[str] = set()
         self._thread_state = threading.local()
         self._begun = False
         self._bytes: Exchanged = Counter()
 
     def begin(self) -> None:
-        """Begin a step: count from zero, on all groups that exist."""
+        """Begin a step: count the exchanges of all existing groups from zero."""
         import torch.distributed as dist
 
         from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
@@ -69,12 +70,15 @@ class TrafficCounter:
         self._begun = True
 
     def end(self) -> Exchanged | None:
-        """End the step and return its exchanges; None if this torch cannot count them."""
+        """End the step and return its exchanges; None if no group is counted.
+
+        This is so in a run of one process, or if torch has no hooks on groups.
+        """
         self._begun = False
         return Counter(self._bytes) if self.counts else None
 
     def leave_out(self, group: Any) -> None:
-        """Never count the exchanges of this group."""
+        """Do not count the exchanges of this group; call this before `begin` sees the group."""
         self._known.add(group.group_name)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The exchange that each rank waits for, and the rank that it waits for."""
+"""Find the exchange that each rank waits for, and the rank that the exchange waits for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _WAITS_IN = (
     "/parameter_server/inbox.py",
     "/recorder/root_exchange.py",
 )
-"""Source files that wait for messages: a rank whose stack ends there waits for its last message."""
+"""Source files that wait for messages. A rank whose stack ends there waits for the message that it
+recorded last."""
 
 
 _PURPOSES = {
@@ -33,7 +34,7 @@ _PURPOSES = {
     "save": "a checkpoint",
     "save_or_explain": "a checkpoint",
 }
-"""Descriptions of the values that functions of bigtrain exchange."""
+"""Descriptions of exchanged values, by the name of the function of bigtrain that exchanges them."""
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,28 @@ class Wait:
     rank: int
     """The rank that waits."""
     kind: str
-    """'all_reduce' and the like; 'recv' or 'send' for a message."""
+    """The kind of exchange, such as 'all_reduce'; 'recv' or 'send' for a message."""
     purpose: str
     """A description of the exchanged values; empty if unknown."""
     block: str
     """The block in whose pass the exchange began; empty outside of passes."""
     size: int
-    """Bytes."""
+    """The size of the exchange in bytes."""
     seconds: float
     """Seconds since the exchange began."""
     group: str
-    """The name of the process group in torch."""
+    """The name of the process group in torch; "messages" for a message that the recorder noted."""
     number: int
-    """The number among the group's collectives, from 1; 0 for a message."""
+    """The number of the exchange among those of its group, from 1; 0 for a noted message."""
     peers: tuple[int, ...]
     """The other ranks of the exchange."""
     message: bool = False
-    """Whether it is a send or a receive."""
+    """Whether the exchange is a send or a receive."""
     timeout_s: float = 0.0
-    """Seconds that the backend allows; 0 if unknown."""
+    """Seconds after which the backend aborts the exchange; 0 if unknown."""
 
     def words(self) -> str:
-        """Return it as "the gradients at layers.7 (all_reduce, 12.6 MiB) for 30 s"."""
+        """Describe the exchange: "the gradients at layers.7 (all_reduce, 12.6 MiB) for 30 s"."""
         purpose = self.purpose or "an exchange"
         if self.message:
             preposition = "from" if self.kind == "recv" else "to"
@@ -76,7 +77,11 @@ class Wait:
 
 
 def known_waits(records: Mapping[int, dict[str, Any] | None]) -> dict[int, Wait]:
-    """Return the oldest unfinished exchange of each rank that waits for one."""
+    """Return the exchange that each rank waits for, by rank; ranks that do not wait are left out.
+
+    Args:
+        records: the record of each rank, by rank; None for a rank that has not answered.
+    """
     waits = {rank: wait_of(record) for rank, record in records.items() if record is not None}
     return {rank: wait for rank, wait in waits.items() if wait is not None}
 
@@ -86,11 +91,16 @@ def _in_exchange(record: dict[str, Any]) -> bool:
 
 
 def wait_of(record: dict[str, Any]) -> Wait | None:
-    """Return the exchange that a rank waits for, by its record; None if it waits for none."""
+    """Return the oldest unfinished exchange in a rank's record; None if the rank does not wait.
+
+    Unfinished sends are ignored. If torch has recorded no unfinished exchange, the result may be a
+    message that the recorder noted.
+    """
     exchanges = [e for e in record["exchanges"] if "kind" in e]
     active = [e for e in exchanges if not e["done"] and e["kind"] != "send"]
     if not active and exchanges and (record["error"] == "RuntimeError" or _in_exchange(record)):
-        # The backend aborted it and counts it as done: its error is about to be raised, or was.
+        # The backend aborted the last exchange and marked it as done. The exchange's error was
+        # raised or is about to be raised.
         last = exchanges[-1]
         active = [last] if last["age_s"] <= record["idle_s"] + 1 else []
     if not active:
@@ -112,19 +122,18 @@ def wait_of(record: dict[str, Any]) -> Wait | None:
 
 
 def _message(record: dict[str, Any]) -> Wait | None:
-    """The message that is the last event, if the main thread's stack ends in its wait."""
+    """Return the message that was recorded last, if the main thread's stack ends in its wait."""
     if not record["events"] or not _is_waiting(record["stack"]):
         return None
     for event in reversed(record["events"]):
         match = _MESSAGE.fullmatch(event[2])
         if match is None:
             return None
-        # Messages begin together, and a rank waits for the one that it receives.
+        # Sends and receives begin together, and a rank waits for what it receives.
         if match[1] == "receive from" or event is record["events"][0]:
-            kind = "recv"
             return Wait(
                 rank=record["rank"],
-                kind=kind,
+                kind="recv" if match[1] == "receive from" else "send",
                 purpose="",
                 block="",
                 size=int(match[3]),
@@ -152,7 +161,7 @@ def _purpose(stack: list[str]) -> str:
         if "nn/modules/_functions.py" in line:
             return "the statistics of a batch"
         name = line.rpartition(" ")[2]
-        if name == "_engine_run_backward":  # DDP's reducer is C++ and is on no Python stack
+        if name == "_engine_run_backward":  # DDP's reducer is C++, so no Python stack shows it
             return "the gradients"
         if "/bigtrain/" in line and name in _PURPOSES:
             return _PURPOSES[name]
@@ -164,7 +173,7 @@ def _is_waiting(stack: list[str]) -> bool:
 
 
 def _block_at(record: dict[str, Any], moment: float) -> str:
-    """The block that was computed when an exchange began; empty outside of passes."""
+    """Return the block that was computed when an exchange began; empty outside of passes."""
     block = ""
     for seconds, phase, event, _, _ in record["events"]:
         if seconds > moment:
@@ -176,9 +185,19 @@ def _block_at(record: dict[str, Any], moment: float) -> str:
 def blamed(
     wait: Wait, waits: Mapping[int, Wait], records: Mapping[int, dict[str, Any] | None]
 ) -> int | None:
-    """Return the rank that an exchange waits for; None if all have come, or they wait in a circle.
+    """Return the rank that keeps an exchange from ending.
 
-    A rank that has not come may itself wait for another one: the chain is followed to its end.
+    A rank that has not begun the exchange may itself wait for another exchange. The chain of such
+    waits is followed to its end.
+
+    Args:
+        wait: the exchange.
+        waits: the exchange that each waiting rank waits for, by rank.
+        records: the record of each rank, by rank; None for a rank that has not answered.
+
+    Returns:
+        The rank at the end of the chain; None if all ranks have begun the exchange, or if they wait
+        for each other in a circle.
     """
     seen = {wait.rank}
     while True:
@@ -199,7 +218,10 @@ def blamed(
 def absent_ranks(
     wait: Wait, waits: Mapping[int, Wait], records: Mapping[int, dict[str, Any] | None]
 ) -> list[int]:
-    """Return the other ranks of an exchange that are not known to have come to it."""
+    """Return the other ranks of an exchange that are not known to have begun it.
+
+    See `blamed` for the arguments.
+    """
     return [rank for rank in wait.peers if not _has_come(rank, wait, waits, records)]
 
 

@@ -1,5 +1,5 @@
 """The output of a run: the lines that it prints and the files that it writes.
 
-The run's folder, metrics and memory files; log lines and tables; the text of a dry run; the style
-of pictures.
+The package makes the run's folder, the files of metrics and of memory, log lines and tables. It
+also contains the text of a dry run, `bigtrain check`, and the style of pictures.
 """

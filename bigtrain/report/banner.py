@@ -10,19 +10,22 @@ import torch
 from bigtrain.core.strategy import Plan
 from bigtrain.devices import is_accelerator
 from bigtrain.engine.setup import RunSetup
-from bigtrain.job.schema import Job, OptimConfig
+from bigtrain.job.optim_keys import OptimConfig
+from bigtrain.job.schema import Job
 from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.units import format_bytes, format_count, format_share
 
 
 def banner_lines(parts: RunSetup, num_ranks: int, device_type: str) -> Iterator[str]:
-    """One line each for model, data, strategy, optimizer with its rates, and batch.
+    """Yield a line each for model, data, strategy, optimizer with its learning rates, and batch.
+
+    Data without a description has no line.
 
     Args:
         parts: the parts of the run.
         num_ranks: the number of ranks of the run.
-        device_type: the device type of its ranks.
+        device_type: the type of the ranks' devices, such as `cuda`.
     """
     yield f"model: {model_words(parts)}, {parts.job.train.precision}"
     if parts.data.description:
@@ -33,7 +36,7 @@ def banner_lines(parts: RunSetup, num_ranks: int, device_type: str) -> Iterator[
 
 
 def model_words(parts: RunSetup) -> str:
-    """The model, its size, the trained part of it, and its initial weights."""
+    """Describe the model, its number of parameters, its trained part, and its initial weights."""
     model, frozen = parts.job.model, parts.frozen_parameters
     trained = "all trained"
     if frozen:
@@ -45,7 +48,7 @@ def model_words(parts: RunSetup) -> str:
 
 
 def strategy_words(plan: Plan, num_ranks: int, device_type: str) -> str:
-    """The strategy, the number of ranks, and the mesh unless it is replicas only."""
+    """Describe the strategy, the number of ranks, and the mesh if it has a dimension pp or tp."""
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     mesh = ""
     if plan.pp > 1 or plan.tp > 1:
@@ -54,7 +57,7 @@ def strategy_words(plan: Plan, num_ranks: int, device_type: str) -> str:
 
 
 def optimizer_words(parts: RunSetup) -> str:
-    """The optimizer with its options that are not neutral, and its learning rates."""
+    """Describe the optimizer, its options that have an effect, and its learning rates."""
     optim = parts.job.optim
     words: list[str] = [optim.name]
     if optim.momentum:
@@ -69,7 +72,7 @@ def optimizer_words(parts: RunSetup) -> str:
 
 
 def _rate_words(parts: RunSetup, optim: OptimConfig) -> str:
-    """The highest rate, the warm-up, and the final rate."""
+    """Describe the learning rates: the highest rate, the warm-up, and the final rate."""
     steps = parts.total_steps
     rates = [parts.learning_rate(step) for step in _sampled_steps(steps)]
     highest, last = max(rates), rates[-1]
@@ -99,14 +102,17 @@ _MOST_SAMPLED = 10_000
 
 
 def _sampled_steps(steps: int) -> range | list[int]:
-    """The steps whose rates are computed: all, or of a long run a sample with the last one."""
+    """Return the steps whose rates are computed: all steps, or in a long run a sample of them.
+
+    The last step is always included.
+    """
     if steps <= _MOST_SAMPLED:
         return range(steps)
     return [*range(0, steps - 1, -(-steps // _MOST_SAMPLED)), steps - 1]
 
 
 def batch_line(parts: RunSetup) -> str:
-    """The batch equation with its numbers, and the length of the run."""
+    """Describe the global batch as a product, and the length of the run in steps."""
     batch = parts.plan.batch
     return (
         f"global batch {batch.global_size} = micro-batch {batch.micro_size} x accumulation "
@@ -116,7 +122,13 @@ def batch_line(parts: RunSetup) -> str:
 
 
 def peak_line(fullest: FullestRank | None, note: str | None, limit: MemoryLimit) -> str:
-    """The predicted peak, its rank, and its share of the limit; or why there is none."""
+    """Describe the predicted peak, its rank, and its share of the limit.
+
+    Args:
+        fullest: the rank with the highest predicted peak; None if there is no prediction.
+        note: the reason why there is no prediction.
+        limit: the memory of which the peak is a share.
+    """
     if fullest is None:
         return f"predicted peak: none ({note})"
     share = f" ({format_share(fullest.peak.bytes, limit.bytes)} of {limit})" if limit.bytes else ""
@@ -128,16 +140,18 @@ class MemoryLimit:
     """The memory of which a rank's peak is shown as a share."""
 
     bytes: int | None
+    """The size of the memory; None if unknown."""
     owner: str
+    """Words before the size: "memory.cap,", "the device's" or "the host's"."""
 
     @classmethod
     def of(cls, job: Job, device: torch.device) -> MemoryLimit:
-        """The job's cap, or else the memory of the device."""
+        """Return the job's `memory.cap`; without a cap return the memory of the device."""
         if job.memory.cap is not None:
             return cls(job.memory.cap, "memory.cap,")
         owner = "the device's" if is_accelerator(device) else "the host's"
         return cls(device_capacity_bytes(device), owner)
 
     def __str__(self) -> str:
-        """Text such as `the host's 24.9 GiB`."""
+        """Return text such as "the host's 24.9 GiB"."""
         return f"{self.owner} {format_bytes(self.bytes or 0)}"

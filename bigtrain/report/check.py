@@ -1,7 +1,7 @@
 """`bigtrain check`: compare a job's predicted peak with a limit, and with an earlier forecast.
 
-For continuous integration: a change that makes a model, a batch or a strategy need more memory
-fails a check of seconds on a machine without a GPU, before a run fails on one with many.
+It is for continuous integration. If a change makes a model, a batch or a strategy need more memory,
+a check of seconds on a machine without a GPU fails before a run on many GPUs does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, UnreadableError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import read_text
 from bigtrain.job.arguments import peak_check_arguments
@@ -27,40 +27,45 @@ from bigtrain.report.dry_run import fullest_rank, predict_ranks
 from bigtrain.units import format_bytes, parse_bytes
 
 FORECAST_FORMAT = 1
-"""The version of the file; a file of another version is refused."""
+"""The version of the file's format; a file of another version is refused."""
 _LISTED = 5
-"""Modules whose parameters grew, and changed keys, that are named."""
+"""The most changed modules, and the most changed keys, that are listed."""
 
 
 @dataclass(frozen=True)
 class SavedForecast:
-    """The predicted peak of a job's fullest rank, with what it depends on."""
+    """The highest predicted peak of a job's ranks, and the facts on which the peak depends."""
 
     format: int
+    """`FORECAST_FORMAT` of the version that wrote the file."""
     strategy: str
     ranks: int
+    """The number of ranks of the run."""
     device: str
+    """The type of the devices."""
     peak_bytes: int
+    """The highest predicted peak of the ranks."""
     phase: str
+    """The phase of a step in which the peak occurs."""
     breakdown: dict[str, int]
     """Bytes at the peak by kind: parameters, gradients, activations, ..."""
     modules: dict[str, int]
-    """Bytes of the whole model's own parameters and buffers, by the module that holds them."""
+    """Bytes of a module's own parameters and buffers, by the module's name, for the whole model."""
     keys: dict[str, Any]
     """The keys of the job that differ from the defaults, by dotted name."""
 
     @classmethod
     def read(cls, path: str) -> SavedForecast:
-        """Read a file of `bigtrain check --save`.
+        """Read a file that `bigtrain check --save` has written.
 
         Raises:
-            ConfigError: there is no such file, or it is no forecast of this version.
+            ConfigError: the file cannot be read, or is not a forecast of this version.
         """
         fix = "Write one with bigtrain check --save FILE."
         try:
             text = read_text(path, fix)
-        except OSError as error:
-            raise ConfigError(f"--against {path}: {error.strerror}. {fix}") from None
+        except UnreadableError as error:
+            raise ConfigError(f"--against: {error}") from None
         values = parse_json(text, path, fix)
         if not isinstance(values, dict) or values.get("format") != FORECAST_FORMAT:
             raise ConfigError(f"--against {path}: it is no forecast of this version. {fix}")
@@ -74,10 +79,20 @@ class SavedForecast:
 
 
 def main(arguments: list[str]) -> int:
-    """Predict the job's peak and compare it; returns 1 if it is above the limit.
+    """Run `bigtrain check`: predict the job's peak, compare it with the limit, and print both.
+
+    Without `--peak` the limit is the peak of the forecast given by `--against`. Without either
+    there is no limit.
+
+    Args:
+        arguments: the command's arguments.
+
+    Returns:
+        The exit status: 1 if the peak is above the limit, otherwise 0.
 
     Raises:
-        ConfigError: the job is wrong, has no prediction, or a file or size cannot be read.
+        ConfigError: the job is wrong or has no prediction, a size or a file cannot be read, or a
+            file cannot be written.
     """
     options = peak_check_arguments(arguments)
     limit = None if options.peak is None else parse_bytes(options.peak)
@@ -103,10 +118,14 @@ def main(arguments: list[str]) -> int:
 
 
 def forecast_of(job: Job, parts: RunSetup) -> SavedForecast:
-    """Predict the peak of the fullest rank.
+    """Predict the peak of the rank with the most memory.
+
+    Args:
+        job: the job.
+        parts: the job's model, data and plan.
 
     Raises:
-        ConfigError: a rank has no prediction, with the reason.
+        ConfigError: a rank has no prediction; the message contains the reason.
     """
     ranks = predict_ranks(parts)
     fullest = fullest_rank(parts, ranks)
@@ -135,7 +154,13 @@ def forecast_of(job: Job, parts: RunSetup) -> SavedForecast:
 
 
 def summary_line(forecast: SavedForecast, limit: int | None, written: str | None) -> str:
-    """Return one line with the peak, the limit and their difference."""
+    """Return one line with the peak, the limit and their difference.
+
+    Args:
+        forecast: the forecast.
+        limit: the limit in bytes; None if there is no limit.
+        written: the argument of `--peak`; None if the limit is that of an earlier forecast.
+    """
     ranks = "1 rank" if forecast.ranks == 1 else f"{forecast.ranks} ranks"
     line = (
         f"{forecast.strategy} on {ranks} of {forecast.device}: predicted peak "
@@ -151,7 +176,7 @@ def summary_line(forecast: SavedForecast, limit: int | None, written: str | None
 
 
 def growth_lines(earlier: SavedForecast, now: SavedForecast) -> list[str]:
-    """Say what differs between two forecasts: bytes by kind, keys of the job, modules."""
+    """Return lines with the differences of two forecasts: bytes by kind, keys, modules."""
     change = now.peak_bytes - earlier.peak_bytes
     if not change and now == earlier:
         return ["nothing has changed since the earlier forecast"]

@@ -25,14 +25,24 @@ from bigtrain.units import format_bytes
 
 
 def show_dry_run(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
-    """Print the resolved job and its predicted peak, and run nothing; returns the exit status."""
+    """Print the lines of a dry run, which trains nothing.
+
+    Args:
+        job: the job.
+        plan: the job's plan.
+        parts: the opened job; None if it has to be opened here.
+        console: prints the lines.
+
+    Returns:
+        The exit status 0.
+    """
     for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
 def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
-    """Warnings, the resolved job, the plan, and the predicted peaks of the ranks."""
+    """Yield the lines: warnings, the job's keys, the plan, and the predicted peaks of the ranks."""
     yield from plan.warnings
     yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
     yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
@@ -48,7 +58,8 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     ranks = predict_ranks(parts)
     fullest = fullest_rank(parts, ranks)
     note = next((rank.prediction.note for rank in ranks if rank.prediction.note), None)
-    limit = MemoryLimit(job.memory.cap, "memory.cap,")  # the run's device may be elsewhere
+    # Not the memory of a device here: the run may be for another machine.
+    limit = MemoryLimit(job.memory.cap, "memory.cap,")
     yield peak_line(fullest, note, limit)
     advice = (line for rank in ranks for line in rank.prediction.advice)
     yield from dict.fromkeys(advice)
@@ -61,14 +72,14 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
 
 
 class PredictedRank:
-    """The prediction for the first rank of a stage, with its save and its resume."""
+    """The predictions for the first rank of a pipeline stage: a step, a save and a resume."""
 
     def __init__(self, pp_rank: int, prediction: Prediction, state: StatePeaks) -> None:
         self.pp_rank, self.prediction, self.state = pp_rank, prediction, state
 
     @classmethod
     def predicted(cls, parts: RunSetup, pp_rank: int) -> PredictedRank:
-        """Predict a rank, its save and its resume."""
+        """Predict a step, a save and a resume of the first rank with this pipeline rank."""
         prediction = predict(parts.resolved, parts.workload, pp_rank, 0)
         state = forecast_state_peaks(
             parts.resolved, parts.workload, parts.job.checkpoint, prediction, pp_rank
@@ -77,19 +88,20 @@ class PredictedRank:
 
 
 def predict_ranks(parts: RunSetup) -> list[PredictedRank]:
-    """Return the predictions of the first rank of each stage."""
+    """Return the predictions for the first rank of each pipeline rank, in order."""
     return [PredictedRank.predicted(parts, pp_rank) for pp_rank in range(parts.plan.pp)]
 
 
 def fullest_rank(parts: RunSetup, ranks: list[PredictedRank]) -> FullestRank | None:
-    """Return the fullest rank of the run; None if a rank has no prediction.
+    """Return the rank with the highest predicted peak; None if a rank has no prediction.
+
+    Not every rank is predicted. If memory differs among replicas or slices, it decreases from the
+    first to the last, and parameter servers come before workers. So the first server, the first and
+    the last worker or replica, and the first and the last slice are enough.
 
     Args:
-        parts: the open job.
+        parts: the opened job.
         ranks: the result of `predict_ranks`.
-
-    Memory that differs among replicas or slices decreases from the first to the last of them, and
-    servers come before workers: the first and the last of each are enough to find the fullest.
     """
     plan = parts.plan
     replicas = dict.fromkeys((0, plan.replicate.num_servers, plan.dp - 1))
@@ -107,7 +119,7 @@ def fullest_rank(parts: RunSetup, ranks: list[PredictedRank]) -> FullestRank | N
 
 
 def _parts_of(ranks: list[PredictedRank]) -> Iterator[str]:
-    """The parts of each stage's peak, and the peaks of a save and a resume."""
+    """Yield the parts of each pipeline rank's peak, and the peaks of its save and its resume."""
     for rank in ranks:
         peak, state = rank.prediction.peak, rank.state
         if len(ranks) > 1:
@@ -121,7 +133,7 @@ def _parts_of(ranks: list[PredictedRank]) -> Iterator[str]:
 
 
 def state_line(save: StatePeak, resume: StatePeak) -> str:
-    """The predicted peaks of a save and of a resume."""
+    """Describe the predicted peaks of a save and of a resume in one line."""
     words = []
     for name, peak in (("save", save), ("resume", resume)):
         host = f" and {format_bytes(peak.host_bytes)} on the host" if peak.host_bytes else ""

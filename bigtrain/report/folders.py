@@ -8,10 +8,15 @@ from bigtrain.errors import ConfigError
 
 
 def results_folder(requested: str | None, name: str) -> Path:
-    """Make a folder for results: the requested one, or the next free `runs/NAME-NUMBER`.
+    """Make a folder for results and return its path.
+
+    Args:
+        requested: the folder to make, which must be empty if it exists; None makes the next free
+            folder `runs/NAME-NUMBER`.
+        name: the beginning of the name of a numbered folder.
 
     Raises:
-        ConfigError: it cannot be made, or is not empty.
+        ConfigError: the folder cannot be made or is not empty.
     """
     try:
         if requested is None:
@@ -30,14 +35,14 @@ def results_folder(requested: str | None, name: str) -> Path:
 
 
 def folder_numbers(base: Path, prefix: str) -> list[int]:
-    """The numbers of the existing folders PREFIX-NUMBER."""
-    names = (path.name for path in base.iterdir())  # a glob would read [ and * of a name
+    """Return the numbers of the existing files and folders in `base` named PREFIX and a number."""
+    names = (path.name for path in base.iterdir())  # a glob would interpret [ and * in the prefix
     ends = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     return [int(end) for end in ends if end.isdigit()]
 
 
 def next_folder(base: Path, prefix: str) -> Path:
-    """Make the folder with the next free number."""
+    """Make the folder PREFIX and the next free number in `base`, and return its path."""
     number = max(folder_numbers(base, prefix), default=0) + 1
     while True:  # another run may take the number in between
         try:

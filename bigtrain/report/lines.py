@@ -16,12 +16,18 @@ from bigtrain.report.run_log import step_line
 
 
 def make_console() -> Console:
-    """Standard output; a file or a pipe is 100 columns wide."""
+    """Return a console for standard output. If it is not a terminal, it is 100 columns wide."""
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 
 def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> Iterator[str]:
-    """Model, data, strategy, batch, the predicted peak and step, and where the run resumes."""
+    """Yield the lines before the first step: the parts of the run, and the predictions.
+
+    Args:
+        parts: the parts of the run.
+        engine: the engine of the run.
+        resumed: lines about the checkpoint from which the run resumes.
+    """
     context = engine.context
     yield from banner_lines(parts, context.world_size, context.device.type)
     if not engine.blueprint.deferred:
@@ -41,7 +47,7 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> It
 
 
 def closing_lines(parts: RunSetup, folder: Path) -> Iterator[str]:
-    """The metrics of a model that learned nothing, and the folder of the results."""
+    """Yield the lines after the last step: metrics of an untrained baseline, and the folder."""
     for name, value in parts.data.baseline.items():
         yield f"for comparison, without learning: {name} {value:.4f}"
     yield f"results: {folder}"

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go besides its own JSON lines: TensorBoard files, Weights & Biases.
+"""Writers of a run's metrics in addition to its JSON lines: TensorBoard and Weights & Biases.
 
-A writer gets the figures of each step and each validation on rank 0. Another tracker needs one
-class with `write` and `close`, and a key in the `log` section.
+A writer gets the figures of each step and each validation on rank 0. To support another tracker,
+add a class with `write` and `close`, and a key in the `log` section.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from bigtrain.job.import_path import first_line
 from bigtrain.job.schema import LogConfig
 
 WANDB_RUN = "wandb.json"
-"""A file in the run's folder with the run's id at Weights & Biases, which a resume continues."""
+"""The file in the run's folder with the run's id at Weights & Biases. A resume reads it."""
 
 
 class MetricWriter(Protocol):
-    """Writes figures of a run."""
+    """Writes the figures of a run to a tracker."""
 
     def write(self, group: str, figures: Mapping[str, float], step: int) -> None:
-        """Write the figures of a step.
+        """Write the figures of a step or a validation.
 
         Args:
             group: `train` or `validation`.
             figures: numbers by name; they may be infinite or nan.
-            step: the optimizer step, from 1.
+            step: the number of the optimizer step, from 1.
         """
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write figures that are still in memory, and release the writer's resources."""
 
 
 class TensorBoardWriter:
@@ -43,7 +43,8 @@ class TensorBoardWriter:
 
     Args:
         folder: the run's folder.
-        first_step: steps that were done before a resume. Those that are done again appear once.
+        first_step: the number of steps before the resume; 0 for a new run. Figures of later steps
+            that the folder already has are removed, because the run repeats these steps.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -63,20 +64,22 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Sends figures to a project of Weights & Biases; its files are in `wandb` in the run's folder.
+    """Sends figures to a project of Weights & Biases.
 
-    The variables of wandb (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY, ...) have their usual
-    meaning. A run that is resumed in its folder continues the same run there. Steps that are done
-    again appear twice: `step` is a figure of its own, because wandb's counter cannot go back.
+    wandb writes its files into `wandb` in the run's folder. Its environment variables
+    (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY, ...) have their usual meaning. A run that
+    resumes in its folder continues the same run at Weights & Biases. Steps that are repeated after
+    a resume appear twice. The step is logged as a figure `step`, because wandb's own counter cannot
+    decrease.
 
     Args:
         folder: the run's folder; its name is the run's name.
-        first_step: steps that were done before a resume.
+        first_step: the number of steps before the resume; 0 for a new run.
         project: the project's name.
         settings: the resolved job, shown as the run's configuration.
 
     Raises:
-        ConfigError: wandb refuses to begin a run.
+        ConfigError: wandb cannot begin a run.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class WandbWriter:
                 id=run_id,
                 resume="allow" if run_id else None,
             )
-        except Exception as error:  # no account, no network, a project that is not theirs
+        except Exception as error:  # for example no account, no network, no access to the project
             raise ConfigError(
                 f"log.wandb={project}: wandb cannot begin a run: {first_line(error)}. Run "
                 "`wandb login`, or set WANDB_MODE=offline to keep the figures on this machine."
@@ -115,10 +118,10 @@ class WandbWriter:
 
 
 def check_writers(log: LogConfig) -> None:
-    """Refuse a job whose writers need a package that is not installed. Imports nothing.
+    """Check that the packages which a job's writers need are installed, without importing them.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: a package is not installed; the message contains the command to install it.
     """
     packages = {"tensorboard": log.tensorboard, "wandb": log.wandb is not None}
     for package, is_used in packages.items():
@@ -133,16 +136,16 @@ def check_writers(log: LogConfig) -> None:
 def open_writers(
     log: LogConfig, folder: Path, first_step: int, settings: Callable[[], Mapping[str, Any]]
 ) -> list[MetricWriter]:
-    """Open the writers that a job asks for.
+    """Open the writers that a job's `log` section names; an empty list if it names none.
 
     Args:
         log: the job's `log` section.
         folder: the run's folder.
-        first_step: steps that were done before a resume.
-        settings: returns the resolved job.
+        first_step: the number of steps before the resume; 0 for a new run.
+        settings: returns the resolved job; called only if a writer needs it.
 
     Raises:
-        ConfigError: wandb refuses to begin a run.
+        ConfigError: wandb cannot begin a run.
     """
     writers: list[MetricWriter] = []
     if log.tensorboard:
@@ -153,7 +156,7 @@ def open_writers(
 
 
 def figures_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among some values, without the step's own number."""
+    """Return the items of a dict whose values are numbers, without `step`."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -162,7 +165,7 @@ def figures_of(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _run_id(path: Path) -> str | None:
-    """The run that a folder belongs to; None if it has none, or the file is damaged."""
+    """Return the run's id from its file `WANDB_RUN`; None if the file is missing or damaged."""
     if not is_there(path):
         return None
     try:

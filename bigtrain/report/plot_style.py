@@ -1,4 +1,4 @@
-"""The style of all pictures."""
+"""The colours and the matplotlib style of all pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS: dict[MemoryKind, str] = {
     "temporary": "#A0A0A0",
 }
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be read, searched and scaled
+    "svg.fonttype": "none",  # write text as text, not as paths, so that it can be searched
     "font.family": "sans-serif",
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -29,5 +29,5 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_style() -> AbstractContextManager[None]:
-    """The matplotlib context in which figures are drawn."""
+    """Return a context manager that applies `STYLE` to figures drawn inside it."""
     return rc_context(STYLE)

@@ -1,4 +1,4 @@
-"""A step as a line of text, and as a progress bar on a terminal."""
+"""Show the progress of a run: a step as a line of text, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bigtrain.engine.engine import StepResult
 from bigtrain.units import format_bytes, format_duration, format_share
 
 _WINDOW = 100
-"""The last steps from whose length the remaining time is estimated."""
+"""The number of last steps from whose duration the remaining time is estimated."""
 
 
 class StepLine:
-    """Writes the lines of steps.
+    """Makes the text for each step.
 
     Args:
         total_steps: the number of steps of the run.
-        limit_bytes: the memory of a rank; None if it is not known.
+        limit_bytes: the memory of which a rank's peak is a share; None if it is unknown.
     """
 
     def __init__(self, total_steps: int, limit_bytes: int | None) -> None:
@@ -32,12 +32,19 @@ class StepLine:
     def text(
         self, result: StepResult, peak_bytes: int | None, peak_rank: int | None
     ) -> tuple[str, str]:
-        """Return loss, rate, norm, speed and the highest peak; and the remaining time, or "".
+        """Return the text of a step, and the remaining time.
+
+        Call it once for each step, because it also notes the time at which the step ends.
 
         Args:
-            result: the result of the step; call it once for each.
-            peak_bytes: the highest so far, of all ranks.
-            peak_rank: the rank that has it; None for one rank, or if all have the same.
+            result: the result of the step.
+            peak_bytes: the highest peak of all ranks so far, in bytes; None if unknown.
+            peak_rank: the rank with this peak; None in a run of one rank, or if all peaks are
+                equal.
+
+        Returns:
+            Loss, learning rate, norm of the gradients, speed and peak in one text; and the
+            remaining time, empty after the first and the last step.
         """
         self._ends.append(time.monotonic())
         speed = f"{result.samples_per_second:.1f} samples/s"
@@ -58,7 +65,7 @@ class StepLine:
         return "  ".join(words), "" if left is None else f"left {format_duration(left)}"
 
     def _left_seconds(self, step: int) -> float | None:
-        """The remaining seconds at the speed of the last steps; None if it is not known."""
+        """Return the remaining seconds at the speed of the last steps; None if unknown or over."""
         if len(self._ends) < 2 or step >= self._total:
             return None
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -66,7 +73,13 @@ class StepLine:
 
 
 class StepBar(Progress):
-    """A bar of the steps done, with the text of `StepLine` for the last step below it."""
+    """A bar for the finished steps, with the text of `StepLine` for the last step below it.
+
+    Args:
+        console: the terminal.
+        total_steps: the number of steps of the run.
+        first_step: the number of steps before the resume; 0 for a new run.
+    """
 
     def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
         self._text = ""
@@ -76,18 +89,18 @@ class StepBar(Progress):
         self._steps = self.add_task("", total=total_steps, completed=first_step)
 
     def show(self, step: int, text: str, left: str) -> None:
-        """Show a step.
+        """Show a finished step.
 
         Args:
-            step: done so far.
-            text: a line from `StepLine`.
-            left: remaining time.
+            step: the number of the step, from 1.
+            text: the step's text from `StepLine`.
+            left: the remaining time as text.
         """
         self._text = text
         self.update(self._steps, completed=step, description=left)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar and the line."""
+        """Yield the bar and the text below it; rich calls this."""
         yield self.make_tasks_table(self.tasks)
         if getattr(self, "_text", ""):
             yield Text(self._text)

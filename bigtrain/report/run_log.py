@@ -2,13 +2,14 @@
 
     runs/NAME/config.yaml        the resolved job, which can be run again
               plan.yaml          mesh, techniques, batch, the predicted peak and step
-              metrics.jsonl      one object a step
-              validation.jsonl   one object a validation
+              metrics.jsonl      one JSON object for each step
+              validation.jsonl   one JSON object for each validation
               data.json          documents, samples, and documents that were left out
               memory.json        the peak of every rank, by part, and the seconds of a step
+              timeline.json      memory over the last tracked step, if it was tracked
               checkpoints/
 
-Rank 0 writes; on the others every method does nothing.
+Only rank 0 writes. On other ranks the methods do nothing.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ from bigtrain.units import format_seconds
 
 
 def run_folder(job: Job, context: RunContext) -> Path:
-    """Choose and make the run's folder; the same on every rank.
+    """Choose and make the run's folder on rank 0, and return its path on every rank. Collective.
 
-    With `log.name` that folder; otherwise the first free `MODEL-STRATEGY-NUMBER`, or with
-    `checkpoint.resume=auto` the newest such run.
+    If `log.name` is set, the folder has this name. Otherwise it is the next free
+    `MODEL-STRATEGY-NUMBER`; with `checkpoint.resume=auto` it is the existing folder of this form
+    with the highest number.
 
     Raises:
-        ConfigError: it cannot be written, or has another run that would be lost.
+        ConfigError: the folder cannot be written, or contains another run that would be lost.
     """
     chosen: Path | str = ""
     if context.is_main:
@@ -98,7 +100,8 @@ def _choose(job: Job) -> Path:
 def _numbered(base: Path, job: Job) -> Path:
     # The last part of a path, of `OWNER/NAME` or of `package.module:Class`.
     model = Path(job.model.name.rpartition(":")[2]).expanduser().resolve().name
-    strategy = job.strategy.name.partition(":")[0]  # auto chooses others on other ranks
+    # `auto` may choose another strategy for another number of ranks, so the name stays "auto".
+    strategy = job.strategy.name.partition(":")[0]
     prefix = f"{model}-{strategy}-"
     numbers = folder_numbers(base, prefix)
     if job.checkpoint.resume == "auto" and numbers:
@@ -114,13 +117,18 @@ class RunLog:
         job: the job of the run.
         plan: the plan of the run.
         context: this rank's context.
-        console: prints the lines.
-        total_steps: steps of the whole run.
-        first_step: steps that were done before a resume.
+        console: prints the lines, or shows a progress bar if it is a terminal.
+        total_steps: the number of steps of the whole run.
+        first_step: the number of steps before the resume; 0 for a new run.
         predicted: the predicted peak, for plan.yaml.
-        predicted_step: the predicted seconds of a step, for plan.yaml and the first line of
+        predicted_step: the predicted seconds of a step, for plan.yaml and the first new line of
             metrics.jsonl.
-        predicted_volume: the predicted bytes that the rank exchanges in a step, for that line, too.
+        predicted_volume: the predicted bytes that the rank exchanges in a step, for the same line
+            of metrics.jsonl.
+
+    Raises:
+        ConfigError: wandb cannot begin a run.
+        OSError: the folder cannot be written.
     """
 
     def __init__(
@@ -184,7 +192,7 @@ class RunLog:
         _write_yaml(self.folder / "plan.yaml", described)
 
     def _drop_steps_after(self, step: int) -> None:
-        """Drop the lines of steps that will be done again after a resume."""
+        """Remove the lines of steps after this step, which the run repeats after a resume."""
         for name in ("metrics.jsonl", "validation.jsonl"):
             path = self.folder / name
             text = ""
@@ -204,10 +212,10 @@ class RunLog:
         """Log one optimizer step.
 
         Args:
-            result: its result.
+            result: the result of the step.
             figures: further figures of the strategy's runner, by name.
-            highest: the highest peak of all ranks in bytes, with its rank; if left out, or lower
-                than this rank's own peak by now, this rank's is used.
+            highest: the highest peak of all ranks in bytes, and its rank. This rank's own peak is
+                logged if `highest` is None or is lower, as it may be from an earlier step.
         """
         first, self._stepped = not self._stepped, True
         if not self._main:
@@ -236,7 +244,12 @@ class RunLog:
             self.print_line(f"step {result.step}/{self._total}  {text}  {left}".rstrip())
 
     def validation(self, step: int, measured: dict[str, float]) -> None:
-        """Log one validation."""
+        """Log one validation.
+
+        Args:
+            step: the number of the optimizer step after which the model was validated.
+            measured: the metrics by name.
+        """
         if not self._main:
             return
         self._append("validation.jsonl", {"step": step, **measured})
@@ -245,13 +258,19 @@ class RunLog:
         self.print_line(f"validation at step {step}: {figures}")
 
     def sync(self) -> None:
-        """Flush all lines to the disk, to be called before a checkpoint is written there."""
+        """Flush the files of metrics to the disk. Call this before a checkpoint is written."""
         for file in self._files.values():
             with suppress(OSError):
                 os.fsync(file.fileno())
 
     def memory(self, report: MemoryReport | None) -> None:
-        """Print the memory table, write memory.json, and record errors for later predictions."""
+        """Print the memory table, write memory.json and timeline.json, and record the errors.
+
+        The errors of the predictions are stored in the cache of residuals, for later predictions.
+
+        Args:
+            report: the memory of all ranks; None prints and writes nothing.
+        """
         if not self._main or report is None:
             return
         if not self._stepped:
@@ -296,10 +315,10 @@ class RunLog:
             self._warned = True
 
     def _write_waiting(self, name: str) -> None:
-        """Write the lines of a file that could not be written yet.
+        """Write the lines of a file that have not been written yet.
 
         Raises:
-            OSError: they still cannot.
+            OSError: they cannot be written.
         """
         self._restore()
         if name not in self._files:
@@ -309,15 +328,16 @@ class RunLog:
             self._waiting[name] = self._waiting[name][written:]
 
     def _opened(self, name: str) -> FileIO:
-        # Readable, too: if its name is removed, its lines can still be read.
+        # The file is also opened for reading, because its lines can then be read after someone
+        # has removed its name.
         return (self.folder / name).open("a+b", buffering=0)
 
     def _restore(self) -> None:
-        """Make the folder and its files again if someone has removed them.
+        """Make the folder and its files again if someone has removed or replaced them.
 
         Raises:
-            OSError: they cannot be written now.
-            ConfigError: another run has begun in that folder.
+            OSError: the folder or a file cannot be written.
+            ConfigError: another run has begun in this folder.
         """
         gone = not os.path.isdir(self.folder)
         if gone:
@@ -352,8 +372,8 @@ class RunLog:
         """Make the lock and the files of the job and the plan again if they are missing.
 
         Raises:
-            OSError: it cannot be written.
-            ConfigError: another run has taken the folder meanwhile.
+            OSError: a file cannot be written.
+            ConfigError: another run has begun in this folder.
         """
         checkpoints = self.folder / "checkpoints"
         if not has_own_lock(checkpoints):
@@ -375,7 +395,7 @@ class RunLog:
             self._guarded(writer, partial(writer.write, group, figures, step))
 
     def _guarded(self, writer: MetricWriter, call: Callable[[], None]) -> None:
-        """Call a writer; one that fails gets no more figures, and the run continues."""
+        """Call a writer. If it fails, warn and remove it, so that the run continues."""
         try:
             call()
         except Exception as error:  # a full disk, a lost service: whatever a tracker raises
@@ -417,13 +437,13 @@ class RunLog:
 
 
 def _contents(file: FileIO) -> bytes:
-    """All bytes of a file, even if its name was removed."""
+    """Return all bytes of an open file, even if its name was removed."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0)
 
 
 def _fault_of(file: FileIO, path: Path) -> str | None:
-    """Say that an open file was removed, replaced or truncated; None if it was not."""
+    """Return words for how an open file was removed, replaced or truncated; None if it was not."""
     state = os.fstat(file.fileno())
     try:
         if not os.path.samestat(state, os.stat(path)):
@@ -436,7 +456,7 @@ def _fault_of(file: FileIO, path: Path) -> str | None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinity for a line that a crash has cut off."""
+    """Return the step of a JSON line; infinity if the line is damaged, as a crash may cut it."""
     try:
         return int(parse_json(line, "a line")["step"])
     except (ValueError, TypeError, KeyError):
@@ -444,7 +464,7 @@ def _step_of(line: str) -> float:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace nan and infinity, which JSON does not have, by null."""
+    """Replace nan and infinity, which JSON does not have, by None."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -454,7 +474,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 def _resolved(job: Job, plan: Plan) -> dict[str, Any]:
     """Return the job with the batch of the plan, as values that YAML and JSON have."""
     resolved: dict[str, Any] = job.model_dump(mode="json")
-    # Any two of the three batch keys give the third, on any number of ranks.
+    # Two of the three batch keys determine the third, so the file fits any number of ranks.
     resolved["train"]["global_batch_size"] = plan.batch.global_size
     resolved["train"]["micro_batch_size"] = plan.batch.micro_size
     resolved["train"]["accumulation_steps"] = None
@@ -466,7 +486,7 @@ def _write_yaml(path: Path, values: dict[str, Any]) -> None:
 
 
 def step_line(step: StepForecast) -> str:
-    """One line with the predicted seconds of a step, or why there are none."""
+    """Return a line with the predicted seconds of a step, or the reason why there are none."""
     if step.seconds is None:
         return f"predicted step: none ({step.source})"
     return f"predicted step: {format_seconds(step.seconds)}, {step.source}"

@@ -1,4 +1,4 @@
-"""The memory table at the end of a run, and the notes below it."""
+"""Make the table of memory at the end of a run, and the notes below the table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from bigtrain.units import format_bytes, format_seconds, signed_share
 NO_SECONDS = "no predicted seconds:"
 """The beginning of the note on missing predicted seconds."""
 MOST_RANKS = 2
-"""The most ranks shown; of more ranks those with the highest and the lowest peak are."""
+"""The most ranks that the table shows. Of more ranks it shows those with the highest and the lowest
+peak."""
 
 
 def memory_table(report: MemoryReport) -> Table:
-    """Peak memory by part, and the seconds of a step: measured, predicted, and the error.
+    """Return a table of peak memory by part and the seconds of a step, measured and predicted.
 
-    The error of a part is a share of the rank's measured peak, so that errors of parts sum to the
-    peak's error and a small part has a small one. The error of a step is a share of its seconds.
+    The error of a part is a share of the rank's measured peak. So the errors of the parts sum to
+    the error of the peak, and a small part has a small error. The error of a step is a share of its
+    measured seconds.
     """
     shown = _shown(report)
     table = Table(title=f"Peak memory, {report.strategy} on {report.device}", title_justify="left")
@@ -58,7 +60,7 @@ def memory_table(report: MemoryReport) -> Table:
 
 
 def _state_rows(shown: Sequence[RankMemory]) -> Iterator[list[str]]:
-    """The peaks of a save and of a resume; of a run on GPUs also the bytes on the host."""
+    """Yield the rows for the peaks of a save and of a resume, also on the host of GPUs."""
     for name in ("save", "resume"):
         pairs = [(getattr(r.measured.state, name), getattr(r.predicted_state, name)) for r in shown]
         if any(seen is not None for seen, _ in pairs):
@@ -83,7 +85,7 @@ def _shown(report: MemoryReport) -> list[RankMemory]:
 
 
 def memory_notes(report: MemoryReport) -> list[str]:
-    """Notes on the table: the meaning of its rows, and what it leaves out."""
+    """Return notes on the table: the meaning of its rows, and reasons for missing values."""
     lines = ["process: resident memory on top of that before the model was built"]
     if any(_is_below_tensors(r) for r in report.ranks):
         lines[0] += "; it is below the peak if tensors use memory that the process had before"
@@ -105,7 +107,7 @@ def memory_notes(report: MemoryReport) -> list[str]:
 
 
 def _is_below_tensors(rank: RankMemory) -> bool:
-    """Whether a process on a CPU grew by less than the bytes of its tensors."""
+    """Return whether a process on a CPU grew by less than the bytes of its tensors."""
     measured = rank.measured
     process, peak = measured.process_peak_bytes, measured.peak
     on_host = measured.reserved_bytes is None
@@ -113,7 +115,7 @@ def _is_below_tensors(rank: RankMemory) -> bool:
 
 
 def _volume_notes(report: MemoryReport) -> Iterator[str]:
-    """Notes on the bytes that a step exchanges, and why they may be missing."""
+    """Yield notes on the bytes that a step exchanges, or on why they are missing."""
     exchanges = [r for r in report.ranks if r.predicted_volume and r.predicted_volume.kinds]
     if any(r.volume and r.volume.kinds for r in report.ranks):
         yield "sent, received: between ranks in a step, each exchange by its textbook algorithm"
@@ -122,7 +124,7 @@ def _volume_notes(report: MemoryReport) -> Iterator[str]:
 
 
 def _step_notes(report: MemoryReport) -> Iterator[str]:
-    """Notes on the measured and the predicted seconds of a step."""
+    """Yield notes on the measured and the predicted seconds of a step."""
     count = report.steps.count if report.steps else 0
     if not count:
         yield "step: not measured, because memory was tracked in every step (memory.track_steps)"

@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: which rank runs which stage of which micro-batch, and when.
+"""Pipeline schedules as data: the rank, stage and micro-batch of each pass, in order.
 
-The order of actions; micro-batches in flight; messages between ranks; idle time (the bubble).
+The package computes the order of actions, the micro-batches in flight, the messages between ranks,
+and the idle time of ranks (the bubble).
 """

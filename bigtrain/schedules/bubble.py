@@ -1,4 +1,4 @@
-"""Seconds of a schedule and its idle share, simulated and in closed form."""
+"""Compute the seconds and the idle share of a schedule, by simulation and in closed form."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from bigtrain.schedules.orders import (
 
 
 class StageSeconds(NamedTuple):
-    """One micro-batch on one stage; a whole backward pass takes the sum of its two parts.
+    """Seconds of the passes of one micro-batch on one stage.
 
-    The first stage has no inputs that need a gradient: its I takes no time and its W all of it.
+    A whole backward pass takes the sum of its two parts. No input of the first stage requires a
+    gradient, so its I takes no time, and its W takes the time of the whole backward pass.
     """
 
     forward: float
     input_backward: float
-    """The backward pass for the stage's inputs."""
+    """Seconds of the backward pass for the stage's inputs (I)."""
     weight_backward: float
-    """The backward pass for the stage's weights."""
+    """Seconds of the backward pass for the stage's weights (W)."""
 
 
 class Bubble(NamedTuple):
-    """One step of the pipeline, computation only."""
+    """The times of one step of a pipeline, without messages."""
 
     seconds: float
-    """From the first action to the end of the last."""
+    """Seconds from the begin of the first action to the end of the last action."""
     busy: tuple[float, ...]
-    """Seconds of each rank's actions."""
+    """Seconds of the actions of each rank."""
 
     @property
     def share(self) -> float:
-        """Idle time over all time, all ranks together."""
+        """The idle time of all ranks, divided by the time of all ranks."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
 def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
     """Simulate a step: each action begins as soon as its rank is free and its inputs exist.
 
-    F needs the F of the previous stage; B and I need the F of their stage and the B or I of the
-    next stage; W needs its I. Sending takes no time.
+    F needs the F of the previous stage. B and I need the F of their stage, and the B or I of the
+    next stage. W needs the I of its stage. Messages take no time.
 
     Args:
-        orders: the order of actions of each rank.
+        orders: the actions of each rank, in order.
         seconds: the seconds of each stage.
 
     Raises:
-        ValueError: the schedule is in a deadlock.
+        ValueError: the order of actions is a deadlock.
     """
     program = _in_order(orders)
     durations = [
@@ -65,7 +66,7 @@ def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
         ]
         for cost in seconds
     ]
-    ends = [0.0] * (len(program) + 1)  # the last one is for index -1: no dependency
+    ends = [0.0] * (len(program) + 1)  # the last entry, index -1, is for no dependency
     clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
     for number, (rank, stage, kind, first, second) in enumerate(program):
         duration = durations[stage][kind]
@@ -80,14 +81,14 @@ _KINDS: tuple[ActionKind, ...] = ("F", "B", "I", "W")
 
 @lru_cache(maxsize=64)
 def _in_order(orders: Orders) -> list[tuple[int, int, int, int, int]]:
-    """The actions of all ranks in an order in which each follows those that it needs.
+    """Return the actions of all ranks in an order in which each follows the actions that it needs.
 
     Returns:
-        For each action: rank, stage, index of its kind, and the positions of the up to two actions
-        that it needs, -1 for none.
+        For each action: the rank, the stage, the index of its kind, and the positions of the at
+        most two actions that it needs, or -1.
 
     Raises:
-        ValueError: the schedule is in a deadlock.
+        ValueError: the order of actions is a deadlock.
     """
     last = max((action.stage for actions in orders for action in actions), default=0)
     places: dict[Action, int] = {}
@@ -117,7 +118,10 @@ def _in_order(orders: Orders) -> list[tuple[int, int, int, int, int]]:
 
 
 def _needed(action: Action, places: dict[Action, int], last: int) -> tuple[int, int] | None:
-    """The positions of the up to two actions that one needs, -1 for none; None if not yet run."""
+    """Return the positions of the at most two actions that an action needs, filled up with -1.
+
+    None if one of these actions has no position yet.
+    """
     stage, kind, number = action
     needed: list[int | None] = []
     if kind == "F" and stage > 0:
@@ -147,32 +151,34 @@ def bubble_share(
     input_backward: float = 1.0,
     weight_backward: float = 1.0,
 ) -> float:
-    """The idle share of a step (see `Bubble.share`) if all stages take the same seconds.
+    """Return the idle share of a step (see `Bubble.share`) if all stages take the same seconds.
 
-    With p ranks, m micro-batches, v stages a rank and F, I and W the seconds of one stage, each
-    rank idles for
+    With p ranks, m micro-batches and v stages on each rank, and F, I and W the seconds of the
+    passes of one stage, the idle time of each rank is:
 
-    * GPipe, 1F1B, interleaved and LoopedBFS: (p-1)(F+I+W). With fewer micro-batches than ranks the
-      last two idle (v-1)(p-m)(F+I+W) longer;
-    * interleaved zero bubble: (p-1)(F+I - min(F, I, W)), which is ZB-H1's (p-1)(F+I-W) where W is
-      the least;
-    * ZBV and DualPipeV: (p-1)F for F = I = W. If I is a whole backward pass, no shorter than F, and
-      W is zero: 2(p-1)I for ZBV, and min(F, (p-1)(I-F)) less for DualPipeV, as a simulation of
-      torch's tables shows.
+    * naive: m(p-1)(F+I+W).
+    * GPipe, 1F1B, interleaved 1F1B and LoopedBFS: (p-1)(F+I+W). With fewer micro-batches than
+      ranks, it is (v-1)(p-m)(F+I+W) longer.
+    * Interleaved zero bubble: (p-1)(F+I - min(F, I, W)). If W is the least of the three, that is
+      (p-1)(F+I-W), as for ZB-H1.
+    * ZBV and DualPipeV: (p-1)F for F = I = W. If I is a whole backward pass that is not shorter
+      than F, and W is zero, it is 2(p-1)I for ZBV. For DualPipeV it is min(F, (p-1)(I-F)) shorter,
+      as a simulation of torch's tables shows.
 
     Args:
         schedule: one of `orders.SCHEDULES`.
-        pp: number of ranks.
+        pp: the number of ranks.
         micro_batches: the number of micro-batches of one step.
         stages_per_rank: see `orders.schedule_orders`.
-        forward: seconds of one micro-batch on one stage.
+        forward: seconds of the forward pass of one micro-batch on one stage.
         input_backward: seconds of the backward pass for the stage's inputs.
-        weight_backward: seconds of the backward pass for the weights.
+        weight_backward: seconds of the backward pass for the stage's weights.
 
     Raises:
         ConfigError: see `orders.check_schedule`.
-        ValueError: there is no closed form, only `simulate_step`: a schedule with a split backward
-            pass has too few micro-batches, or a V-shaped one has unequal seconds.
+        ValueError: there is no closed form, because a schedule with split backward passes has too
+            few micro-batches, or a V-shaped schedule has other seconds than above. `simulate_step`
+            computes the share.
     """
     p, m, v = pp, micro_batches, stages_per_rank
     check_schedule(schedule, p, v, m)

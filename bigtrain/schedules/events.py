@@ -1,7 +1,7 @@
 """The events of a rank's step in order: passes, sends, receives and waits.
 
-Messages and waits are placed by the rules of torch 2.15. Earlier versions place a few receives
-elsewhere, and wait for all sends at the end of the step.
+Messages and waits are placed by the rules of torch 2.15. Earlier versions of torch place a few
+receives at other positions, and wait for all sends at the end of the step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 EventKind = Literal[
     "F", "B", "I", "W", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "WAIT_SEND_F", "WAIT_SEND_B"
 ]
-"""An action; the begin of a message (F: outputs, B: gradients); the wait for a send."""
+"""An action, the begin of a message (F for outputs, B for gradients), or the wait for a send."""
 
 
 class StepEvent(NamedTuple):
-    """One action, message or wait of a rank."""
+    """An action, a message or a wait of a rank."""
 
     stage: int
     kind: EventKind
@@ -35,7 +35,8 @@ class StepEvent(NamedTuple):
 
 
 EventRow = tuple[tuple[StepEvent, ...], ...]
-"""A rank's step in groups: the messages of a group begin together, other events are alone."""
+"""The step of a rank in groups. The messages of a group begin together; other events are alone in
+their group."""
 _SENDS: dict[str, EventKind] = {"F": "SEND_F", "B": "SEND_B"}
 _RECEIVES: dict[str, EventKind] = {"F": "RECV_F", "B": "RECV_B"}
 _WAITS: dict[str, EventKind] = {"SEND_F": "WAIT_SEND_F", "SEND_B": "WAIT_SEND_B"}
@@ -47,11 +48,13 @@ _WITH_PREVIOUS = ("RECV_F", "SEND_B", "WAIT_SEND_B")
 def schedule_events(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[EventRow, ...]:
-    """Return the events of each rank in a step; an action itself waits for what it receives.
+    """Return the events of each rank in a step.
+
+    There are no events for the waits for receives: an action waits for the tensors that it needs.
 
     Args:
         schedule: one of `orders.SCHEDULES`.
-        pp: number of ranks.
+        pp: the number of ranks.
         stages_per_rank: see `orders.schedule_orders`.
         micro_batches: the number of micro-batches of one step.
 
@@ -72,11 +75,11 @@ def schedule_events(
 
 @lru_cache(maxsize=64)
 def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[EventRow, ...]:
-    """The events of each rank where a micro-batch goes forward and back before the next begins.
+    """Return the events of each rank if micro-batches run forward and backward one after the other.
 
-    All messages are in one order that all ranks share, so no rank waits for a later one. A rank
-    waits for a send before it begins its next one, and for an output before its backward pass:
-    so the ranks overlap where that order lets them, and one send of a rank is open at a time.
+    The messages have one order, which all ranks share, so there is no deadlock. A rank waits for
+    its send before its next send begins, and for the send of an output before the backward pass. So
+    ranks overlap as far as the order allows, and each rank has at most one open send.
 
     Args:
         ranks: the rank of each stage.
@@ -114,7 +117,7 @@ def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[Even
 
 
 def forward_events(ranks: Sequence[int]) -> tuple[EventRow, ...]:
-    """The events of each rank for one forward pass, without the waits for the end of its sends.
+    """Return the events of each rank for one forward pass, without waits for sends.
 
     Args:
         ranks: the rank of each stage.
@@ -133,11 +136,11 @@ def _torch_rows(schedule: str, pp: int, stages_per_rank: int, micro_batches: int
 
 
 def _placed_as_torch_2_15(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
-    """The table of an earlier torch with the messages where torch 2.15 places them.
+    """Return the table of an earlier torch with the messages in the positions of torch 2.15.
 
-    torch places the actions of all ranks round-robin. From 2.15 on a rank has one more action after
-    each reduction of gradients, which waits for it: this decides on which side of an action a
-    receive is placed.
+    torch places the actions of all ranks round-robin. From 2.15 on, a rank has one more action
+    after each reduction of gradients, to wait for the reduction. This action decides whether a
+    receive is placed before or after another action.
     """
     from torch.distributed.pipelining import schedules
 
@@ -157,7 +160,7 @@ def _placed_as_torch_2_15(schedule: str, pp: int, stages_per_rank: int, micro_ba
 
 
 def _torch_row(row: Sequence[Any]) -> EventRow:
-    """A row of torch's table; of a pair of actions that may overlap one follows the other."""
+    """Return the events of a row of torch's table, overlapping pairs of actions in sequence."""
     groups = [
         [
             StepEvent(part.stage_index, part.computation_type.value, part.microbatch_index)
@@ -172,7 +175,7 @@ def _torch_row(row: Sequence[Any]) -> EventRow:
 
 
 def _with_waits(groups: Sequence[Sequence[StepEvent]]) -> Iterator[list[StepEvent]]:
-    """Add waits: for an output after its micro-batch's backward pass, for the rest at the end."""
+    """Add the waits: for outputs after the micro-batch's backward pass, for the rest at the end."""
     is_open: dict[StepEvent, None] = {}
     for group in groups:
         waits = []
@@ -192,7 +195,11 @@ def _wait(sent: StepEvent) -> StepEvent:
 
 
 def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
-    """Sends of all forward passes are waited for after the last of them; gradients likewise."""
+    """Yield the groups of a rank's events in GPipe.
+
+    The waits for all outputs are after the last forward pass, and the waits for all gradients are
+    after the last backward pass.
+    """
     for kind in ("F", "B"):
         sent = []
         for action in actions:
@@ -205,10 +212,11 @@ def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
 
 
 def _1f1b_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
-    """A send and the receive from the same neighbour begin together.
+    """Yield the groups of a rank's events in 1F1B.
 
-    During warm-up an output is waited for once the next one is computed, later before the next
-    action; a gradient is waited for once the next one is computed.
+    A send and the receive from the same neighbour begin together. During warm-up, the wait for an
+    output is after the next output is computed; later, it is before the next action. The wait for a
+    gradient is after the next gradient is computed.
     """
     for number, action in enumerate(actions):
         previous = actions[number - 1] if number else None
@@ -235,7 +243,7 @@ def _event(action: Action, kinds: dict[str, EventKind] | None = None) -> StepEve
 
 
 def _without_ends(groups: Iterable[Sequence[StepEvent]], rank: int, pp: int) -> EventRow:
-    """Drop messages to a rank before the first one and after the last one."""
+    """Drop messages with a rank before the first rank or after the last rank, and their waits."""
     left_out = (*_WITH_PREVIOUS * (rank == 0), *_WITH_NEXT * (rank == pp - 1))
     remaining = (tuple(event for event in group if event.kind not in left_out) for group in groups)
     return tuple(group for group in remaining if group)

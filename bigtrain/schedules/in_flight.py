@@ -1,4 +1,4 @@
-"""How many micro-batches are in flight on a stage at once, from the order of its actions."""
+"""Count the micro-batches in flight on each stage, from the order of actions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from bigtrain.schedules.orders import (
 )
 
 SCHEDULES_WAITING_AT_HEAD = ("gpipe", "looped_bfs", "interleaved_zero_bubble")
-"""Schedules in which the last stage has several micro-batches in flight. In all others it runs the
-backward pass of each at once. Listed, because making an order takes time."""
+"""Schedules in which the last stage has several micro-batches in flight. In all other schedules the
+last stage runs the backward pass of each micro-batch immediately. They are listed, because it takes
+time to compute an order."""
 
 
 def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     """Return the largest number of micro-batches in flight, by stage.
 
-    A micro-batch is in flight while autograd's saved tensors are in memory: from F to B, or to W,
-    because torch's I keeps the graph (`retain_graph=True` in its backward pass for inputs).
+    A micro-batch is in flight while the tensors that autograd saved for it are in memory. That is
+    from F to B; with a split backward pass it is from F to W, because torch's I keeps the graph
+    (`retain_graph=True`).
+
+    Args:
+        actions: the actions of one rank, in order.
     """
     in_flight = dict.fromkeys((stage for stage, _, _ in actions), 0)
     most = dict(in_flight)
@@ -39,7 +44,7 @@ def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
 def in_flight_by_stage(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool
 ) -> tuple[int, ...]:
-    """The most micro-batches that each stage has in flight in a step.
+    """Return the most micro-batches that each stage has in flight in a step.
 
     Args:
         schedule: see `schedule_orders`.
@@ -64,7 +69,9 @@ def in_flight_by_stage(
 def in_flight_at_peak(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool, later: bool
 ) -> tuple[int, ...]:
-    """The micro-batches in flight on each stage when its rank has most of them in all its stages.
+    """Return the micro-batches in flight on each stage at the peak of its rank.
+
+    The peak is the first moment at which the sum over all stages of the rank is largest.
 
     Args:
         schedule: see `schedule_orders`.
@@ -72,7 +79,8 @@ def in_flight_at_peak(
         stages_per_rank: see `schedule_orders`.
         micro_batches: see `schedule_orders`.
         splits: see `Plan.splits_backward`.
-        later: look only at moments after the first backward pass of every stage of the rank.
+        later: whether only moments after the first backward pass of every stage of the rank
+            count.
 
     Raises:
         ConfigError: see `check_schedule`.
@@ -80,7 +88,7 @@ def in_flight_at_peak(
     if schedule in SINGLE_STAGE_SCHEDULES:
         check_schedule(schedule, pp, stages_per_rank, micro_batches)
         ahead = forwards_ahead(schedule, pp, micro_batches)
-        # After the first backward pass there is one less, until the next forward pass.
+        # After the first backward pass there is one less, if no forward pass follows.
         return tuple(n - (later and n == micro_batches) for n in ahead)
     at_peak: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):

@@ -1,8 +1,8 @@
 """Pipeline schedules: the order in which each rank runs its forward and backward passes.
 
-With several stages on a rank the order is that of torch's table
-(`torch.distributed.pipelining.schedules`). With one stage it is the order of the paper, which torch
-follows as well: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503).
+With several stages on a rank, the order is that of torch's table
+(`torch.distributed.pipelining.schedules`). With one stage on a rank, it is the order of the papers,
+which torch uses as well: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from bigtrain.errors import ConfigError, did_you_mean
 
 ActionKind = Literal["F", "B", "I", "W"]
-"""Forward; whole backward; the backward pass for the stage's inputs; that for the weights."""
+"""Forward (F), whole backward (B), backward for a stage's inputs (I), and for its weights (W)."""
 SINGLE_STAGE_SCHEDULES = ("naive", "gpipe", "1f1b")
 """Schedules with one stage on each rank."""
 TORCH_SCHEDULES = {
@@ -25,13 +25,14 @@ TORCH_SCHEDULES = {
     "zbv_zero_bubble": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-"""Schedules with several stages on each rank, and torch's class of each."""
+"""Schedules with several stages on each rank, and the name of torch's class for each schedule."""
 MAX_PLACED_ACTIONS = 512
-"""The most forward passes, over all stages, for which torch is asked to place messages."""
+"""The most forward passes, over all stages, for which forecasts let torch place the messages."""
 V_SHAPED_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
-"""Rank r has the stages r and 2 pp - 1 - r; with all others it has r, r + pp, r + 2 pp, ..."""
+"""Schedules in which rank r has the stages r and 2 pp - 1 - r. In all other schedules rank r has
+the stages r, r + pp, r + 2 pp, ..."""
 STEADY_SCHEDULES = ("naive", "1f1b")
-"""Schedules in which more micro-batches than ranks change no rank's peak memory."""
+"""Schedules in which more micro-batches than ranks do not change the peak memory of any rank."""
 SPLIT_BACKWARD_SCHEDULES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 """Schedules with separate backward passes for the inputs and for the weights."""
 SCHEDULES = (*SINGLE_STAGE_SCHEDULES, *TORCH_SCHEDULES)
@@ -46,22 +47,36 @@ class Action(NamedTuple):
 
 
 IN_FLIGHT_CHANGE: dict[ActionKind, int] = {"F": 1, "I": 0, "B": -1, "W": -1}
+"""The change of the number of micro-batches in flight by an action of each kind."""
 Orders = tuple[tuple[Action, ...], ...]
 """The actions of each rank, in order."""
 
 
 def stage_ranks(schedule: str, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        pp: the number of ranks.
+        stages_per_rank: the number of stages on each rank.
+    """
     if schedule in V_SHAPED_SCHEDULES:
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * stages_per_rank))
 
 
 def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> None:
-    """Refuse numbers of stages and micro-batches that a schedule cannot run; torch is not loaded.
+    """Refuse numbers of stages and micro-batches that a schedule cannot run, without torch.
+
+    Args:
+        schedule: the name of the schedule.
+        pp: the number of ranks.
+        stages_per_rank: the number of stages on each rank.
+        micro_batches: the number of micro-batches of one step.
 
     Raises:
-        ConfigError: with the numbers, and those that would do.
+        ConfigError: the schedule is unknown or cannot run the numbers; the message has the numbers
+            and the fix.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(
@@ -98,11 +113,12 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
 def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
     """Return the actions of each rank in a step.
 
-    With `naive` a micro-batch runs forward and backward through all stages before the next begins.
+    With `naive`, a micro-batch runs forward and backward through all stages before the next
+    micro-batch begins.
 
     Args:
         schedule: one of `SCHEDULES`.
-        pp: number of ranks.
+        pp: the number of ranks.
         stages_per_rank: 1 for `naive`, `gpipe` and `1f1b`; 2 for V-shaped schedules.
         micro_batches: the number of micro-batches of one step.
 
@@ -118,7 +134,18 @@ def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches:
 def rank_order(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
 ) -> tuple[Action, ...]:
-    """Return the actions of one rank; quicker than `schedule_orders` if there are many ranks."""
+    """Return the actions of one rank in a step, faster than `schedule_orders` returns all ranks'.
+
+    Args:
+        schedule: see `schedule_orders`.
+        pp: see `schedule_orders`.
+        stages_per_rank: see `schedule_orders`.
+        micro_batches: see `schedule_orders`.
+        rank: the pp rank.
+
+    Raises:
+        ConfigError: see `check_schedule`.
+    """
     return _rank_order(schedule, pp, stages_per_rank, micro_batches, rank)
 
 
@@ -134,7 +161,13 @@ def _rank_order(
 
 
 def forwards_ahead(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
-    """The forward passes of each rank before its first backward pass, with one stage on each."""
+    """Return the number of forward passes of each rank before its first backward pass.
+
+    Args:
+        schedule: one of `SINGLE_STAGE_SCHEDULES`.
+        pp: the number of ranks.
+        micro_batches: the number of micro-batches of one step.
+    """
     return {
         "naive": (1,) * pp,
         "gpipe": (micro_batches,) * pp,
@@ -143,7 +176,7 @@ def forwards_ahead(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
-    """First `ahead` forward passes, then one backward and one forward, then the rest."""
+    """Yield `ahead` forward passes, then backward and forward passes in turns, then the rest."""
     for number in range(ahead):
         yield Action(stage, "F", number)
     for number in range(micro_batches):
@@ -154,10 +187,11 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
 
 @lru_cache(maxsize=2)
 def _torch_rows(name: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
-    """The order in which the runtime of torch's class computes.
+    """Return the order in which the runtime of torch's class computes, by rank.
 
-    Its constructor also places every send and receive, which takes seconds for 512 micro-batches
-    and changes no order: that method is skipped. (If torch renames it, this is slower, not wrong.)
+    The constructor of the class also places every send and receive, which takes seconds for 512
+    micro-batches and does not change the order. So that method is skipped. If torch renames the
+    method, this is slower but still correct.
     """
     return pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False).pipeline_order
 
@@ -165,7 +199,18 @@ def _torch_rows(name: str, pp: int, stages_per_rank: int, micro_batches: int) ->
 def pipeline_table(
     name: str, pp: int, stages_per_rank: int, micro_batches: int, *, sending: bool
 ) -> Any:
-    """Make torch's schedule object without ranks; with `sending` it also places messages."""
+    """Return torch's schedule object, made without a process group.
+
+    Args:
+        name: the name of the class in `torch.distributed.pipelining.schedules`.
+        pp: the number of ranks.
+        stages_per_rank: the number of stages on each rank.
+        micro_batches: the number of micro-batches of one step.
+        sending: whether torch also places the sends and receives.
+
+    Raises:
+        ConfigError: torch refuses these numbers.
+    """
     from torch.distributed.pipelining import schedules
 
     parent: Any = getattr(schedules, name)
@@ -191,7 +236,7 @@ def pipeline_table(
 
 
 def _actions(row: Sequence[Any]) -> Iterator[Action]:
-    """Convert torch's actions: without idle slots, and overlapping pairs in sequence."""
+    """Yield torch's actions without idle slots, and overlapping pairs of actions in sequence."""
     for action in row:
         if action is None:
             continue
@@ -205,5 +250,5 @@ def _actions(row: Sequence[Any]) -> Iterator[Action]:
 
 
 def merge_split_backward(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Return the order with whole backward passes: each I becomes a B, and W is dropped."""
+    """Return the order with whole backward passes: each I becomes a B, and each W is dropped."""
     return tuple(a._replace(kind="B") if a.kind == "I" else a for a in actions if a.kind != "W")

@@ -1,4 +1,4 @@
-"""Micro-batches whose tensors a rank is sending or receiving during each of its actions."""
+"""Count the messages whose tensors a rank has in memory during each of its actions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ from bigtrain.schedules.orders import (
 )
 
 InTransit = Mapping[tuple[int, str], int]
-"""How many micro-batches are in transit, by (stage, RECV_F | SEND_F | RECV_B | SEND_B)."""
+"""The number of messages in transit, by stage and kind (RECV_F, SEND_F, RECV_B or SEND_B)."""
 
 
 @lru_cache(maxsize=1024)
 def transfers(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
 ) -> tuple[InTransit, ...]:
-    """Return the messages in transit during each action of a rank, as torch places them.
+    """Return the messages in transit during each action of a rank, with torch's order of messages.
 
-    A receive occupies its buffer from its begin; a send occupies memory until it has been waited
-    for. Where torch's placing would take long, sends are derived from the order, and receives are
-    assumed to arrive when they are needed.
+    A receive occupies its buffer from its begin. A send occupies memory until the rank has waited
+    for it. For large steps (see `orders.MAX_PLACED_ACTIONS`), torch would take long to place the
+    messages. Then sends are derived from the order of actions, and receives are left out, as if
+    they arrived when they are needed.
+
+    Args:
+        schedule: see `orders.schedule_orders`.
+        pp: see `orders.schedule_orders`.
+        stages_per_rank: see `orders.schedule_orders`.
+        micro_batches: see `orders.schedule_orders`.
+        rank: the pp rank.
     """
     actions = rank_order(schedule, pp, stages_per_rank, micro_batches, rank)
     if schedule == "1f1b":
@@ -38,7 +46,7 @@ def transfers(
         return tuple(_one_behind(actions, pp))
     if (
         schedule == "gpipe"
-    ):  # sends are waited for after the last forward, and after the last backward
+    ):  # a rank waits for sends only after its last forward and after its last backward pass
         sends = {"F": "SEND_F", "B": "SEND_B"}
         return tuple({(s, sends[k]): n} for s, k, n in actions)
     if schedule not in TORCH_SCHEDULES:
@@ -52,11 +60,18 @@ def transfers(
 def backward_starts(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
 ) -> tuple[InTransit, ...]:
-    """Return the messages in transit just before each action, when it has not begun.
+    """Return the messages in transit just before each action of a rank.
 
-    In torch's 1F1B an output is sent while the buffer of the gradient that returns is allocated
-    already: once the gradient has arrived the output is released, and the backward pass begins.
-    No other schedule has such moments.
+    In torch's 1F1B, the buffer for the next gradient is allocated while an output is being sent.
+    After the gradient has arrived, the output is released, and the backward pass begins. Other
+    schedules have no such moments, and the result is empty.
+
+    Args:
+        schedule: see `transfers`.
+        pp: see `transfers`.
+        stages_per_rank: see `transfers`.
+        micro_batches: see `transfers`.
+        rank: see `transfers`.
     """
     if schedule != "1f1b":
         return ()
@@ -76,10 +91,11 @@ def _at_backward_starts(actions: Sequence[Action]) -> Iterator[InTransit]:
 
 
 def _one_ahead(actions: Sequence[Action]) -> Iterator[InTransit]:
-    """In torch's 1F1B a gradient is released once the next one is computed, with an F between.
+    """Yield the messages in transit during each action of torch's 1F1B.
 
-    During warm-up an output is released once the next one is computed, later before the next
-    action.
+    A sent gradient is released after the next gradient is computed, with an F in between. During
+    warm-up, a sent output is released after the next output is computed. Later it is released
+    before the next action.
     """
     previous_kind: str | None = None
     backward_begun = False
@@ -92,7 +108,11 @@ def _one_ahead(actions: Sequence[Action]) -> Iterator[InTransit]:
 
 
 def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[InTransit]:
-    """Outputs are waited for at their micro-batch's backward pass, gradients at the step's end."""
+    """Yield the sends in transit during each action, if ranks wait for sends late.
+
+    A rank waits for the send of an output in the backward pass of its micro-batch, and for the
+    sends of gradients at the end of the step.
+    """
     in_transit: Counter[tuple[int, str]] = Counter()
     for stage, kind, _ in actions:
         yield {message: count for message, count in in_transit.items() if count}
@@ -105,7 +125,11 @@ def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[In
 
 
 def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[InTransit]:
-    """A gradient is waited for before the next send: of an output, on the last rank a gradient."""
+    """Yield the messages in transit during each action of the naive schedule.
+
+    A rank waits for its sent gradient before its next send: of an output, or of a gradient on the
+    last rank.
+    """
     done: set[int] = set()
     for stage, kind, _ in actions:
         is_open = kind == "F" or stage == pp - 1
@@ -115,7 +139,10 @@ def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[InTransit]:
 
 
 def _in_transit(row: EventRow) -> Iterator[InTransit]:
-    """An output occupies memory from its forward pass until its send has been waited for."""
+    """Yield the messages in transit during each action of a row of events.
+
+    A sent tensor counts from the action that computes it until the rank has waited for the send.
+    """
     events = [event for group in row for event in group]
     sent = {event for event in events if event.kind in ("SEND_F", "SEND_B")}
     in_transit: Counter[tuple[int, str]] = Counter()
@@ -125,7 +152,7 @@ def _in_transit(row: EventRow) -> Iterator[InTransit]:
         elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
             in_transit[stage, kind.removeprefix("WAIT_")] -= 1
         elif kind in get_args(ActionKind):
-            # The action's recording has its own inputs from here.
+            # From here the received tensors are inputs of the action, which count as its memory.
             receive = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
             if receive is not None and in_transit[stage, receive]:
                 in_transit[stage, receive] -= 1

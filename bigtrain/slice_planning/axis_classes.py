@@ -1,4 +1,4 @@
-"""Classes of axes that are sliced together or not at all, with the cost and saving of slices."""
+"""Classes of axes that are sliced together or not at all, with their costs and savings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SliceExchange:
     nbytes: int
     """Bytes of the whole tensor."""
     where: str
-    """The module in whose code it happens."""
+    """The module in whose code the collective runs."""
     backward: bool = False
     of: int = field(default=0, repr=False, compare=False)
     """The id of the whole tensor whose gradient is summed, once for all its users; otherwise 0."""
@@ -30,10 +30,10 @@ class SliceExchange:
 
 @dataclass
 class SliceClass:
-    """Axes that are sliced together, because they are unified, or joined in one dim."""
+    """Axes that are sliced together because they are unified, or are parts of one dim."""
 
     slices: dict[str, Slices] = field(default_factory=dict)
-    """Slices of parameters and buffers by plain name; of tied ones under one of the names."""
+    """Slices of parameters and buffers by plain name; a tied tensor has one of its names."""
     exchanged: list[SliceExchange] = field(default_factory=list)
     """The collectives of a micro-batch."""
     flops: int = 0
@@ -43,7 +43,7 @@ class SliceClass:
     activation_bytes: int = 0
     """Bytes of the whole tensors that are saved for the backward pass."""
     is_table: bool = False
-    """Whether it is the rows of an embedding table."""
+    """Whether the class slices the rows of an embedding table."""
     in_activations: bool = False
     """Whether activations have the axes, not only parameters."""
 
@@ -54,7 +54,7 @@ class SliceClass:
 
     @property
     def name(self) -> str:
-        """The name of its largest tensor, and the sliced dim."""
+        """The name of the tensor with the longest sliced dim, and that dim, as text."""
         name = max(self.slices, key=lambda n: (self.slices[n].total, -len(n)))
         return f"{name} dim {self.slices[name].dim}"
 
@@ -70,10 +70,12 @@ def sections_of(
     Args:
         dim: a dim of a tensor.
         wanted: ids of the axes that are sliced.
-        before: ids of axes one of which precedes each wanted axis; the two are then sliced as one.
+        before: ids of axes one of which must precede each wanted axis; the two axes are then sliced
+            as one.
 
     Returns:
-        None if a part of a sum has none of the axes, or a product has several.
+        None if a part of a sum has none of the axes, if a product has several of them, or if no
+        axis of `before` precedes a wanted axis.
     """
     axes = expanded(dim)
     inner = dim_length(axes)
@@ -161,7 +163,7 @@ class AxisClasses:
 
     @cached_property
     def _members(self) -> dict[int, set[int]]:
-        """The axes of each class that is not blocked."""
+        """The ids of the axes of each class that is not blocked, by the id of one of them."""
         members = defaultdict(set)
         for key in self._axes:
             root = self._root(key)
@@ -173,7 +175,8 @@ class AxisClasses:
         """Return classes merged with the axis that precedes them in every dim.
 
         With grouped queries the heads are (key heads x queries of a group). If neither factor has
-        enough units for all ranks, the product may; keys and values then stay whole.
+        enough units for all ranks, the product of both may have enough; keys and values then stay
+        whole.
         """
         before: dict[int, set[int]] = defaultdict(set)
         repeated = self.repeated
@@ -201,9 +204,9 @@ class AxisClasses:
 
     @cached_property
     def repeated(self) -> set[tuple[int, HeldTensor]]:
-        """Classes, with the tensors that have them only by repeating a tensor that has not.
+        """Pairs of a class and a tensor that has it only because a tensor without it was repeated.
 
-        Such a tensor may stay whole on every rank.
+        The repeated tensor may stay whole on every rank.
         """
         repeated_in: set[tuple[int, HeldTensor]] = set()
         for record in self._trace.records:
@@ -242,7 +245,7 @@ class AxisClasses:
         return key
 
     def _in_dim(self, dim: Dim) -> frozenset[int]:
-        """Return the classes that slice a dim: of a sum those in all parts."""
+        """Return the classes that slice a dim; a sum has the classes that all of its parts have."""
         classes: set[int] = set()
         for axis in expanded(dim):
             classes |= self._in_axis(axis)
@@ -256,10 +259,10 @@ class AxisClasses:
         return first.intersection(*others)
 
     def _settle_sums(self) -> bool:
-        """Merge or block classes so that of a sum all parts are sliced or none.
+        """Merge or block classes so that either all parts of a sum are sliced or none.
 
         Returns:
-            Whether a class changed: the caller repeats until none does.
+            Whether a class changed; the caller must then call again.
         """
         changed = False
         seen: set[int] = set()
@@ -294,7 +297,7 @@ class AxisClasses:
         raise ValueError("a dim without a class")
 
     def _block_repeated(self) -> None:
-        """Block classes that occur twice in one activation: only one dim can be sliced."""
+        """Block classes that occur twice in one activation, because only one dim can be sliced."""
         for tensor in self._trace.tensors:
             counts: dict[int, int] = defaultdict(int)
             for dim in tensor.dims:

@@ -1,4 +1,4 @@
-"""One forward pass on fake tensors that records the axes of all parameter-dependent tensors."""
+"""Record, in a forward pass on fake tensors, the axes of all parameter-dependent tensors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ RULE_MODULES = (product_rules, view_rules)
 
 @dataclass
 class AxisTrace:
-    """The record of a forward pass."""
+    """The record of one forward pass: tensors with their axes, operations, saved tensors."""
 
     state: dict[str, HeldTensor]
-    """Parameters and buffers by plain name; tied ones share one object."""
+    """Parameters and buffers by plain name; the names of a tied tensor share one object."""
     trained: frozenset[str]
     """Names of parameters."""
     records: list[OpRecord]
@@ -52,17 +52,18 @@ class AxisTrace:
     """The reason why the pass stopped early; '' if it was complete."""
     tensors: list[HeldTensor] = field(default_factory=list)
     guessed: str = ""
-    """Operations whose result depends on values, for which the pass made up values."""
+    """If the pass made up values, the reason why a pass without them stopped early; else ''."""
     listed: dict[str, str] = field(default_factory=dict)
-    """Tensors taken from a list of all, such as `parameters()`, whose values or sizes are used: the
-    module by tensor name. On a rank such code sees the rank's own part."""
+    """By tensor name, the module whose code takes the tensor from a list of all tensors, such as
+    `parameters()`, and uses its values or sizes. On a rank the list has the rank's part of it."""
 
 
 def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrace:
     """Run a fake twin of a model forward.
 
     If the values of tensors decide which operations run, the model runs once more with made-up
-    values. The slices then follow one branch of several; the numbers of a real run do not.
+    values. The slices are then chosen for one of several branches, but a real run computes the
+    right numbers in any branch.
 
     Args:
         model: a model on any device; it is not changed.
@@ -80,7 +81,7 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
 def _run(
     model: nn.Module, inputs: Any, class_dim: int | None, *, guess: bool
 ) -> tuple[AxisTrace, bool]:
-    """Return a trace, and whether it stopped because values were needed."""
+    """Return a trace, and whether the pass stopped because values were needed."""
     cpu = torch.device("cpu")
     twin, mode = fake_twin(model, cpu)
     twin.train(model.training)
@@ -147,11 +148,11 @@ class _Recorder(ForwardObserver):
         self.listed: dict[str, str] = {}
         self._twins: dict[int, Tensor] = {}
         """By the id of a parameter or buffer, the tensor that `model.parameters()` or `buffers()`
-        yields for it: so uses of a listed tensor are told apart from uses by a module."""
+        yields for it, so that uses of listed tensors differ from uses by a module."""
         self._listed: dict[int, HeldTensor] = {}
         self._traced: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
-        """The tensor that each storage was made for."""
+        """By storage, the first traced tensor that occupies the storage completely."""
         self._unclear: set[int] = set()
         """Storages that are written in several pieces."""
         self._of_inputs = {id(tensor) for tensor in tree_tensors(inputs)}
@@ -181,13 +182,13 @@ class _Recorder(ForwardObserver):
             self._stack.pop()
 
     def answer(self, func: Any, args: Any, error: Exception) -> Any:
-        """Make up a result for an operation that needs values, if this run guesses."""
+        """Make up a result for an operation that needs values; without `guess`, raise its error."""
         if not self.guess:
             raise error
         return _made_up(func._overloadpacket.__name__, args, error)
 
     def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record that code asks for a tensor's size, which is not an operation."""
+        """Record that code reads a tensor's size, which is not an operation."""
         del kwargs, result
         if func in _ASKS_SIZE:
             self.note_listed(args[0])
@@ -200,7 +201,7 @@ class _Recorder(ForwardObserver):
             self.saved[storage._cdata] = (known, storage.nbytes())
 
     def in_list(self, tensor: Any) -> Any:
-        """Return the tensor that `model.parameters()` or `buffers()` yields for this one."""
+        """Return the tensor that `model.parameters()` or `buffers()` yields for this tensor."""
         return self._twins.get(id(tensor), tensor)
 
     def _list(self, tensor: Tensor, traced: HeldTensor) -> None:
@@ -210,14 +211,14 @@ class _Recorder(ForwardObserver):
         self._twins[id(tensor)], self._listed[id(twin)] = twin, traced
 
     def note_listed(self, tensor: Any) -> HeldTensor | None:
-        """Record that the values or sizes of a tensor from a list are used."""
+        """Record the use of a tensor from a list; return its record, None for other tensors."""
         traced = self._listed.get(id(tensor))
         if traced is not None:
             self.listed.setdefault(traced.name, self._stack[-1] if self._stack else "")
         return traced
 
     def lookup(self, tensor: Tensor) -> HeldTensor | None:
-        """Return the axes of a tensor; None if it is whole in any case."""
+        """Return the record of a tensor with its dims; None if it depends on no parameters."""
         traced = self._traced.get(id(tensor)) or self.note_listed(tensor)
         if traced is None and tensor.untyped_storage()._cdata in self._unclear:
             why = "it is written in pieces into a tensor"
@@ -261,7 +262,7 @@ class _Recorder(ForwardObserver):
         self.records.append(record)
 
     def leave_open(self) -> None:
-        """Keep all live tensors whole, because their later uses were not recorded."""
+        """Block the dims of results without recorded uses, because later uses are unknown."""
         used = {tensor for record in self.records for tensor in record.inputs}
         for record in self.records:
             for tensor in record.outputs:
@@ -269,7 +270,7 @@ class _Recorder(ForwardObserver):
                     block(dim, "the model could not be traced further")
 
     def close(self, output: Any, class_dim: int | None) -> None:
-        """Keep the returned tensors whole, except along the dim of the classes."""
+        """Block the dims of the model's outputs, except the dim of the classes."""
         for tensor in _heads(output):
             known = self.lookup(tensor)
             for n, dim in enumerate(known.dims if known is not None else ()):
@@ -294,7 +295,7 @@ class _Recorder(ForwardObserver):
     def _own_function(self) -> str:
         """Return the name of the custom autograd function that is running; '' if none is.
 
-        Slices would lose their gradients in it, so it receives whole tensors.
+        Slices would lose their gradients in such a function, so it receives whole tensors.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not _Recorder.call.__code__:
@@ -353,11 +354,11 @@ _MAKES_ANEW = {
     *("zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "bernoulli_"),
 }
-"""Attributes and methods that use a tensor's shape but not its values."""
+"""Operations that use a tensor's shape but not its values."""
 
 
 def _heads(output: Any) -> list[Tensor]:
-    """Return the tensors that a loss uses: those named logits if there are any, else all."""
+    """Return the tensors that a loss uses: outputs named logits, aux or out, or else all."""
     if isinstance(output, Tensor):
         return [output]
     names = ("out", "aux", "logits", "aux_logits", "aux_logits1", "aux_logits2")
@@ -370,7 +371,7 @@ def _heads(output: Any) -> list[Tensor]:
 
 
 class _Table(dict[str, Any]):
-    """A module's parameters or buffers; it distinguishes lists of all from single lookups."""
+    """A module's parameters or buffers; iteration yields other tensors than look-ups by name."""
 
     def __init__(self, tensors: Mapping[str, Any], recorder: _Recorder) -> None:
         super().__init__(tensors)
@@ -381,9 +382,9 @@ class _Table(dict[str, Any]):
         return dict, (dict(super().items()),)
 
     def items(self) -> Any:
-        """Return names and tensors for a list of all."""
+        """Return names, each with the tensor that a list of all yields for it."""
         return {name: self._recorder.in_list(tensor) for name, tensor in super().items()}.items()
 
     def values(self) -> Any:
-        """Return tensors for a list of all."""
+        """Return the tensors that a list of all yields."""
         return dict(self.items()).values()

@@ -26,10 +26,11 @@ from bigtrain.units import format_bytes
 ENOUGH = 0.9
 """Without prices, weights are sliced until this fraction of the parameters is."""
 SMALL = 0.01
-"""A table with a smaller fraction of the parameters stays whole if enough is sliced without it."""
+"""Without prices, an embedding table with a smaller fraction of the parameters stays whole, unless
+less than `ENOUGH` is then sliced."""
 NEARLY_MOST = 0.98
-"""Among sets of classes that slice this fraction of the most possible bytes, the one that sends
-least is chosen."""
+"""Among the sets of classes that slice at least this fraction of the most bytes that any set can
+slice, the set that sends the fewest bytes is chosen."""
 SliceCandidate = SliceClass | SingleLayer
 
 
@@ -42,7 +43,7 @@ class Prices:
     seconds_per_flop: float = 0.0
     """The seconds of a FLOP on one rank, forward and backward together."""
     state_bytes: float = 4.0
-    """Bytes held per byte of a parameter: itself, its gradient, the optimizer state."""
+    """Bytes of a parameter, its gradient and its optimizer state, per byte of the parameter."""
 
 
 class SlicedWork(Protocol):
@@ -82,9 +83,9 @@ def plan_slices(
         prices: seconds of exchanges and arithmetic.
         limit: bytes per rank for parameters, gradients, optimizer state and saved activations.
         keep: modules or parameters that stay whole, by patterns of names.
-        repeats: how many blocks of a deeper model a block represents, by the block's name: its
-            parameters and exchanges count as often, so that without prices the choice is that of
-            the deeper model.
+        repeats: how many blocks of a deeper model a block represents, by the block's name. Its
+            parameters and exchanges count that often, so that without prices the choice is the same
+            as for the deeper model.
 
     Raises:
         ConfigError: nothing can be sliced over so many ranks, or the limit is exceeded.
@@ -98,14 +99,14 @@ def plan_slices(
 def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
     """Refuse to slice parameters that the model reads from a list, such as `parameters()`.
 
-    A list contains this rank's slices, not whole tensors, so the model would compute with those.
+    Such a list contains this rank's slices, so the model would compute with slices.
 
     Args:
         workload: the model and a micro-batch.
         slices: names of the sliced parameters.
 
     Raises:
-        ConfigError: with the module that reads the list.
+        ConfigError: the model does; the message has the module that reads the list.
     """
     trace = trace_axes(workload.model, workload.micro_batch.inputs, None)
     for name in slices:
@@ -219,14 +220,14 @@ class _Choice:
         )
 
     def _may_be_sliced(self, candidate: SliceCandidate) -> bool:
-        """Whether none of its tensors must stay whole."""
+        """Whether none of the candidate's tensors must stay whole."""
         return not any(name in self._whole for name in candidate.slices)
 
     def _unused_twins(self, chosen: Mapping[str, Slices]) -> dict[str, str]:
-        """Match unused parameters with used ones whose names differ only in numbers: experts.
+        """Match unused with used parameters whose names differ only in numbers (experts).
 
         Returns:
-            For each unused parameter the name of the one whose slices it gets.
+            For each matched unused parameter, the name of the parameter whose slices it gets.
         """
         kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         unused = []
@@ -248,7 +249,7 @@ class _Choice:
         return matches
 
     def _is_more_than_a_layer(self, candidate: SliceClass) -> bool:
-        """Whether it is more than one linear layer, which `single_layers` has as well."""
+        """Whether a class does more than slice linear layers alone, as `single_layers` can."""
         return (
             candidate.in_activations
             or candidate.is_table
@@ -256,7 +257,7 @@ class _Choice:
         )
 
     def _most_bytes(self) -> list[SliceCandidate]:
-        """Choose the classes with most bytes; then single layers, the largest first."""
+        """Choose the classes with the most bytes; then single layers, the largest first."""
         total = sum(self._nbytes.values())
         chosen = self._most_classes(alone=False)
         if sum(map(self._sliced_bytes, chosen)) < ENOUGH * total:
@@ -282,7 +283,7 @@ class _Choice:
         return chosen
 
     def _most_classes(self, *, alone: bool) -> list[SliceCandidate]:
-        """Return, of the sets of classes with nearly the most bytes, the one that sends least.
+        """Return the set of classes that sends least, among those with nearly the most bytes.
 
         Args:
             alone: whether the other weights will be sliced alone, which sends bytes as well.
@@ -303,7 +304,7 @@ class _Choice:
         return chosen
 
     def _cheapest(self, prices: Prices, limit: float | None) -> list[SliceCandidate]:
-        """Return the set that takes the least time among those that fit the limit."""
+        """Return the set of candidates that takes the least time and fits the limit."""
         parts: list[SliceCandidate] = [
             *self._classes,
             *(f for forms in self._single_layers.values() for f in forms),
@@ -337,7 +338,7 @@ class _Choice:
     def _option(
         self, candidate: SliceCandidate, cost: float, state: float, activations: float
     ) -> Option:
-        """Return a class or a single layer as an option, with the bytes that it saves a rank."""
+        """Return a class or a single layer as an option, with the bytes that it saves on a rank."""
         saved_states = sum(
             self._nbytes.get(name, 0) * (1 - fullest_share(slices, self._ranks))
             for name, slices in candidate.slices.items()
@@ -353,7 +354,7 @@ class _Choice:
         )
 
     def _times(self, where: str) -> int:
-        """Return how many modules or parameters of a deeper model this name represents."""
+        """Return how many modules or parameters of a deeper model a name represents."""
         counts = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
         return next(counts, 1)
 
@@ -368,7 +369,7 @@ class _Choice:
         return sum(self._nbytes.get(name, 0) for name in candidate.slices)
 
     def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleLayer | None:
-        """Return the even slices of a weight that send the fewest bytes."""
+        """Return the form of a weight that sends least, among those with the most even slices."""
         used = set(taken)
         free = [f for f in self._single_layers.get(name, ()) if used.isdisjoint(f.slices)]
         if not free:
@@ -398,7 +399,7 @@ class _Choice:
         return {tensor.base for record in self._trace.records for tensor in record.inputs}
 
     def _why_dim(self, name: str, n: int) -> str:
-        """Return why a dim that can be sliced is not; '' if it cannot be."""
+        """Return why a dim that can be sliced is not sliced; '' if the dim cannot be sliced."""
         for candidate in self._axis_classes.classes.values():
             slices = candidate.slices.get(name)
             if slices is None or slices.dim != n:

@@ -2,8 +2,8 @@
 
 A *dim* is a product of *axes*, the outermost first; a dim of length 1 has none. An axis is atomic
 until a view makes it a product (heads x head width) or a split makes it a sum (queries + keys +
-values). Operations unify dims that are the same thing: their axes become one (a union-find), so
-that factoring or splitting one does the same to the other.
+values). Operations unify dims that must be sliced in the same way: the axes of both dims become one
+in a union-find, so that a view or split of one dim changes the other dim as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MISFIT = "is viewed with shapes that do not fit each other"
 
 
 class DimAxis:
-    """A factor of a dim. Read axes through `expanded`, which resolves unified ones.
+    """A factor of a dim. Read axes through `expanded`, which resolves unified axes.
 
     Args:
-        length: its number of elements; 2 or more.
-        blocked: why it cannot be sliced; '' if it can, as far as is known.
+        length: the number of elements; 2 or more.
+        blocked: why the axis cannot be sliced; '' if no reason is known.
     """
 
     __slots__ = ("blocked", "factors", "length", "parts", "same")
@@ -32,9 +32,9 @@ class DimAxis:
         self.same: DimAxis | None = None
         """The axis that it was unified with: the parent in the union-find."""
         self.factors: list[DimAxis] = []
-        """The dim's factors if it is a product, the outermost first; otherwise empty."""
+        """The axis's factors if it is a product, the outermost first; otherwise empty."""
         self.parts: list[Dim] = []
-        """The dim's parts, at least two, if it is a sum; otherwise empty."""
+        """The axis's parts, at least two, if it is a sum; otherwise empty."""
 
     def __repr__(self) -> str:
         inner = "x".join(map(repr, self.factors)) or "+".join(map(repr, self.parts))
@@ -56,7 +56,7 @@ def dim_length(dim: Dim) -> int:
 
 
 def representative(axis: DimAxis) -> DimAxis:
-    """Return the axis that represents all that this one is unified with."""
+    """Return the axis that represents all axes with which this axis is unified."""
     root = axis
     while root.same is not None:
         root = root.same
@@ -66,7 +66,7 @@ def representative(axis: DimAxis) -> DimAxis:
 
 
 def expanded(dim: Dim) -> Dim:
-    """Return the dim as axes that are no products and represent themselves."""
+    """Return a dim as axes that are not products and represent themselves."""
     atoms: Dim = []
     for axis in dim:
         root = representative(axis)
@@ -91,11 +91,11 @@ def block(dim: Dim, why: str) -> None:
 
 
 def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
-    """Make an axis the product of an outer factor of this length and an inner one.
+    """Make an axis the product of an outer factor of this length and an inner factor.
 
     Args:
         axis: an axis from `expanded`.
-        outer: a divisor of its length.
+        outer: the length of the outer factor, a divisor of the axis's length.
 
     Returns:
         Both factors; None if the axis is a sum one of whose parts is not divisible.
@@ -191,7 +191,7 @@ def _bounds(axis: DimAxis) -> list[int]:
 
 
 def _refined(axis: DimAxis, lengths: Sequence[int]) -> list[Dim] | None:
-    """Make an axis a sum of these lengths, which refine those of an existing sum."""
+    """Make an axis a sum of these lengths, which refine an existing sum; None if it cannot be."""
     if not axis.parts:
         axis.parts = [new_dim(length, axis.blocked) for length in lengths]
         return axis.parts

@@ -1,4 +1,4 @@
-"""An operation as the analysis sees it, and the table of axis rules by operation."""
+"""Records of tensors and operations for the analysis; the table of axis rules by operation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeldTensor:
     name: str = ""
     """The name of a parameter or buffer; '' for other tensors."""
     view_of: HeldTensor | None = None
-    """The tensor that it is a view of."""
+    """The tensor of which it is a view; None if it is not a view."""
 
     @property
     def root(self) -> HeldTensor:
@@ -43,7 +43,7 @@ class HeldTensor:
 
     @property
     def base(self) -> HeldTensor:
-        """The first tensor in its chain of views, which is no view."""
+        """The first tensor in its chain of views, which is not a view."""
         tensor = self
         while tensor.view_of is not None:
             tensor = tensor.view_of
@@ -63,7 +63,7 @@ class OpRecord:
     summed: list[Dim] = field(default_factory=list)
     """Dims that are summed over: a slice of one gives a partial sum."""
     weight: WeightUse | None = None
-    """The weight, if it is a plain product with one."""
+    """The weight, if the operation is a plain product with a weight; otherwise None."""
 
 
 class WeightUse(NamedTuple):
@@ -121,7 +121,7 @@ class OpCall:
         """Return an argument that is a tensor.
 
         Raises:
-            TypeError: it is none.
+            TypeError: the argument is not a tensor.
         """
         value = self._bound.get(name)
         if not isinstance(value, Tensor):
@@ -147,7 +147,13 @@ class OpCall:
         return new_dim(length, f"{why} in {self.where or 'the model'!r}")
 
     def use_weight(self, factors: tuple[Tensor, Tensor], out: Dim, summed: Dim | None) -> None:
-        """Record the weight of a product, with its dims, if the second factor is one."""
+        """Record the second factor of a product as its weight, if it depends on parameters.
+
+        Args:
+            factors: the two factors of the product.
+            out: the weight's dim of output features.
+            summed: the weight's dim of input features; None if there are groups.
+        """
         factor, weight = map(self.lookup, factors)
         if weight is not None:
             self.weight = WeightUse(weight, factor, out, summed)
@@ -203,7 +209,7 @@ def elementwise(op: OpCall) -> list[Dims]:
 
 
 def opaque(op: OpCall, why: str = "") -> list[Dims]:
-    """An operation without a rule: its operands must be whole."""
+    """Rule of operations without their own rule: block all dims of operands and results."""
     why = why or f"{op.name!r} needs it whole"
     for tensor in op.tensors:
         for dim in op.dims(tensor) or ():

@@ -33,12 +33,13 @@ class SlicingPlan:
     failed: str = ""
     """Why the traced forward pass ended early; '' if it did not."""
     guessed: str = ""
-    """Where the values of tensors decide which operations run; only one branch was traced."""
+    """Where the values of tensors decide which operations run, so that only one branch was traced;
+    '' if they decide nothing."""
 
     def exchanges(self) -> list[SliceExchange]:
-        """Return the exchanges of a micro-batch, except the loss's.
+        """Return the exchanges of a micro-batch, except those of the loss.
 
-        If several classes sum the gradient of one tensor, it counts once.
+        If several classes sum the gradient of one tensor, the exchange is listed once.
         """
         every = [sent for slice_class in self.classes for sent in slice_class.exchanged]
         every += [sent for form in self.single_layers for sent in form.exchanged]
@@ -51,7 +52,7 @@ class SlicingPlan:
         return distinct
 
     def lines(self) -> dict[str, str]:
-        """Return specifications by name patterns, one for all equal blocks."""
+        """Return the slices as specifications by name pattern; equal blocks share a pattern."""
         texts = {
             name: spec_text(slices, gathered=name in self.gathered)
             for name, slices in self.slices.items()

@@ -37,7 +37,7 @@ def _factors(op: OpCall) -> tuple[Tensor, Tensor]:
 
 
 def _sum_over(op: OpCall, first: Dim, second: Dim, factors: tuple[Tensor, Tensor]) -> None:
-    """Unify a contracted dim; it may be sliced only if one of the factors is made of weights."""
+    """Unify a contracted dim; block it unless one of the factors is computed from weights alone."""
     unify(first, second)
     if any(map(op.of_weights, factors)):
         op.summed.append(first)
@@ -47,7 +47,7 @@ def _sum_over(op: OpCall, first: Dim, second: Dim, factors: tuple[Tensor, Tensor
 
 @axis_rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
 def convolved(op: OpCall) -> list[Dims]:
-    """Rule of convolutions: channels of a group are summed over; pixels depend on one another."""
+    """Rule of convolutions: channels of a group are summed over; pixels cannot be sliced."""
     tensor, weight, result = op.tensor("input"), op.tensor("weight"), op.results[0]
     groups, transposed = op.arg("groups", 1), bool(op.arg("transposed"))
     dims, kernel = op.dims_or_new(tensor), op.dims_or_new(weight)
@@ -172,7 +172,7 @@ def batch_normed(op: OpCall) -> list[Dims]:
 
 @axis_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_matmul(op: OpCall) -> list[Dims]:
-    """Rule of grouped products: each group of rows (rows, width) has its matrix, as experts do."""
+    """Rule of grouped products (experts): each group of rows has its own matrix."""
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
     if left.dim() != 2 or right.dim() != 3:
         return opaque(op)

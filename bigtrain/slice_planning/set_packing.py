@@ -1,9 +1,10 @@
-"""Exact weighted set packing: the best sets of options of which no two have a claim in common.
+"""Exact weighted set packing: the best sets of options in which no two options share a claim.
 
-The options form a graph with an edge between two that share a claim. Its connected components are
-solved independently, equal ones (a model's blocks) once. Within a component the search branches on
-the option with the most rivals: it is taken or left, and the rest is solved again. In networks for
-images few options, those along the residual connections, connect all others.
+The options form a graph with an edge between two options that share a claim (rivals). Its connected
+components are solved independently; equal components (a model's blocks) are solved once. Within a
+component the search branches on the option with the most rivals: it takes or leaves the option, and
+solves the rest. In networks for images few options, those along the residual connections, connect
+all others.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 MOST_POINTS = 1024
 """The most points of a frontier; a longer one is thinned evenly."""
 MOST_BRANCHES = 200_000
-"""Branches that are searched exactly. Beyond that, an option with rivals is taken with the best
-rest, or nothing of its component is: sets of its rivals are no longer tried."""
+"""The number of branches that are searched exactly. After that, the search takes an option with
+rivals, or leaves its whole component; it does not try sets with the rivals instead."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Option:
     claims: frozenset[str]
     """Two options with a common claim exclude each other."""
     cost: float
-    """Added if it is taken; negative for a gain."""
+    """The cost of taking the option; negative for a gain."""
     nbytes: float
-    """Memory added if it is taken; negative for a saving."""
+    """The memory that the option adds; negative for a saving."""
 
 
 class Point(NamedTuple):
@@ -69,8 +70,9 @@ def frontier(
 
     Args:
         options: in an order such that equal parts of a model have their options in the same order.
-        best_key: to find a single set, the one with the smallest key. Adding an option to two sets
-            must not change which of them has the smaller key.
+        best_key: returns the key of a set; only the set with the smallest key is then returned.
+            Adding an option to two sets must not change which of them has the smaller key. None
+            to return all Pareto-optimal sets.
     """
     points = _Search(options, best_key).solve(tuple(range(len(options))))
     return [

@@ -21,19 +21,22 @@ class SingleLayer:
 
     slices: dict[str, Slices]
     gathered: bool
-    """Whether it is sliced by output features, which are gathered; else by input features."""
+    """Whether it is sliced by output features, which are gathered, and not by input features."""
     parameter_bytes: int
     exchanged: list[SliceExchange] = field(default_factory=list)
     flops: int = 0
 
     @property
     def units(self) -> int:
-        """The largest number of ranks of which each gets a part."""
+        """The largest number of ranks of which each gets a part of every tensor."""
         return min(slices.most_ranks for slices in self.slices.values())
 
 
 def single_layers(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
-    """Return the ways to slice each weight alone that is used in plain products only, by name."""
+    """Return, by name, the ways to slice alone each weight that is used only in plain products.
+
+    If the trace is complete, the result includes weights that the forward pass does not use.
+    """
     products: dict[str, list[OpRecord]] = {}
     others: set[str] = set()
     for record in trace.records:
@@ -104,7 +107,7 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
 
 
 def _dim_of_product(weight: HeldTensor, wanted: Dim | None) -> int | None:
-    """Return the dim of a weight that a product uses; None if a view changed the dims before."""
+    """Return the index of a weight's dim that a product uses; None if a view changed the dims."""
     places = [n for n, dim in enumerate(weight.dims) if dim is wanted and dim]
     return places[0] if len(places) == 1 else None
 

@@ -1,10 +1,10 @@
 """Slices as lines of text by name patterns: `blocks.*.attention.qkv.weight: 0/3x256:64`.
 
 A line is `PATTERN: DIM/SECTIONS`. In a pattern `*` matches any characters between two dots.
-Sections are `TIMESxLENGTH:UNIT`, with commas between different ones; TIMES and UNIT are left out if
-they are 1. Without lengths (`0/3x:64`, `1`) the dim is divided evenly into sections. A
-trailing ` gather` means that the weight's product is gathered immediately; `whole` instead of
-DIM/SECTIONS keeps a tensor whole that a more general pattern would slice.
+Sections are `TIMESxLENGTH:UNIT`, separated by commas; TIMES and UNIT are left out if they are 1.
+Without lengths (`0/3x:64`, `1`) the dim is divided evenly into sections. A trailing ` gather` means
+that the weight's product is gathered immediately. `whole` instead of DIM/SECTIONS means that a
+tensor stays whole that a more general pattern would slice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, s
         others: names without a specification, which no pattern may match.
 
     Returns:
-        Specifications by pattern. All names that a pattern matches have the same one.
+        Specifications by pattern. All names that a pattern matches have the same specification.
     """
     everything = [*texts, *(name for name in others if name not in texts)]
     kinds: dict[str, list[str]] = {}
@@ -67,7 +67,10 @@ def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, s
 def _widest(
     name: str, text: str, texts: Mapping[str, str], kind: Sequence[str]
 ) -> tuple[str, set[str]]:
-    """Return the pattern, with the fewest stars, that matches most names with this text."""
+    """Return the pattern that matches the most names with this text, and these names.
+
+    Of equally good patterns, it is the first with the fewest stars.
+    """
     places = [match.span() for match in _NUMBER.finditer(name)]
     best, most = name, {name}
     for count in range(1, min(len(places), 4) + 1):
@@ -94,8 +97,8 @@ def read_lines(
 ) -> tuple[dict[str, Slices], frozenset[str]]:
     """Read the slices of a model's parameters and buffers from lines.
 
-    If several patterns match a name, the one with the fewest stars counts. A tied tensor needs a
-    line for one of its names.
+    If several patterns match a name, the pattern with the fewest stars counts. A tied tensor needs
+    a line for only one of its names.
 
     Args:
         lines: specifications by pattern.
@@ -143,7 +146,7 @@ def read_lines(
 
 
 def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
-    """Return the names of `keep`'s parameters and buffers, and of the modules' that it names.
+    """Return the names of the parameters and buffers that patterns name, directly or by a module.
 
     Args:
         keep: patterns of names of modules or tensors.
@@ -173,7 +176,7 @@ def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
 
 
 def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool]:
-    """Parse a specification of a tensor.
+    """Parse the specification of a tensor.
 
     Args:
         spec: the text.
@@ -184,7 +187,7 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
         The slices, and whether the weight's product is gathered immediately.
 
     Raises:
-        ConfigError: the text is no specification, or does not fit the shape.
+        ConfigError: the text is not a specification, or does not fit the shape.
     """
     match = _SPEC.fullmatch(spec.strip())
     if match is None:
@@ -223,7 +226,7 @@ def check_ranks(slices: Slices, ranks: int, where: str) -> None:
     """Refuse slices that leave a rank without a part.
 
     Raises:
-        ConfigError: with the largest number of ranks that fits.
+        ConfigError: some rank would have no part; the message has the largest number of ranks.
     """
     if slices.most_ranks >= ranks:
         return

@@ -42,7 +42,7 @@ def permuted(op: OpCall) -> list[Dims]:
 
 @axis_rule("expand", "broadcast_to", "expand_copy")
 def expanded_to(op: OpCall) -> list[Dims]:
-    """Rule of expanding dims of length 1, and of new first dims."""
+    """Rule of expanding dims of length 1 and of adding dims in front."""
     return [same_dims(op.results[0].shape, [op.dims_or_new(op.tensor("self"))])]
 
 
@@ -105,7 +105,7 @@ def sliced(op: OpCall) -> list[Dims]:
 
 @axis_rule("select", "unbind")
 def selected(op: OpCall) -> list[Dims]:
-    """Rule of functions that return single elements of a dim."""
+    """Rule of functions that select single indices of a dim."""
     tensor = op.tensor("self")
     dim = op.arg("dim", 0) % tensor.dim()
     dims = op.dims_or_new(tensor)
@@ -142,7 +142,7 @@ def stacked(op: OpCall) -> list[Dims]:
            "all", "logsumexp", "linalg_vector_norm", "norm", "argmax", "argmin", "max", "min",
            "median", "nansum", "aminmax", "count_nonzero")  # fmt: skip
 def reduced(op: OpCall) -> list[Dims]:
-    """Rule of reductions over some dims, or all."""
+    """Rule of reductions over some or all dims."""
     tensor = op.tensor("self")
     if isinstance(op.arg("other"), Tensor):
         return list(elementwise(op))
@@ -221,7 +221,7 @@ def over_places(op: OpCall) -> list[Dims]:
 
 @axis_rule("embedding")
 def looked_up(op: OpCall) -> list[Dims]:
-    """Rule of looking up rows of a table; a rank with some rows computes zeros for the others."""
+    """Rule of looking up rows of a table: a rank returns zeros for rows that it does not have."""
     table, indices = op.dims_or_new(op.tensor("weight")), op.tensor("indices")
     places = op.dims(indices) or tuple(new_dim(length) for length in indices.shape)
     op.summed.append(table[0])
@@ -297,7 +297,7 @@ def along_numbers(op: OpCall) -> list[Dims]:
             alike = dim_length(dims[n]) == length
             result_dims.append(dims[n] if alike else op.blocked_dim(length, why))
             continue
-        if dim_length(dims[n]) != length:  # `gather` may take fewer
+        if dim_length(dims[n]) != length:  # the index of `gather` may be shorter
             op.block(dims[n], why)
             result_dims.append(op.blocked_dim(length, why))
             continue
@@ -313,7 +313,7 @@ def along_numbers(op: OpCall) -> list[Dims]:
 
 @axis_rule("view_as_complex", "view_as_real")
 def as_complex(op: OpCall) -> list[Dims]:
-    """Rule of viewing pairs of real numbers as complex ones, or the reverse."""
+    """Rule of viewing pairs of real numbers as complex numbers, or the reverse."""
     tensor = op.tensor("self")
     dims = op.dims_or_new(tensor)
     if op.name == "view_as_real":

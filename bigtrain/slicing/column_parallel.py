@@ -1,8 +1,10 @@
 """Column-parallel linear layers: each rank computes some of the output features.
 
 The input is whole or, with sequence parallelism, gathered from sequence shards. Each rank computes
-a partial gradient of it. If one linear layer alone uses the input, the partial gradients are summed
-while the weight's gradient is computed; if several do (queries, keys, values), once for all.
+a partial gradient of the input. If only one linear layer uses the input, the partial gradients are
+summed over the ranks while the weight's gradient is computed. If several layers use the input
+(queries, keys, values), each rank adds up their partial gradients, and the ranks' results are then
+summed once.
 
 Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv
 2205.05198), section 4.2.2.
@@ -36,12 +38,13 @@ from bigtrain.slicing.slices import Slices
 def column_linear(x: Any, weight: Tensor, bias: Tensor | None, group: SliceGroup) -> Tensor:
     """Return this rank's output features of a linear layer.
 
-    Consecutive linear layers on one input gather it once forward and once backward.
+    Consecutive linear layers on one input gather the input once in the forward pass and once in
+    the backward pass.
 
     Args:
         x: (..., width), whole, or sliced along any dim but the last.
         weight: (local columns, width), a plain tensor.
-        bias: (local columns,), a plain tensor.
+        bias: (local columns,), a plain tensor; or None.
         group: the ranks.
 
     Returns:
@@ -51,7 +54,7 @@ def column_linear(x: Any, weight: Tensor, bias: Tensor | None, group: SliceGroup
     if dtype is not None:
         weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
     inputs = _gathered_input(x, dtype) if is_sliced(x) else _whole_input(x, dtype, group)
-    # In the backward pass a view's node tells whether its gradient is needed; a leaf's does not.
+    # In the backward pass a view's node shows whether its gradient is needed; a leaf's does not.
     weight, bias = weight.view_as(weight), bias if bias is None else bias.view_as(bias)
     of_weight = weight.requires_grad and torch.is_grad_enabled()
     if isinstance(inputs.shared, _RegatheredInput):
@@ -67,7 +70,7 @@ def forget_input(group: SliceGroup) -> None:
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast computes products in, or None."""
+    """Return the dtype in which autocast computes products; None if autocast does not apply."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return None
@@ -81,19 +84,19 @@ class _RegatheredInput(UseCount):
         super().__init__(group)
         self.slices = slices
         self.of_weights = 0
-        """Linear layers whose weight needs a gradient."""
+        """Number of linear layers whose weight needs a gradient."""
         self._left = 0
         self._begun: PendingExchange | None = None
         self._whole: Tensor | None = None
 
     def begin(self, part: Tensor) -> None:
-        """Start to gather the input, unless another layer has started that."""
+        """Start to gather the input, unless another layer has already started to."""
         if self._whole is None:
             self._begun = start_all_gather(part, self.slices, self.group)
             self._left = self.of_weights
 
     def whole(self) -> Tensor:
-        """Return the gathered input; the last layer that needs it drops it.
+        """Return the gathered input; the last layer that needs the input drops it.
 
         Raises:
             RuntimeError: `begin` was not called.
@@ -114,10 +117,11 @@ class _Input:
     whole: Tensor
     """The whole input. Its gradient is partial; the node behind it sums the ranks' gradients."""
     source: Tensor
-    """This rank's part of the input, in the layers' dtype. Its gradient is already summed."""
+    """The input, or this rank's part of a sliced one, in the layers' dtype. Its gradient is already
+    summed."""
     shared: UseCount
     of: weakref.ref[Tensor] | None = None
-    """The input itself: once the model drops it, no other layer can use it."""
+    """The sliced input: once the model drops it, no other layer can use the gathered input."""
     local: weakref.ref[Tensor] | None = None
     """This rank's part of the input, before any cast."""
     state: tuple[Any, ...] = ()
@@ -172,8 +176,8 @@ def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
 class _ColumnLinear(torch.autograd.Function):
     """A linear layer that saves this rank's part of its input, not the gathered whole.
 
-    If other layers use the input as well, it returns the partial gradient of `whole`; if it is the
-    only one, it returns the summed gradient of `source`.
+    If other layers use the input as well, the backward pass returns the partial gradient of
+    `whole_input`; otherwise it returns the summed gradient of `source`.
     """
 
     @staticmethod
@@ -186,7 +190,7 @@ class _ColumnLinear(torch.autograd.Function):
         shared: UseCount,
     ) -> Tensor:
         to_input, _, to_weight, _, _ = ctx.needs_input_grad
-        # Of a whole input the alias is saved: its owner may set other data on `source`.
+        # Of a whole input the alias is saved: the owner of `source` may set other data on it.
         saved = source if isinstance(shared, _RegatheredInput) else whole_input
         ctx.save_for_backward(saved if to_weight else None, weight if to_input else None)
         ctx.shared = shared
@@ -221,8 +225,8 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def _wanted(ctx: Any) -> list[bool]:
-    """Whether each gradient is needed: zero-bubble schedules may ask for inputs alone."""
-    nodes = [node for node, _ in ctx.next_functions]  # arguments that are no tensors have none
+    """Return which gradients are needed: zero-bubble schedules may compute inputs' alone."""
+    nodes = [node for node, _ in ctx.next_functions]  # arguments that are not tensors have no node
     nodes += [None] * (len(ctx.needs_input_grad) - len(nodes))
     return [
         needed and (node is None or _is_reached(node))
@@ -233,7 +237,7 @@ def _wanted(ctx: Any) -> list[bool]:
 def _is_reached(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch does not know it of a leaf in `autograd.grad`
+    except RuntimeError:  # torch raises this for a leaf in `autograd.grad`
         return True
 
 

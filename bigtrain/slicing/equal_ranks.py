@@ -51,7 +51,7 @@ def check_equal_ranks(state: Mapping[str, StateTensor], context: RunContext, ste
 
 
 def digest(tensor: StateTensor) -> str:
-    """Hash this rank's values of a tensor; a device's tensor is copied to the host in pieces."""
+    """Return a hash of this rank's values; a device's tensor is copied to the host in pieces."""
     values = tensor.values().contiguous().view(torch.uint8)
     return _combined(hash_piece(memoryview(piece.cpu().numpy())) for piece in _pieces(values))  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def _combined(parts: Iterable[str]) -> str:
 
 
 def _stream() -> Iterable[str]:
-    """Hash the states of torch's generators, which are equal on the ranks of a tp group."""
+    """Return hashes of the states of torch's generators, which a tp group's ranks must share."""
     states = [torch.get_rng_state()]
     if kind := devices.accelerator():
         states.append(devices.generator_states(kind)[torch.accelerator.current_device_index()])

@@ -1,4 +1,4 @@
-"""Collectives where sliced tensors meet whole ones, forward and backward.
+"""Collectives where sliced tensors meet whole tensors, forward and backward.
 
 A tensor is *whole* (equal on all ranks of the group, and so is its gradient), *sliced* (`Slices`;
 its gradient has the same slices) or *partial* (the whole is the sum over the ranks). A DTensor's
@@ -41,7 +41,7 @@ class TensorExchange:
 
 
 class ExchangeLog(list[TensorExchange]):
-    """The exchanges since the list was last cleared, and in `all` every exchange with its tick.
+    """The exchanges since the list was last cleared; `all` has every exchange, with its tick.
 
     Args:
         clock: returns the current tick.
@@ -78,7 +78,7 @@ class SliceGroup:
     """The ranks of the tp axis, seen from one of them."""
 
     rank: int
-    """This rank's place on the tp axis."""
+    """This rank's index on the tp axis."""
     size: int
     group: dist.ProcessGroup | None = None
     """The process group; None on fake tensors, where nothing is sent."""
@@ -97,16 +97,17 @@ class SliceGroup:
     exchanging: Callable[..., AbstractContextManager[None]] = field(
         default=_unwatched, compare=False, repr=False
     )
-    """Makes the context of an exchange; called with the tensors that the collective gets views of,
-    as a backend may keep these views, and so their storages, for some time after the exchange."""
+    """Returns the context that is entered during an exchange. The arguments are the tensors of
+    which the collective gets views: a backend may hold these views, and so their storages, for some
+    time after the exchange."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
-        """Return the group itself: copies of a module talk to the same ranks."""
+        """Return the group itself: copies of a module communicate with the same ranks."""
         del memo
         return self
 
     def note(self, kind: ExchangeKind, tensor: Tensor) -> None:
-        """Log an exchange; `tensor` is the whole one."""
+        """Log an exchange; `tensor` is the whole tensor."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
             # On fake tensors one iteration of a loop may represent many.
@@ -138,11 +139,11 @@ def copied_to_ranks(whole: Tensor, group: SliceGroup) -> Tensor:
 
 
 def copied_with_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, UseCount]:
-    """Return `copied_to_ranks(whole, group)`, and the number of uses of `whole` including this."""
+    """Return `copied_to_ranks(whole, group)`, and the count of the copy's uses, with this one."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole, UseCount(group)
-    # A parameter gets a copy per use: in a pipeline a later micro-batch would share the node of an
-    # earlier one, which its backward pass reaches only after fully_shard has reduced.
+    # A parameter gets a copy per use. In a pipeline a later micro-batch would otherwise share the
+    # node of an earlier one, and would reach the node only after fully_shard has reduced gradients.
     if isinstance(whole, torch.nn.Parameter):
         uses = UseCount(group)
         uses.count = 1
@@ -164,7 +165,7 @@ _KNOWN = "_bigtrain_to_all"
 
 
 def _is_of(result: Tensor, whole: Tensor) -> bool:
-    """Whether an earlier copy has the storage and the graph that the whole tensor has now."""
+    """Whether an earlier copy still has the storage and the graph of the whole tensor."""
     if result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
         return False  # setting `data` does not count the version up
     node: Any = result.grad_fn
@@ -175,13 +176,16 @@ def _is_of(result: Tensor, whole: Tensor) -> bool:
 
 
 def summed(partial: Tensor, group: SliceGroup) -> Tensor:
-    """Sum a partial tensor over the ranks; the gradient passes through."""
+    """Return the sum of a partial tensor over the ranks; the gradient passes through unchanged.
+
+    A contiguous tensor that is not a view is changed in place.
+    """
     result: Tensor = _Summed.apply(partial, group)
     return result
 
 
 def gathered(local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """Gather a sliced tensor that all ranks then use in the same way: the gradient is sliced."""
+    """Gather a sliced tensor that all ranks use in the same way; its gradient is sliced."""
     result: Tensor = _Gathered.apply(local, slices, group)
     return result
 
@@ -195,9 +199,9 @@ def scattered(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
 
 
 def gathered_with_partial_grad(local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """Gather a sliced tensor that each rank then uses with its slices of other tensors.
+    """Gather a sliced tensor that each rank uses with its slices of other tensors.
 
-    Each rank computes a partial gradient; a reduce-scatter makes it this rank's slices of the sum.
+    Each rank computes a partial gradient. A reduce-scatter returns this rank's slices of their sum.
     """
     result: Tensor = _GatheredWithPartialGrad.apply(local, slices, group)
     return result
@@ -230,8 +234,8 @@ class PendingExchange:
     Args:
         kind: the kind of exchange, for the log.
         group: the ranks. Without a process group nothing is sent.
-        sent: kept until `wait`, as a real collective keeps it, so that fake tensors show the same
-            memory.
+        sent: the input of the collective. It is referenced until `wait`, as in a real collective,
+            so that fake tensors show the same memory.
         received: where the collective writes its result.
         launch: starts the collective and returns torch's handle.
         finish: makes the result from the received tensor.
@@ -251,7 +255,7 @@ class PendingExchange:
         self._finish, self._sent, self._received = finish, [sent], [received]
         self._work: Any = None
         self._watch = ExitStack()
-        """Leaves `SliceGroup.exchanging` when the collective has ended, or has failed."""
+        """Exits the context of `SliceGroup.exchanging` when the collective has ended or failed."""
         if group.group is not None:
             with ExitStack() as watch:
                 watch.enter_context(group.exchanging(sent, received))
@@ -261,7 +265,7 @@ class PendingExchange:
         """Whether fake tensors simulate a backend that copies its input at the end, like gloo."""
 
     def wait(self) -> Tensor:
-        """Wait for the result, return it and drop all references to it. Call it only once."""
+        """Wait for the result, return it and drop all references to it. Can be called only once."""
         with self._watch:
             if self._work is not None:
                 self._work.wait()
@@ -330,7 +334,7 @@ def start_reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> 
 
 
 def _is_rank_major(slices: Slices, shape: Sequence[int], group: SliceGroup) -> bool:
-    """Whether the whole tensor, row-major, is the ranks' parts of this shape one after another."""
+    """Whether the ranks' parts of this shape, concatenated, are the whole tensor, row-major."""
     is_outermost = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
     return is_outermost and slices.total == shape[slices.dim] * group.size
 
@@ -364,7 +368,7 @@ class _CopiedToRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        if gradient is None:  # the only layer that uses it has summed the gradient: `_ColumnLinear`
+        if gradient is None:  # the only layer that uses the copy has summed it: `_ColumnLinear`
             return None, None
         return all_reduce(gradient.clone(), ctx.group), None
 

@@ -36,7 +36,7 @@ _LAYOUTS, _GROUP = "_bigtrain_slices", "_bigtrain_slice_group"
 
 
 class _Table(dict[str, Any]):
-    """A module's parameters or buffers by name; a look-up returns sliced ones as `SlicedTensor`.
+    """A module's parameters or buffers by name; a look-up wraps a sliced one in `SlicedTensor`.
 
     Iteration, as an optimizer or a checkpoint uses it, returns this rank's plain tensors.
     """
@@ -69,7 +69,7 @@ class SlicedModule(nn.Module):
     """Mixed into the class of each module that has sliced tensors."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; of a new value of a sliced buffer, this rank's slices are stored.
+        """Set an attribute; for a sliced buffer, store this rank's slices of the new value.
 
         Raises:
             ConfigError: the new value has another shape than the sliced buffer.
@@ -140,9 +140,9 @@ def slice_modules(
     The parameters themselves are not changed: see `slice_tensors`.
 
     Args:
-        model: a model with plain parameter names, or a stage of one.
+        model: a model with plain parameter names, or a pipeline stage of one.
         slices: by plain name, the slices of parameters and buffers; names that the model lacks are
-            skipped. For a tied tensor one of its names is enough.
+            skipped. One of the names of a tied tensor is enough.
         group: the ranks.
         gathered: names of weights whose product is gathered immediately, so that the following
             operations see a whole tensor.
@@ -199,7 +199,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sliced parameters and buffers of a model by name, tied ones once."""
+    """Yield the sliced parameters and buffers of a model by name, a tied tensor once."""
     seen = set()
     for name, tensor in _named_tensors(model):
         if name in slices and id(tensor) not in seen:
@@ -209,12 +209,12 @@ def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[t
 
 @torch.no_grad()
 def slice_tensors(model: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> None:
-    """Replace the values of whole parameters and buffers by this rank's slices."""
+    """Replace the data of whole parameters and buffers by copies of this rank's slices."""
     for name, tensor in sliced_tensors(model, slices):
         tensor.data = local_slices(tensor, slices[name], group)
 
 
 def local_slices(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """Copy this rank's slices of a whole tensor."""
+    """Return a contiguous copy of this rank's slices of a whole tensor."""
     part = slices.local(whole.detach(), group.rank, group.size)
     return part.clone(memory_format=torch.contiguous_format)

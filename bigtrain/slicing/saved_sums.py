@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SavedSums:
-    """Saves the sum over the ranks of a product that would be saved, and frees the product itself.
+    """Saves the sum over the ranks of a product instead of the partial product, which it frees.
 
     Args:
         is_saved: whether a storage (by its `_cdata`) is that of a saved product.
@@ -20,11 +20,11 @@ class SavedSums:
     def __init__(self, is_saved: Callable[[int], bool], save: Callable[[int], None]) -> None:
         self._is_saved, self._save = is_saved, save
         self._sums: dict[int, Tensor] = {}
-        """The sums, by the storage of the partial product, which has been emptied."""
+        """The sums, by the storage (`_cdata`) of the partial product, which has been emptied."""
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Look sums up here inside a `with` block: in the forward pass and its recomputation."""
+        """Set `SAVED_SUMS` to this object in a `with` block, for a pass or its recomputation."""
         token = SAVED_SUMS.set(self)
         try:
             yield
@@ -32,7 +32,7 @@ class SavedSums:
             SAVED_SUMS.reset(token)
 
     def sum_of(self, partial: Tensor, add_up: Callable[[], Tensor]) -> Tensor:
-        """Return the sum that `add_up` computes now, or computed in the first forward pass."""
+        """Return the sum that the first forward pass has saved, or else the result of `add_up`."""
         storage = partial.untyped_storage()
         known = self._sums.pop(storage._cdata, None)
         if known is not None:
@@ -46,4 +46,4 @@ class SavedSums:
 
 
 SAVED_SUMS: ContextVar[SavedSums | None] = ContextVar("saved_sums", default=None)
-"""Where sums are looked up now; None outside of recomputed blocks."""
+"""The object in which sums are looked up; None outside of recomputed blocks."""

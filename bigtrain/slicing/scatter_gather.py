@@ -36,14 +36,14 @@ class Crossing:
 
     @property
     def scatter_group(self) -> SliceGroup | None:
-        """The tp ranks that scatter a tensor all of them have; None if it is sent whole."""
+        """The tp ranks that scatter a tensor that they all have; None if it is sent whole."""
         return self.group if self.is_between_ranks else None
 
     def sequence_shard(self, whole: Tensor) -> tuple[Slices, SliceGroup] | None:
-        """Return how a tensor that is sent as sequence shards is sliced; None for any other tensor.
+        """Return the slices and ranks of a tensor that is sent as sequence shards, or else None.
 
-        Only tensors with a gradient, activations, are sent so: every layer needs the whole of a
-        mask or of a table of positions, and would gather it.
+        Only tensors with a gradient, which are activations, are sent as shards. Every layer needs a
+        mask or a table of positions whole, and would have to gather it.
 
         Args:
             whole: a meta tensor with the shape that both stages know.
@@ -55,7 +55,7 @@ class Crossing:
 
 
 def scattered_bytes(nbytes: int, ranks: int) -> int:
-    """Return the bytes that the first of the ranks sends of a tensor of `nbytes`."""
+    """Return the bytes that the first of `ranks` tp ranks sends of a tensor of `nbytes` bytes."""
     return nbytes if nbytes < MIN_SCATTERED_BYTES else -(-nbytes // ranks)
 
 
@@ -69,7 +69,7 @@ def sent_meta(whole: Tensor, group: SliceGroup | None) -> Tensor:
 
 
 def scatter_boundary(whole: Tensor, group: SliceGroup | None) -> Tensor:
-    """Return a copy of this rank's part of a contiguous tensor that all ranks have."""
+    """Return a copy of this rank's part of a tensor that all ranks have; a small tensor itself."""
     if group is None or not _is_scattered(whole):
         return whole
     part: Tensor = _ScatterBoundary.apply(whole, group)
@@ -80,7 +80,7 @@ def gather_boundary(part: Tensor, whole: Tensor, group: SliceGroup | None) -> Te
     """Gather the tensor of which each rank has received its part.
 
     Args:
-        part: a tensor of the shape of `sent_meta`.
+        part: a tensor of the shape of `sent_meta`; the result itself if it was sent whole.
         whole: shape and dtype of the whole tensor, on the meta device.
         group: the ranks.
     """
@@ -104,7 +104,7 @@ def _local_part(whole: Tensor, group: SliceGroup) -> Tensor:
 
 
 def _whole(part: Tensor, shape: torch.Size, group: SliceGroup) -> Tensor:
-    """Gather all parts; as bytes, for not every backend gathers every dtype."""
+    """Gather all parts as bytes, because not every backend gathers every dtype."""
     size = part.element_size()
     slices = Slices.even(0, shape.numel() * size, unit=size)
     gathered = all_gather(part.contiguous().view(torch.uint8), slices, group)

@@ -23,8 +23,9 @@ from bigtrain.slicing.slices import Slices
 def sequence_slices(whole: Tensor, group: SliceGroup, dim: int | None = None) -> Slices | None:
     """Return how a tensor is sharded along the sequence, or None if it stays whole.
 
-    It stays whole if the group does not shard sequences, if it has fewer than three dims, or if its
-    sequence is shorter than the number of ranks.
+    A tensor stays whole if the group does not shard sequences, if the tensor has fewer than three
+    dims, if its sequence dim is its last dim, or if the sequence is shorter than the number of
+    ranks.
 
     Args:
         whole: (batch, sequence, width), or with more dims.
@@ -44,13 +45,14 @@ def sequence_slices(whole: Tensor, group: SliceGroup, dim: int | None = None) ->
 def sum_partials(
     partial: Tensor, group: SliceGroup, dim: int | None = None, rows: tuple[int, ...] = ()
 ) -> Any:
-    """Return the sum of partial tensors, whole or sharded as `sequence_slices` says.
+    """Return the sum of partial tensors, whole or sharded as `sequence_slices` returns.
 
     Args:
         partial: (batch, sequence, width), or with more dims; or a matrix.
         group: the ranks.
         dim: see `sequence_slices`.
-        rows: the dims that the first dim of a matrix was flattened from, if they are known.
+        rows: the lengths of the dims from which the first dim of a matrix was flattened; empty if
+            they are not known.
     """
     if rows and group.sequence_dim is not None:
         return sum_partials(partial.view(*rows, -1), group, dim).flatten(0, len(rows) - 1)

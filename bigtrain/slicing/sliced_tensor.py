@@ -1,9 +1,9 @@
 """A tensor with the shape of the whole tensor; each rank of the tp axis holds slices of it.
 
-`SlicedTensor` has the whole shape, so a model's code runs unchanged. A table of rules (`rule`) says
-what each torch function does with one; rules compute with plain tensors, this rank's slices, so
+`SlicedTensor` has the whole shape, so a model's code runs unchanged. A rule (`rule`) defines what a
+torch function does with sliced tensors. Rules compute with plain tensors, this rank's slices, so
 autograd, hooks and memory trackers see only plain tensors. A function without a rule is called with
-whole tensors: the result is right and costs a gather, which is counted.
+whole tensors: the result is right but costs a gather, which `SliceGroup.gathers` counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from bigtrain.slicing.exchange import (
 from bigtrain.slicing.slices import Slices
 
 TensorRule = Callable[..., Any]
-"""Called with the function's arguments; returns `NotImplemented` if whole tensors are needed."""
+"""Called with the function's arguments; returns the result, or `NotImplemented` if the function
+needs whole tensors."""
 _RULES: dict[Any, TensorRule] = {}
 _raw = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -48,7 +49,7 @@ def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
 
 
 def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """A decorator like `rule`; the rule gets the called torch function as its first argument."""
+    """A decorator like `rule`, for a rule whose first argument is the called torch function."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:
@@ -83,16 +84,16 @@ class SlicedTensor(torch.Tensor):
     gathers: bool = False
     """Whether this is a weight whose product is gathered immediately."""
     rows: tuple[int, ...] = ()
-    """If this is a matrix that views more dims, those from which its first dim was flattened."""
+    """The lengths of the dims that were flattened to this matrix's first dim; empty if unknown."""
     whole_copies: list[_WholeCopy]
-    """Gathered copies of which functions without a rule returned views. Tensors that share memory
-    share this list."""
+    """Gathered copies of this tensor of which functions without a rule have returned views. Sliced
+    tensors that share memory share this list."""
 
     @staticmethod
     def __new__(
         cls, local: Tensor, slices: Slices, group: SliceGroup, shape: Sequence[int]
     ) -> SlicedTensor:
-        """Make a whole tensor from this rank's slices.
+        """Wrap this rank's slices in a tensor of the whole shape.
 
         Args:
             cls: this class.
@@ -105,7 +106,7 @@ class SlicedTensor(torch.Tensor):
         self: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        if local.requires_grad:  # autograd uses `local`; a gradient of this would be lost
+        if local.requires_grad:  # autograd uses `local`; a gradient of the wrapper would be lost
             with _raw():
                 _set_hooks(self, _HOOKS)
         self.local, self.slices, self.group, self.whole_copies = local, slices, group, []
@@ -113,7 +114,7 @@ class SlicedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, local: Tensor, slices: Slices, group: SliceGroup) -> SlicedTensor:
-        """Make a whole tensor from this rank's slices, of the shape that follows from them."""
+        """Wrap this rank's slices in a tensor whose whole shape is computed from them."""
         shape = list(local.shape)
         shape[slices.dim] = slices.total
         return cls(local, slices, group, shape)
@@ -129,18 +130,18 @@ class SlicedTensor(torch.Tensor):
         return self.slices.dim - self.dim()
 
     def like(self, local: Tensor, dim: int | None = None) -> SlicedTensor:
-        """Return a tensor with the same sections, along the same dim or another."""
+        """Return a sliced tensor of `local`, with the same sections along the same dim or `dim`."""
         return self.derived(local, self.slices if dim is None else self.slices.at(dim))
 
     def derived(
         self, local: Tensor, slices: Slices, shape: Sequence[int] | None = None
     ) -> SlicedTensor:
-        """Return the result of a function of this tensor, which may be a view of it.
+        """Return the sliced result of a function of this tensor; it may be a view of the tensor.
 
         Args:
             local: this rank's slices of the result.
             slices: the slices of the result.
-            shape: the shape of the whole result; None to compute it.
+            shape: the shape of the whole result; None to compute it from `local` and `slices`.
         """
         if shape is None:
             result = SlicedTensor.of(local, slices, self.group)
@@ -151,11 +152,11 @@ class SlicedTensor(torch.Tensor):
         return result
 
     def whole(self) -> Tensor:
-        """Gather the whole tensor, which all ranks then use in the same way."""
+        """Gather the whole tensor, which all ranks must use in the same way. Collective."""
         return gathered(local_of(self), self.slices, self.group)
 
     def change(self, local: Tensor) -> SlicedTensor:
-        """Take the result of an in-place function as this tensor's slices."""
+        """Store the result of an in-place function as this tensor's slices; return the tensor."""
         self.local = local
         _agree(self.whole_copies)
         with _raw():
@@ -165,7 +166,7 @@ class SlicedTensor(torch.Tensor):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        """Copy the slices; the group of ranks is the same."""
+        """Return a copy of the slices with the same group of ranks."""
         return self.like(copy.deepcopy(self.local, memo))
 
     @classmethod
@@ -176,7 +177,7 @@ class SlicedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the rule of a function; without a rule, the function with whole tensors."""
+        """Call the rule of a function, or the function with whole tensors if no rule applies."""
         del types
         named = dict(kwargs or {})
         how = _RULES.get(func)
@@ -195,7 +196,7 @@ class SlicedTensor(torch.Tensor):
         """Refuse an operation that bypassed the rules: the wrapper itself has no values.
 
         Raises:
-            ConfigError: with the operation.
+            ConfigError: always; the message names the operation.
         """
         del types, args, kwargs
         raise ConfigError(
@@ -205,7 +206,7 @@ class SlicedTensor(torch.Tensor):
 
 
 def _by_rule(how: TensorRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a rule; NotImplemented if its signature does not fit the call."""
+    """Call a rule; return `NotImplemented` if its signature does not fit the call."""
     try:
         return how(*args, **kwargs)
     except TypeError as error:
@@ -215,10 +216,11 @@ def _by_rule(how: TensorRule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def local_of(sliced: SlicedTensor) -> Tensor:
-    """Return this rank's slices of a sliced tensor.
+    """Return this rank's slices of a sliced tensor, including in-place changes of whole copies.
 
     Raises:
-        ConfigError: a custom autograd function of the model returned it: gradients would be lost.
+        ConfigError: a custom autograd function of the model returned the tensor, so that its
+            gradient would be lost.
     """
     with _raw():
         node = _grad_fn(sliced)
@@ -240,7 +242,7 @@ def is_sliced(value: Any) -> bool:
 
 
 def whole_of(value: Any) -> Any:
-    """Gather the sliced tensors in any structure."""
+    """Return a structure with its sliced tensors gathered. Collective if there are any."""
     return tree_map(
         lambda leaf: leaf.whole() if is_sliced(leaf) else leaf, value, is_leaf=is_sliced
     )
@@ -264,9 +266,9 @@ def _version(tensor: Tensor) -> int:
 
 
 class _WholeCopy:
-    """A gathered copy of a sliced tensor, kept because views of it exist.
+    """A gathered copy of a sliced tensor, stored because views of the copy exist.
 
-    After an in-place change of the copy or of this rank's slices, the other must be updated.
+    An in-place change of the copy must be written to this rank's slices, and the reverse.
     """
 
     def __init__(self, sliced: SlicedTensor) -> None:
@@ -302,7 +304,7 @@ def _agree(whole_copies: list[_WholeCopy]) -> None:
     """Make a rank's slices and their whole copies equal again after an in-place change.
 
     Raises:
-        ConfigError: two were changed, and it is not known in which order.
+        ConfigError: several of them were changed, and it is not known in which order.
     """
     changed = [whole_copy for whole_copy in whole_copies if whole_copy.is_changed]
     if len(changed) + any(whole_copy.is_older for whole_copy in changed) > 1:
@@ -320,7 +322,7 @@ def _agree(whole_copies: list[_WholeCopy]) -> None:
 
 
 def shares_memory(value: Any, whole: Tensor) -> bool:
-    """Whether a value is this tensor, or a view of it."""
+    """Whether a value is `whole`, or a strided tensor with the same storage."""
     if value is whole:
         return True
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
@@ -333,10 +335,10 @@ def _has_view(result: Any, whole: Tensor) -> bool:
 
 
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with gathered tensors; sliced tensors follow its in-place changes.
+    """Call a function with gathered tensors, and write its in-place changes to the slices.
 
     Raises:
-        ConfigError: it changes the shape or the dtype of one in place.
+        ConfigError: the function changes the shape or the dtype of a sliced tensor in place.
     """
     name = _name(func)
     copies: dict[int, tuple[SlicedTensor, _WholeCopy]] = {}
@@ -399,13 +401,13 @@ def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
 
 
 def matching_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
-    """Return an operand's part that goes with slices of another operand in a pointwise function.
+    """Return an operand's part that matches slices of another operand in a pointwise function.
 
     Args:
         value: the operand; anything but a tensor is returned as it is.
         slices: the slices of the other operand.
-        dim: the sliced dim, counted from the last one (-1). An operand that is broadcast along it
-            is returned whole.
+        dim: the sliced dim, counted from the last dim (-1). An operand that is broadcast along the
+            sliced dim is returned whole.
         group: the ranks.
     """
     if not isinstance(value, Tensor):

@@ -18,12 +18,12 @@ class SliceSection(NamedTuple):
     """Consecutive elements of a dim that are divided over the ranks independently of the rest."""
 
     length: int
-    """Elements; a multiple of `unit`."""
+    """Number of elements; a multiple of `unit`."""
     unit: int = 1
-    """Elements that stay on one rank: those of an attention head."""
+    """Number of consecutive elements that stay on one rank, such as those of an attention head."""
 
     def part(self, rank: int, size: int) -> tuple[int, int]:
-        """Return where a rank's part begins in the section, and its length."""
+        """Return where a rank's part begins in the section, and the length of the part."""
         few, more = divmod(self.length // self.unit, size)
         begin = rank * few + min(rank, more)
         return begin * self.unit, (few + (rank < more)) * self.unit
@@ -63,7 +63,7 @@ class Slices:
         return Slices(dim, self.sections)
 
     def parts(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return, for each section, where a rank's part begins in the whole dim, and its length."""
+        """Return, for each section, the begin of a rank's part in the whole dim and its length."""
         parts, begin = [], 0
         for section in self.sections:
             offset, length = section.part(rank, size)
@@ -76,7 +76,7 @@ class Slices:
         return self.sections == other.sections or _same(self, other, size)
 
     def length(self, rank: int, size: int) -> int:
-        """Return the elements that a rank holds along the dim."""
+        """Return the number of elements that a rank holds along the dim."""
         return sum(length for _, length in self.parts(rank, size))
 
     def local_shape(self, shape: Sequence[int], rank: int, size: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class Slices:
         return tuple(local_length if dim == self.dim else n for dim, n in enumerate(shape))
 
     def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Return a rank's part of a whole tensor: a view if there is one section."""
+        """Return a rank's part of a whole tensor: a view if there is one section, else a copy."""
         pieces = [whole.narrow(self.dim, *part) for part in self.parts(rank, size)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
@@ -129,7 +129,7 @@ def _same(one: Slices, other: Slices, size: int) -> bool:
 
 
 def _joined(slices: Slices, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return a rank's parts, with adjacent ones joined."""
+    """Return a rank's parts (begin, length), with adjacent parts joined."""
     joined: list[tuple[int, int]] = []
     for begin, length in slices.parts(rank, size):
         if joined and sum(joined[-1]) == begin:
@@ -171,7 +171,11 @@ _MOST_SECTIONS = 4096
 
 
 def _with_period(flat: list[SliceSection], period: int, wanted: int) -> list[SliceSection] | None:
-    """Return sections that repeat every `period` elements as ones that repeat every `wanted`."""
+    """Return sections that repeat every `period` elements as sections that repeat every `wanted`.
+
+    Returns:
+        None if the sections cannot be divided into equal repeats, or would be too many.
+    """
     if wanted % period == 0:
         times = wanted // period
         return flat * times if times * len(flat) <= _MOST_SECTIONS else None

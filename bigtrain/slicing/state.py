@@ -1,4 +1,4 @@
-"""Which tensors of a model are sliced, and what that means for its state and gradient norm."""
+"""Which tensors of a model are sliced; the state and the gradient norm of a sliced model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelSlices:
     """How a model is sliced: equal on all ranks, and known before they connect."""
 
     by_name: Mapping[str, Slices] = field(default_factory=dict)
-    """Slices of parameters and buffers, of tied ones under each of their names."""
+    """Slices of parameters and buffers; a tied tensor is listed under each of its names."""
     gathered: frozenset[str] = frozenset()
     """Sliced weights whose product is gathered immediately, so that it is whole afterwards."""
     size: int = 1
@@ -28,7 +28,7 @@ class ModelSlices:
     sequence_dim: int | None = None
     """The dim of activations (batch, seq, width) that is sharded between linear layers, or None."""
     lines: Mapping[str, str] = field(default_factory=dict)
-    """`strategy.slice.slices` as a user would write it: specifications by name patterns."""
+    """The slices as a user would write `strategy.slice.slices`: specifications by name pattern."""
     whole_reasons: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, with the reason."""
 
@@ -54,8 +54,8 @@ class ModelSlices:
         """Return the slices as one rank sees them.
 
         Args:
-            rank: its place on the tp axis.
-            group: the ranks of the axis; None to send nothing.
+            rank: the index of the rank on the tp axis.
+            group: the process group of the axis; None to send nothing.
             options: further fields of `SliceGroup`.
         """
         return SlicedState(
@@ -104,7 +104,7 @@ class SlicedState:
         slices = self.by_name.get(parameter_name)
         if slices is None or len(shapes[name]) <= slices.dim:
             return None
-        # Optimizer state of another shape than its parameter is a step count.
+        # Optimizer state whose shape is not that of its parameter is a step count.
         return (
             slices if shapes.get(f"model.{parameter_name}", shapes[name]) == shapes[name] else None
         )
@@ -155,7 +155,7 @@ class SlicedState:
         return parts
 
     def norm(self, sliced: Tensor, whole: Tensor) -> Tensor:
-        """Return the norm of all gradients; whole ones count once. Collective.
+        """Return the norm of all gradients (0-dim); a whole gradient counts once. Collective.
 
         Args:
             sliced: 0-dim, the norm of this rank's parts of sliced gradients.

@@ -1,5 +1,5 @@
-"""Whether more ranks are faster, and from which batch or bandwidth on: `bigtrain speedup`.
+"""Find out whether more ranks are faster, and from which batch or bandwidth: `bigtrain speedup`.
 
-Decides: what counts as computation and what as synchronisation; the inequality of synchronous SGD
-and its solutions.
+Decides which seconds of a step count as computation and which as synchronisation; the inequality of
+synchronous SGD and its solutions.
 """

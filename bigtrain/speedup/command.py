@@ -1,4 +1,4 @@
-"""`bigtrain speedup`: whether more ranks are faster, and from which batch or bandwidth on."""
+"""`bigtrain speedup`: find out whether more ranks are faster, and from which batch or bandwidth."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ from bigtrain.speedup.show import SpeedupRow, speedup_table, threshold_lines
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, predict, solve, show; returns the exit status.
+    """Run `bigtrain speedup` and return the exit status.
 
-    The status is 0 if at least one strategy ran on several ranks, 1 if none did, 2 if the user's
-    input is at fault, 130 after Ctrl-C.
+    The status is 0 if at least one strategy ran on several ranks, 1 if none did, and 130 after
+    Ctrl-C.
+
+    Raises:
+        ConfigError: an option is wrong, or see `Trial`.
     """
     options = speedup_arguments(arguments)
     if options.picture is not None and Path(options.picture).suffix not in (".svg", ".png"):
@@ -74,11 +77,11 @@ def main(arguments: list[str]) -> int:
 
 
 class Trial:
-    """All strategies on all numbers of ranks.
+    """Measures and predicts all strategies on all numbers of ranks.
 
     Args:
         options: the options of the command line.
-        cluster: its figures predict; None for those of this machine.
+        cluster: the cluster for which steps are predicted; None for this machine.
 
     Raises:
         ConfigError: a strategy is unknown or cuts the model, or there are fewer than two ranks.
@@ -111,7 +114,15 @@ class Trial:
         self.samples = len(self._first.setup.data.train)
 
     def run(self, folder: Path) -> None:
-        """Measure one process, then every strategy; solve the inequality for each."""
+        """Measure one process, then every strategy, and solve the inequality for each strategy.
+
+        Args:
+            folder: an existing folder for the files of the runs.
+
+        Raises:
+            BigtrainError: the run of one process failed. If a run of a strategy fails, its row has
+                the reason.
+        """
         batch = self._first.setup.plan.batch
         other_rows = batch.micro_size // 2 or 2
         times = batch.accumulation_steps
@@ -155,7 +166,7 @@ class Trial:
         return SpeedupRow(label, ranks, measured, predicted)
 
     def _predict(self, label: str) -> None:
-        """Add rows for numbers of ranks that are only predicted."""
+        """Add rows for the numbers of ranks that are predicted and were not measured."""
         run = {row.ranks for row in self.rows if row.strategy == label}
         for ranks in FORECAST_RANKS:
             if ranks in run:
@@ -168,7 +179,7 @@ class Trial:
             self.rows.append(row)
 
     def _solve(self, label: str) -> None:
-        """Solve the inequality for the most ranks that were measured, and the most predicted."""
+        """Solve the inequality for the most measured and the most predicted ranks of a strategy."""
         rows = [row for row in self.rows if row.strategy == label]
         forecaster = self._forecasters[label]
         measured = [row.measured for row in rows if row.measured is not None]
@@ -193,10 +204,10 @@ class Trial:
             }
 
     def _measure(self, folder: Path, name: str, ranks: int, request: TimingRequest) -> StepTiming:
-        """Run `bigtrain/speedup/measure.py`.
+        """Run `bigtrain/speedup/measure.py`, and return its figures.
 
         Raises:
-            BigtrainError: it failed; a `ConfigError` if it was refused.
+            BigtrainError: the run failed. It is a `ConfigError` if the run was refused.
         """
         folder.mkdir()
         (folder / "request.json").write_text(json.dumps(asdict(request)) + "\n", "utf-8")
@@ -218,7 +229,11 @@ class Trial:
         return timing
 
     def document(self, *, stopped: bool) -> dict[str, Any]:
-        """The content of speedup.json."""
+        """Return the content of speedup.json, as JSON values.
+
+        Args:
+            stopped: whether the user ended the measurement early.
+        """
         batch = self._first.setup.plan.batch
         per_worker = batch.micro_size * batch.accumulation_steps
         alone = self._alone
@@ -241,7 +256,12 @@ class Trial:
         }
 
     def show(self, title: str, folder: Path) -> None:
-        """Print the table and the solutions of the inequality."""
+        """Print the table and the solutions of the inequality.
+
+        Args:
+            title: the title of the table.
+            folder: the folder of speedup.json.
+        """
         console = Console() if sys.stdout.isatty() else Console(width=150)
         console.print(speedup_table(self.rows, title, self.samples))
         named = "this machine" if self._cluster is None else self._cluster.name
@@ -276,7 +296,9 @@ def _most_ranks(wanted: int | None, device: str) -> int:
 
 
 def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> list[str]:
-    """The words of a worker's batch: that of the job on the most ranks, with the first strategy.
+    """Return overrides of the job that fix the batch of a worker.
+
+    It is the batch of a worker in the job on the most ranks, with the first strategy.
 
     Raises:
         ConfigError: a strategy is unknown, is refused, or cuts the model.
@@ -302,7 +324,7 @@ def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> li
 
 
 def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], SyncStep]:
-    """Return the forecaster's steps, corrected by the measured step of the most ranks."""
+    """Return a function that predicts steps, corrected by the measured step of the most ranks."""
     known = forecaster.step(last.ranks).exposed
     scale = max(0.0, last.exposed) / known if known > 0 else 1.0
 
@@ -315,7 +337,7 @@ def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], 
 
 
 def _rank_counts(step: SyncStep, cluster: Cluster | None) -> list[int]:
-    """The numbers of ranks to try: more than the servers, and no more than there are links for."""
+    """Return the numbers of ranks to try: more than the servers, and at most those with links."""
     most = candidates()[-1]
     if cluster is not None and cluster.between is None:
         most = cluster.node.devices

@@ -1,4 +1,4 @@
-"""The predicted seconds of a step on any number of ranks, by a cluster's figures."""
+"""Predict the seconds of a step on any number of ranks from the figures of a cluster."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from bigtrain.timing.step_time import StepTimer
 FORECAST_RANKS = (2, 4, 8, 16)
 """The numbers of ranks that are predicted for a cluster file."""
 LARGEST_TRIED = 4096
-"""The search for the smallest number of ranks that pays ends here."""
+"""The largest number of ranks that is tried in the search for the smallest number that pays."""
 
 
 class StepForecaster:
-    """Predicts steps of one strategy; the samples of a worker do not depend on their number.
+    """Predicts the steps of one strategy on any number of ranks, with equal samples on each worker.
 
     Args:
-        job: a job with the strategy, with a micro-batch size and accumulation, and no global batch
-            size.
-        cluster: the figures; None for this machine's, which are measured if none are cached.
+        job: a job with the strategy, with a micro-batch size and accumulation, and without a global
+            batch size.
+        cluster: the cluster; None for this machine, whose rates are measured if none are cached.
         most: the largest number of ranks that runs on this machine.
 
     Raises:
-        ConfigError: the model's seconds cannot be predicted, or the job cannot run.
+        ConfigError: the seconds of the model's steps cannot be predicted, or the job cannot run.
     """
 
     def __init__(self, job: Job, cluster: Cluster | None, most: int) -> None:
@@ -49,7 +49,7 @@ class StepForecaster:
         plan = make_plan(job, most, self._kind)
         self.setup: RunSetup = open_setup(job, plan)
         self.is_local = self._here or has_device(base.device.kind, base.device.name)
-        """Whether the figures describe this machine's device."""
+        """Whether the figures of the cluster are for a device that this machine has."""
         at_once = min(most, self._cores if self._here else base.node.devices)
         self._clock = RunClock(
             job,
@@ -61,10 +61,11 @@ class StepForecaster:
         )
 
     def cluster_of(self, ranks: int) -> Cluster:
-        """Return the figures for a number of ranks.
+        """Return the cluster with the figures for a number of ranks.
 
-        On this machine every rank is given as many cores as it has when the most ranks run, also
-        if fewer run. More ranks than the machine has room for are given cores of the same speed.
+        A cluster file is not changed. On this machine, every rank has as many cores as when the
+        most ranks run, also if fewer run. For more ranks than run on this machine, cores of the
+        same speed are added.
         """
         if not self._here:
             return self._base
@@ -88,10 +89,13 @@ class StepForecaster:
         )
 
     def step(self, ranks: int) -> SyncStep:
-        """Predict a step; `exposed` is the planner's exchange, `compute` is the rest.
+        """Predict a step on a number of ranks.
+
+        Its `exposed` is the predicted `StepSeconds.exchange`, and its `compute` is the rest.
 
         Raises:
-            ConfigError: the technique refuses so many ranks, or the cluster has no link for them.
+            ConfigError: a technique refuses this number of ranks, or the cluster has no links
+                between nodes for them.
         """
         plan, cluster = self._plan(ranks), self.cluster_of(ranks)
         if cluster.between is None and ranks > cluster.node.devices:
@@ -115,7 +119,7 @@ class StepForecaster:
 
     @cached_property
     def alone(self) -> float:
-        """Seconds of a step of one process with a worker's samples."""
+        """The predicted seconds of a step of one process with the samples of one worker."""
         single = override_job(self._job, ["strategy=single", "mesh.dp=-1"])
         plan = make_plan(single, 1, self._kind)
         return self._clock.seconds_of(plan, StepTimer(self.cluster_of(1))).total
@@ -123,7 +127,8 @@ class StepForecaster:
     def messages(self, ranks: int) -> list[tuple[CommOp, int, int]]:
         """Return the exchanges of one step among all ranks: kind, bytes of all, number of them.
 
-        The list is empty if an exchange is among fewer ranks: it cannot be replayed.
+        The list is empty if any exchange is among fewer ranks or is of another kind, because it
+        cannot be replayed.
         """
         plan = self._plan(ranks)
         messages: list[tuple[CommOp, int, int]] = []
@@ -139,7 +144,7 @@ class StepForecaster:
         return messages
 
     def bandwidth(self, ranks: int) -> float:
-        """Return the bytes per second of the slowest link between so many ranks."""
+        """Return the bytes per second of the slowest link between a number of ranks."""
         cluster = self.cluster_of(ranks)
         link = cluster.inside
         if ranks > cluster.node.devices and cluster.between is not None:
@@ -151,13 +156,20 @@ class StepForecaster:
 
 
 def counts(most: int) -> list[int]:
-    """Return the powers of two from 2 on, and the largest number of ranks."""
+    """Return the numbers of ranks to measure: the powers of two from 2, and the largest number.
+
+    Args:
+        most: the largest number of ranks.
+    """
     powers = [2**n for n in range(1, most.bit_length())]
     return sorted({*powers, most})
 
 
 def candidates() -> Sequence[int]:
-    """Return the numbers of ranks to try: all up to 64, then each an eighth more than the last."""
+    """Return the numbers of ranks to try: 2 to 64, then each an eighth more than the one before.
+
+    The last number is `LARGEST_TRIED`.
+    """
     numbers = [*range(2, 65)]
     while numbers[-1] < LARGEST_TRIED:
         numbers.append(min(LARGEST_TRIED, numbers[-1] * 9 // 8))

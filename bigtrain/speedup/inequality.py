@@ -1,9 +1,9 @@
 """When R ranks are faster than one: the inequality of synchronous SGD, and its solutions.
 
-R ranks process R B samples in a step of T_comp + T_sync seconds, one rank processes B in T_comp. An
-epoch of N samples then takes N/(R B) (T_comp + T_sync) and N/B T_comp: more ranks pay if the first
-is smaller. Ranks of one machine may compute more slowly together than one of them alone, so T_comp
-has two values here, and the inequality is
+R ranks process R B samples in a step of T_comp + T_sync seconds, and one rank processes B samples
+in T_comp seconds. So an epoch of N samples takes N/(R B) (T_comp + T_sync) seconds on R ranks and
+N/B T_comp on one. More ranks pay if the first time is shorter. Ranks of one machine may compute
+more slowly together than one rank alone, so T_comp has two values here, and the inequality is
 
     T_comp(R) + T_sync(R) < R T_comp(1).
 
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Seconds of a step's computation on one rank alone, as a linear function of its samples."""
+    """The seconds of computing a step on one rank alone, as a linear function of its samples."""
 
     fixed: float
-    """Seconds that do not depend on the batch: the optimizer, and issuing operations."""
+    """The seconds that do not depend on the batch: the optimizer, and issuing operations."""
     per_sample: float
-    """Seconds of each sample."""
+    """The seconds of each sample."""
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> ComputeCost | None:
@@ -48,59 +48,64 @@ class SyncStep:
 
     ranks: int
     workers: int
-    """The ranks that compute: all except servers."""
+    """The number of ranks that compute: all except servers. It is R in the inequality."""
     batch: int
-    """Samples of each worker in a step (B)."""
+    """The samples of each worker in a step (B)."""
     alone: float
-    """T_comp(1): computation of one worker while no other rank computes."""
+    """T_comp(1): the computation of one worker while no other rank computes."""
     compute: float
-    """T_comp(R): computation of a worker while the others compute, too."""
+    """T_comp(R): the computation of a worker while the other workers compute, too."""
     exposed: float
     """T_sync: the rest of the step. It includes waiting for slower ranks, but no exchange that
-    overlaps with the backward pass. It is negative if sharing the update saves more time."""
+    overlaps with the backward pass. It is negative if dividing the optimizer's step among the ranks
+    saves more time than the exchanges take."""
     whole: float | None = None
-    """The step's messages one after the other without computation; None if unknown."""
+    """All messages of the step, one after the other, without computation; None if unknown."""
     latency: float = 0.0
     """The part of `whole` that messages without content would take."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """The seconds of the whole step."""
         return self.compute + self.exposed
 
     @property
     def speedup(self) -> float:
-        """Samples per second, divided by those of one rank."""
+        """The samples per second of all ranks, divided by those of one rank."""
         return self.workers * self.alone / self.seconds
 
     @property
     def pays(self) -> bool:
-        """Whether the inequality holds."""
+        """Whether the inequality holds, so that more ranks are faster than one."""
         return self.speedup > 1
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a worker computes while others compute: 1 on separate cores."""
+        """T_comp(R) / T_comp(1): 1 if ranks do not share cores."""
         return self.compute / self.alone
 
     @property
     def break_even(self) -> float:
-        """The largest T_sync with which the ranks pay, in seconds; 0 or less if none does."""
+        """The T_sync, in seconds, below which more ranks pay; 0 or less if none is short enough."""
         return self.workers * self.alone - self.compute
 
     def epoch_seconds(self, samples: int) -> float:
-        """Return the seconds of an epoch, N/(R B) (T_comp + T_sync)."""
+        """Return the seconds of an epoch, N/(R B) (T_comp + T_sync).
+
+        Args:
+            samples: the samples of an epoch (N).
+        """
         return samples / (self.workers * self.batch) * self.seconds
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The value of a quantity from which on more ranks pay."""
+    """The smallest value of a quantity with which more ranks pay."""
 
     value: float | None
-    """The threshold; None if more ranks never pay."""
+    """The smallest value; None if more ranks pay with no value, or if it is not known."""
     reason: str
-    """Why they never pay, or a remark on the value; may be empty."""
+    """Why there is no value, or a remark on the value; may be empty."""
 
 
 def _shared(step: SyncStep) -> str:
@@ -113,11 +118,15 @@ def _shared(step: SyncStep) -> str:
 
 
 def batch_that_pays(step: SyncStep, cost: ComputeCost | None) -> Threshold:
-    """Return the smallest samples of a worker, B, with which the inequality holds.
+    """Return the smallest number of samples of a worker, B, with which the inequality holds.
 
     T_sync does not depend on B, as gradients have the size of the parameters, and T_comp(R) grows
     in proportion to T_comp(1). So (R - slowdown) (fixed + per_sample B) > T_sync. A longer backward
-    pass also overlaps more of the exchange, which this ignores: the true B may be smaller.
+    pass also overlaps with more of the exchange. This is ignored, so the true B may be smaller.
+
+    Args:
+        step: the step of several ranks.
+        cost: the computation of one rank; None if it is not known.
     """
     gain = step.workers - step.slowdown
     if step.workers == 1 or gain <= 0:
@@ -133,13 +142,13 @@ def batch_that_pays(step: SyncStep, cost: ComputeCost | None) -> Threshold:
 def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
     """Return the smallest bandwidth with which the inequality holds, in the unit of `bandwidth`.
 
-    The seconds of the exchange without its latency are proportional to 1/bandwidth. We assume that
-    the overlap keeps its seconds, and that waiting beyond the exchange (slower ranks, shared cores)
-    does not change.
+    The seconds of the exchange without its latency are proportional to 1/bandwidth. The seconds of
+    the exchange that overlap with computation are assumed not to change, nor the seconds of waiting
+    for other causes (slower ranks, shared cores).
 
     Args:
-        step: a step that has `whole`.
-        bandwidth: the present bandwidth.
+        step: the step of several ranks. If its `whole` is None, there is no solution.
+        bandwidth: the present bandwidth, in any unit.
     """
     if step.workers == 1 or step.break_even <= 0:
         return Threshold(None, _shared(step))
@@ -165,12 +174,13 @@ def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
 def ranks_that_pay(step_of: Callable[[int], SyncStep], candidates: Iterable[int]) -> Threshold:
     """Return the smallest number of ranks with which the inequality holds.
 
-    For a ring of replicas it has a closed form: T_sync is 2 (R-1) (a + S/(R b)), so more ranks pay
-    if R > 2 S / (b (T_comp - 2 a)), and never if two latencies are longer than T_comp. This
-    function tries the candidates in order, which works for the messages of any technique.
+    For the all-reduce of S bytes in a ring with latency a and bandwidth b there is a closed form:
+    T_sync is 2 (R-1) (a + S/(R b)), so more ranks pay if R > 2 S / (b (T_comp - 2 a)), and never if
+    two latencies are longer than T_comp. This function tries the candidates in order instead, which
+    works for the messages of any technique.
 
     Args:
-        step_of: returns the predicted step of a number of ranks.
+        step_of: returns the predicted step on a number of ranks.
         candidates: numbers of ranks, ascending; at least one.
 
     Raises:

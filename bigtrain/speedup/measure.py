@@ -4,11 +4,12 @@
 
     bigtrain pace -n N --record FOLDER [--strategy NAME] [KEY=VALUE ...]
 
-    FOLDER/request.json    from the command: a `TimingRequest`
-           timing.json     from rank 0: a `StepTiming`
+    FOLDER/request.json    written by the command: a `TimingRequest`
+           timing.json     written by rank 0: a `StepTiming`
 
-The same processes do all of it in this order: the plain loop on each worker separately, all workers
-at once; the strategy's steps; the plain loop again; the strategy's messages without computation.
+The same processes measure, in this order: the plain loop of one process, which all workers run at
+once and independently; the strategy's steps; the plain loop again; the strategy's messages without
+computation.
 """
 
 import os
@@ -45,9 +46,9 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
 
 WARM_STEPS = 2
-"""Steps that are not timed: the first ones allocate memory, and DDP builds its buckets."""
+"""The number of first steps that are not timed, as they allocate memory and DDP's buckets."""
 REPLAYS = 7
-"""Repetitions of the messages of a step without computation, after one that does not count."""
+"""The number of timed repetitions of a step's messages, after one that is not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,11 @@ class TimingRequest:
     steps: int
     """The number of timed steps."""
     other_rows: int | None
-    """A second size of the micro-batch for which computation is timed; None for none."""
+    """The rows of a second micro-batch size for which computation is timed; None for no second
+    size."""
     messages: list[tuple[CommOp, int, int]]
-    """The exchanges of one step among all ranks: kind, bytes of all of them, number of them."""
+    """The exchanges of one step among all ranks: the kind, the bytes of all exchanges of this kind,
+    and their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,25 +70,25 @@ class StepTiming:
     """The measured seconds of a step."""
 
     compute: float
-    """The plain loop of one process with a worker's samples, while all workers do the same: the
-    mean of all steps and workers, before and after the strategy's steps."""
+    """A step of the plain loop of one process with a worker's samples, while all workers run it.
+    It is the mean over steps and workers, before and after the strategy's steps."""
     other_compute: float | None
-    """The plain loop with `TimingRequest.other_rows`; None if there is no second size."""
+    """A step of the plain loop with `TimingRequest.other_rows`; None if there is no second size."""
     step: float
-    """The strategy's step: the mean of all steps, of the slowest rank. It is no median, as some
-    techniques exchange in some steps only."""
+    """The strategy's step on the slowest rank: the mean over steps. It is no median, as some
+    techniques exchange only in some steps."""
     whole: float | None
-    """All messages without computation; None if there are no messages."""
+    """All messages of a step without computation; None if there are no messages."""
     latency: float | None
-    """The same number of messages, each of one number for each rank; None without messages."""
+    """The same number of messages, each with one element for each rank; None if there are none."""
     threads: int
-    """CPU threads of each rank."""
+    """The number of CPU threads of each rank."""
     others_cores: float | None
-    """Cores of rank 0's node that other programs used during the measurement; None if unknown."""
+    """The number of cores of rank 0's node that other programs used meanwhile; None if unknown."""
 
 
 def main(arguments: list[str]) -> int:
-    """Measure as one rank, and write the figures on rank 0; returns the exit status."""
+    """Measure as one rank, write the figures on rank 0, and return the exit status."""
     options = train_arguments(arguments, records=True)
     job = load_job(options.config, options.strategy, options.overrides)
     folder = Path(options.record)
@@ -107,7 +110,14 @@ def main(arguments: list[str]) -> int:
 def measure_step(
     job: Job, parts: RunSetup, context: RunContext, request: TimingRequest
 ) -> StepTiming:
-    """Measure all figures of the request; collective."""
+    """Measure all figures of the request. Collective.
+
+    Args:
+        job: the job with the strategy.
+        parts: the setup of the job.
+        context: the context of this rank.
+        request: the figures to measure.
+    """
     clock = CpuClock()
     workers, micro = parts.plan.batch.dp_size, parts.plan.batch.micro_size
     compute = _alone(job, micro, context, workers, request.steps)
@@ -117,7 +127,7 @@ def measure_step(
     step = compute
     if context.world_size > 1:
         step = _together(parts, context, request.steps)
-        # Once more after the strategy: the machine's speed may have changed in between.
+        # The plain loop is timed again, because the speed of the machine may have changed.
         compute = (compute + _alone(job, micro, context, workers, request.steps)) / 2
     replayed = _replayed(context, request.messages)
     empty = [(kind, 0, calls) for kind, _, calls in request.messages]
@@ -135,7 +145,7 @@ def measure_step(
 
 
 def _alone(job: Job, rows: int, context: RunContext, workers: int, steps: int) -> float:
-    """The mean seconds of the plain loop on every worker; ranks that are servers wait."""
+    """Return the mean seconds of a step of the plain loop on the workers; servers wait."""
     words = ["strategy=single", "mesh.pp=null", "mesh.dp=-1", f"train.micro_batch_size={rows}"]
     single = override_job(job, words)
     seconds = 0.0
@@ -158,7 +168,7 @@ def _alone(job: Job, rows: int, context: RunContext, workers: int, steps: int) -
 
 
 def _together(parts: RunSetup, context: RunContext, steps: int) -> float:
-    """The mean seconds of the strategy's steps, of the slowest rank."""
+    """Return the mean seconds of the strategy's steps on the slowest rank."""
     taken: list[float] = []
     with parts.engine(context) as engine:
         for batch in parts.training_steps(context, 0):
@@ -169,7 +179,7 @@ def _together(parts: RunSetup, context: RunContext, steps: int) -> float:
 
 
 def _replayed(context: RunContext, messages: Sequence[tuple[CommOp, int, int]]) -> float | None:
-    """The median seconds of a step's messages without computation, of the slowest rank."""
+    """Return the median seconds of a step's messages on the slowest rank, without computation."""
     if not messages or context.world_size == 1:
         return None
     sizes = []

@@ -12,12 +12,12 @@ from bigtrain.speedup.show import SpeedupRow
 
 
 def write_speedup(path: Path, title: str, rows: Sequence[SpeedupRow]) -> None:
-    """Draw a line of measured and a dashed line of predicted speed-ups for each strategy.
+    """Draw measured and, dashed, predicted speed-ups of each strategy into a file.
 
     Args:
-        path: the file, which ends in .svg or .png.
+        path: the file to write, whose name ends in .svg or .png.
         title: the title of the picture.
-        rows: ascending in ranks.
+        rows: the rows to draw; those of each strategy are in ascending order of ranks.
     """
     with plot_style():
         figure = speedup_figure(title, rows)
@@ -25,7 +25,7 @@ def write_speedup(path: Path, title: str, rows: Sequence[SpeedupRow]) -> None:
 
 
 def speedup_figure(title: str, rows: Sequence[SpeedupRow]) -> Figure:
-    """Draw the speed-up over one process by the number of ranks; both axes are logarithmic."""
+    """Return a figure of the speed-up over one process by the number of ranks, on log axes."""
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.ranks for row in rows), default=2)

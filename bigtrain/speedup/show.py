@@ -14,14 +14,14 @@ from bigtrain.speedup.inequality import SyncStep, Threshold
 
 @dataclass(frozen=True)
 class SpeedupRow:
-    """One strategy on some ranks."""
+    """The figures of one strategy on a number of ranks."""
 
     strategy: str
     ranks: int
     measured: SyncStep | None = None
     predicted: SyncStep | None = None
     reason: str | None = None
-    """Why there are no figures."""
+    """Why there are no figures; None if there are."""
 
     @property
     def progress_line(self) -> str:
@@ -32,7 +32,11 @@ class SpeedupRow:
         return f"{name}: {self.measured.speedup:.2f} times as fast as one"
 
     def as_json(self, samples: int) -> dict[str, Any]:
-        """The row for a machine."""
+        """Return the row as JSON values.
+
+        Args:
+            samples: the samples of an epoch.
+        """
         return {
             "strategy": self.strategy,
             "ranks": self.ranks,
@@ -50,7 +54,13 @@ def _step_json(step: SyncStep | None, samples: int) -> dict[str, Any] | None:
 
 
 def speedup_table(rows: Sequence[SpeedupRow], title: str, samples: int) -> Table:
-    """Return the table of measured seconds, with predicted ones in brackets."""
+    """Return a table of measured seconds, with predicted ones in brackets.
+
+    Args:
+        rows: the rows of the table.
+        title: the title of the table.
+        samples: the samples of an epoch.
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("strategy")
     for name in ("ranks", "computing s", "T_sync s", "exchange alone s", "step s", "epoch s"):
@@ -101,7 +111,15 @@ def threshold_lines(
     solved: Mapping[str, Mapping[str, Threshold]],
     forecaster: StepForecaster,
 ) -> list[str]:
-    """Return the inequality and its solutions, for each number of ranks that was solved for."""
+    """Return the inequality of a strategy and its solutions, as lines of text.
+
+    Args:
+        label: the strategy.
+        rows: the rows of all strategies.
+        solved: the solutions, by `LABEL here` (measured) or `LABEL on RANKS` (predicted), and by
+            quantity.
+        forecaster: the forecaster of the strategy.
+    """
     lines = []
     for name, thresholds in solved.items():
         if name.partition(" ")[0] != label:
@@ -122,13 +140,14 @@ def inequality_lines(
     *,
     here: bool,
 ) -> list[str]:
-    """Return the inequality with its numbers, and the values from which on it holds.
+    """Return the inequality with its numbers and the smallest values with which it holds, as lines.
 
     Args:
         label: the strategy.
-        step: the step that was solved for.
-        thresholds: the solutions for `batch`, for `bandwidth` (as a multiple of the present one)
-            and, if the growth of exchanges is known, for `ranks`.
+        step: the step for which the inequality was solved.
+        thresholds: the solutions for `batch`, for `bandwidth` (as a multiple of the present
+            bandwidth) and, if the exchanges of other numbers of ranks can be predicted, for
+            `ranks`.
         bandwidth: the present bandwidth in bytes per second; None if unknown.
         here: whether the step was measured; otherwise it was predicted.
     """
@@ -159,7 +178,7 @@ def inequality_lines(
 def _line(
     quantity: str, threshold: Threshold, words: Callable[[float], str], now: str, *, pays: bool
 ) -> str:
-    """The line of one threshold; an unsolved one is not called "never" if the ranks pay already."""
+    """Return the line of one threshold. Without a value, it is "never" unless the ranks pay now."""
     if threshold.value is None and pays:
         reason = f"the smallest value that pays is not known: {threshold.reason}"
         return f"  {quantity}: the present value pays; {reason}"
@@ -170,7 +189,7 @@ def _line(
 
 
 def _rate(bytes_per_second: float) -> str:
-    """A rate in bits per second, as links are advertised."""
+    """Return a rate as text in bits per second, the unit in which links are specified."""
     bits = 8 * bytes_per_second
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= size:

@@ -1,4 +1,4 @@
-"""A run on CUDA described by the CPU's fake tensors, on a machine without a GPU.
+"""Make fake tensors of the CPU describe a run on CUDA, on a machine without a GPU.
 
 CUDA and CPU save different tensors for the backward pass, for three reasons: CUDA's autocast has
 its own list of fp32 operations; dropout saves a mask of bytes on CUDA, and one of the input's dtype
@@ -27,7 +27,8 @@ FP32_OPERATIONS = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *("linalg_vector_norm", "sum", "sum.dim_IntList"),
 )
-"""Run in fp32 under CUDA's autocast: those of ATen's `autocast_mode.h` that models have."""
+"""Operations that run in fp32 under CUDA's autocast: those of ATen's `autocast_mode.h` that models
+use."""
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -76,7 +77,7 @@ def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
 
 
 def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    """Call attention without dropout: flash attention saves no mask, it draws it again."""
+    """Call attention without dropout: flash attention saves no mask but draws it again."""
     del dropout_p
     # query, key, value, mask, dropout_p, is_causal
     arguments = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args

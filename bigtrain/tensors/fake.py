@@ -22,16 +22,16 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def run_without_numbers(run: Callable[[torch.device], Result]) -> Result:
-    """Run a function on the meta device, or if that fails on fake tensors.
+    """Run a function on the meta device or, if that fails, on fake tensors.
 
-    Meta kernels are several times as fast, but code that reads values unless it is traced (masks
-    in transformers) needs fake tensors.
+    Meta kernels are several times as fast. But code that reads values unless it is traced, such as
+    that for masks in transformers, runs only on fake tensors.
 
     Args:
-        run: makes its tensors by `fake_model` on the device that it is given.
+        run: called with a device, on which it makes its tensors by `fake_model`.
 
     Raises:
-        Exception: any exception of the second try.
+        Exception: any exception on fake tensors.
     """
     leave_out_unneeded_masks()
     meta = torch.device("meta")
@@ -53,8 +53,8 @@ def fake_model(
         model: a model on any device; it is not changed.
         device: the device of the fake tensors.
         double: whether floating-point tensors become fp64.
-        constants: tensors in plain attributes that become fakes as well, each on its device, or on
-            `device` if that is meta.
+        constants: tensors in plain attributes that become fake as well. A meta tensor gets
+            `device`; any other tensor keeps its device.
     """
     memo: dict[int, object] = {}
     for parameter in model.parameters():

@@ -1,8 +1,8 @@
 """Results of kernels on fake tensors, where torch's fake implementations differ or fail.
 
-torch's fakes have no workspace of oneDNN, demand bf16 of `_grouped_mm`, as only one of CUDA's
-kernels does, and fail if values decide a shape. If such a shape has an upper bound, the bound is
-used: a forecast is of the largest case.
+torch's fake implementations allocate no workspace of oneDNN, accept only bf16 in `_grouped_mm`, as
+only one of CUDA's kernels does, and fail if values decide a shape. If such a shape has an upper
+bound, the bound is used: a forecast describes the largest case.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _ATEN = torch.ops.aten
 _LSTM = _ATEN.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer_backward.default
 _ALIGNED_BYTES = 16
-"""CUDA's grouped products align their rows to this."""
+"""CUDA's grouped products align the rows of their result to this."""
 
 Arguments = Mapping[str, Any]
-"""A function's arguments by their names; those with a default may be missing."""
+"""An operation's arguments by name; arguments with a default may be missing."""
 
 
 def kernel_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
     """Return a kernel's result if torch's fake implementation is wrong or missing; otherwise None.
 
-    Call it under the fake mode, in which `torch.empty` makes fake tensors.
+    Call this function under the fake mode, in which `torch.empty` makes fake tensors.
 
     Args:
         func: the operation.
-        args: the function's arguments; the first is a fake tensor.
-        kwargs: the function's keyword arguments.
-        of_cuda: whether the kernels are CUDA's, on whatever device the fakes are.
+        args: the operation's arguments; if the first is not a fake tensor, the result is None.
+        kwargs: the operation's keyword arguments.
+        of_cuda: whether the kernels are CUDA's, on whatever device the fake tensors are.
     """
     rule = _RULES.get(func)
     if rule is None or not isinstance(args[0], FakeTensor):
@@ -45,7 +45,7 @@ def kernel_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
 
 
 def corrected_result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Correct a result of torch's fakes: a kernel's workspace, separate gradients of biases."""
+    """Return the result of torch's fake, corrected in a workspace or in gradients of biases."""
     if func is _LSTM and isinstance(args[0], FakeTensor):
         names = (argument.name for argument in func._schema.arguments)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -64,7 +64,7 @@ HAS_CORRECTION = {_LSTM, _LSTM_BACKWARD}
 
 
 def _grouped_mm(arguments: Arguments, of_cuda: bool) -> Tensor | None:
-    """Return the result of a grouped product: each group of rows, or columns, has a matrix."""
+    """Return the result of a grouped product: each group of rows or columns has its own matrix."""
     rows, columns = arguments["self"], arguments["mat2"]
     dtype = arguments.get("out_dtype") or rows.dtype
     on_cpu = rows.device.type == "cpu" and not of_cuda
@@ -85,8 +85,8 @@ def _grouped_mm(arguments: Arguments, of_cuda: bool) -> Tensor | None:
 def _ctc(arguments: Arguments, of_cuda: bool) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and the probabilities of all alignments.
 
-    These are as many as for the longest target. A padded matrix of targets bounds its length; of
-    concatenated targets only the mean length is known, unless the lengths are numbers.
+    There are as many probabilities as for the longest target. A padded matrix of targets bounds its
+    length. Of concatenated targets only the mean length is known, unless the lengths are numbers.
     """
     del of_cuda
     log_probs, targets, lengths = (
@@ -105,7 +105,7 @@ def _ctc(arguments: Arguments, of_cuda: bool) -> tuple[Tensor, Tensor]:
 
 
 def _masked_select(arguments: Arguments, of_cuda: bool) -> Tensor | None:
-    """Return all integers that a mask may select, as of padded targets; None for real numbers."""
+    """Return all integers that a mask may select, as from padded targets; None for floats."""
     del of_cuda
     values, mask = arguments["self"], arguments["mask"]
     if values.is_floating_point() or values.is_complex():
@@ -126,19 +126,19 @@ HAS_KERNEL_RULE = frozenset(_RULES)
 
 
 _LINE, _PAGE = 64, 4096
-"""oneDNN aligns rows of its workspaces, and the parts of one, to these bytes."""
+"""Bytes to which oneDNN aligns the rows of a workspace, and the parts of a workspace."""
 
 
 def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype) -> int:
     """Return the bytes that one layer of oneDNN's LSTM saves for backward, in one direction.
 
-    They are the gates and outputs of every step, inputs and states between the steps, below and
-    above the layer, and space for the gradients of all these in fp32. Each part is aligned to a
-    page. Observed with oneDNN 3.12, equal on AVX2 and AVX-512.
+    The saved parts are the gates and outputs of every step, the inputs and states between the
+    steps, below and above the layer, and space for the gradients of all of these in fp32. Each part
+    is aligned to a page. Observed with oneDNN 3.12; AVX2 and AVX-512 take the same bytes.
 
     Args:
         shape: the shape of the input: (steps, rows, width).
-        hidden: width of the state.
+        hidden: the width of the state.
         dtype: the dtype of the input; 0 is returned for anything but fp32 and bf16.
     """
     if len(shape) != 3 or dtype not in (torch.float32, torch.bfloat16):
@@ -156,9 +156,9 @@ def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype
 
 
 def _row_bytes(numbers: int, size: int) -> int:
-    """Return the padded bytes of a row: whole cache lines, but no multiple of 256 numbers.
+    """Return the padded bytes of a row: whole cache lines, but not a multiple of 256 numbers.
 
-    At such a stride the rows would map to the same cache sets.
+    With such a multiple as stride, the rows would map to the same cache sets.
     """
     line = _LINE // size
     filled = -(-numbers // line) * line

@@ -1,9 +1,10 @@
-"""Masks of transformers' models on fake and meta tensors: made there only if a run makes them.
+"""Masks of transformers' models on fake and meta tensors: made only if a real run makes them.
 
-Without a mask a causal model of transformers looks at its position ids for packed documents, and
-finds none in those that it numbers itself. It cannot read fake ids, and takes them for packed: then
-a forecast has a mask of seq x seq, and attention that is not fused, which the run has not. Reading
-meta ids fails, and fake tensors, which are slower, have to replace them.
+A causal model of transformers that gets no mask searches its position ids for packed documents. In
+ids that the model has numbered itself there are none. But transformers cannot read fake ids, and
+treats them as packed: a forecast would then have a mask (seq, seq) and attention that is not fused,
+and the real run has neither. Reading meta ids raises an error, after which a forecast would have to
+use fake tensors, which are slower.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _MODULE, _FUNCTION = "transformers.masking_utils", "find_packed_sequence_indices
 
 
 def leave_out_unneeded_masks() -> None:
-    """Let transformers, if it is loaded, find no packed documents in ids that a model numbers.
+    """Patch transformers, if it is loaded, to find no packed documents in ids that a model numbers.
 
-    Such ids have one row for all samples. While a stage is traced or run (`pretend_compiling`),
-    nothing changes: there the model makes the mask in the run, too.
+    Such ids have one row for all samples. While a stage is traced or run (`pretend_compiling`), the
+    patch changes nothing: in that case the model makes the mask in a real run as well.
     """
     module = sys.modules.get(_MODULE)
     find = getattr(module, _FUNCTION, None)

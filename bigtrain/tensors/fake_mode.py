@@ -1,8 +1,8 @@
 """torch's FakeTensorMode with a cheaper cache: a quarter of the cost for calls seen before.
 
-The result of a function on fake tensors follows from their shapes and dtypes. torch caches that as
-well, but its key covers far more cases than occur here, and making the key costs more than the rest
-of a run. A call for which this mode has no simple key goes to torch.
+The result of a function on fake tensors follows from their shapes and dtypes. torch caches results
+as well, but its key covers far more cases than occur here, and making the key costs more than the
+rest of a run. A call for which this mode has no simple key is passed to torch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Args:
         of_cuda: whether the kernels are CUDA's.
-        allow_non_fake_inputs: whether real tensors may meet fake ones; they become fakes.
+        allow_non_fake_inputs: whether operations may mix real and fake tensors; real tensors are
+            then converted to fake tensors.
     """
 
     def __init__(self, *, of_cuda: bool = False, allow_non_fake_inputs: bool = False) -> None:
@@ -204,7 +205,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._wrapped(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def _wrapped(self, meta: Tensor, device: torch.device) -> Tensor:
-        """Return `FakeTensor(self, meta, device)` without its checks, the slowest part of it."""
+        """Return `FakeTensor(self, meta, device)`, but skip its checks, which are slow."""
         attributes = self._attributes.get(device)
         if attributes is None:
             first = FakeTensor(self, meta, device)
@@ -275,12 +276,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _outcome(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> _Outcome:
-    """Return the outcome to cache of a call that did not change the shapes of its arguments."""
+    """Return the outcome to cache for a call that did not change the shapes of its arguments."""
     inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, FakeTensor)]
     if any(word in func.name() for word in _RESHAPING):
         return _UNKNOWN
     if not inputs and kwargs.get("device") is None:
-        return _UNKNOWN  # it depends on the default device
+        return _UNKNOWN  # the result depends on the default device
     for number, tensor in enumerate(args):
         if result is tensor and isinstance(tensor, FakeTensor):
             return _Outcome("argument", number=number)

@@ -23,12 +23,12 @@ from bigtrain.devices import device_count, processors
 
 _ATEN = torch.ops.aten
 PROCESSORS = 132
-"""Multiprocessors assumed without a GPU: an H100's. They matter to wide sums alone."""
+"""Multiprocessors assumed without a GPU: those of an H100. Only wide sums depend on them."""
 _RESIDENT_THREADS = 2048
-"""Threads that a multiprocessor keeps at once."""
+"""Threads that a multiprocessor runs at once."""
 _BLOCK_THREADS, _WARP = 512, 32
 _LEAST_PER_THREAD, _MOST_PER_THREAD = 16, 256
-"""Numbers that a thread sums, before and after a sum is divided among blocks."""
+"""The least and the most numbers that a thread sums if a sum is divided among blocks."""
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -99,9 +99,9 @@ def _sum(args: Sequence[Any], _result: Any) -> int:
 
 
 def _attention_backward(args: Sequence[Any], _result: Any) -> int:
-    """Return the bytes of the queries' gradients in fp32, with a number for each row.
+    """Return the bytes of the queries' gradients in fp32, and of an fp32 number for each row.
 
-    In fp32 torch's kernel copies the incoming gradient before, which takes as many bytes.
+    For fp32 queries torch's kernel copies the incoming gradient first, which takes as many bytes.
     """
     query: Tensor = args[1]
     batch, heads, length = query.shape[:3]
@@ -112,7 +112,7 @@ def _attention_backward(args: Sequence[Any], _result: Any) -> int:
 
 
 def _copies(count: int) -> Callable[[Sequence[Any], Any], int]:
-    """Return a rule: the bytes of those of the first `count` arguments that are not contiguous."""
+    """Return a rule for copies of those of the first `count` arguments that are not contiguous."""
 
     def rule(args: Sequence[Any], _result: Any) -> int:
         return sum(t.numel() * t.itemsize for t in args[:count] if not t.is_contiguous())

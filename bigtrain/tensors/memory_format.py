@@ -15,14 +15,14 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def set_channels_last(model: nn.Module) -> None:
-    """Convert the weights of convolutions to channels last, in place and one at a time."""
+    """Convert weights of convolutions (4 or 5 dims) to channels last, in place, one at a time."""
     for parameter in model.parameters():
         if parameter.dim() in _BY_DIMENSIONS:
             parameter.data = channels_last(parameter.data)
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """Return all elements in memory order: a view, or a copy if the tensor has gaps."""
+    """Return all elements in memory order, in one dim: a view, or a copy if there are gaps."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     if is_dense(tensor):
@@ -31,7 +31,7 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements have no gaps in memory, whatever the order of dims (channels_last)."""
+    """Whether the elements have no gaps in memory, in any order of dims (such as channels_last)."""
     expected = 1
     for size, stride in sorted(
         zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])

@@ -2,7 +2,8 @@
 
 On a CPU `torch.linalg.vector_norm` sums the squares of a whole tensor in a few accumulators of the
 tensor's precision: in fp32 its error is 1e-5 at a million elements and 2e-3 at forty million. Here
-it gets slices, whose norms are combined in double: nothing is copied, and it is as fast.
+the function gets slices, and their norms are combined in double precision. Nothing is copied, and
+the computation is as fast.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from bigtrain.tensors.shards import local_tensor
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 _SLICE = 2**8
-"""Elements whose squares are summed in fp32. Equal elements, whose partial sums all round to one
-side, have an error of 3e-7 (7e-6 with 2**13); random ones of 2e-11 (2e-7 with 2**16)."""
+"""Elements whose squares are summed in fp32. The relative error is 3e-7 for equal elements, whose
+partial sums all round to one side (7e-6 with slices of 2**13), and 2e-11 for random elements (2e-7
+with slices of 2**16)."""
 _CONVERTED = 2**20
 """Elements of bf16 and fp16 that are converted to fp32 at a time."""
 
 
 class GradientNorm:
-    """Accumulates the norm of gradients that arrive one by one and need not be kept.
+    """Accumulates the norm of gradients that arrive one by one and need not be stored.
 
     Args:
-        device_type: whose kernels fake tensors stand for.
+        device_type: the device type whose kernels fake tensors represent.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -51,7 +53,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def total(self) -> Tensor:
-        """Return the norm of all added gradients: 0-dim. Collective if some are sharded."""
+        """Return the norm of all added gradients (0-dim). Collective if some are sharded."""
         norms = []
         for layout, parts in self._norms.items():
             norm = _together(parts)
@@ -72,11 +74,11 @@ def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
 
     Args:
         tensors: tensors on any device.
-        device_type: whose kernels fake tensors stand for.
+        device_type: the device type whose kernels fake tensors represent.
 
     Returns:
-        0-dim, on the first tensor's device: float64 from a CPU; from a GPU in torch's dtype, since
-        its kernels there sum as a tree and lose nothing.
+        0-dim, on the first tensor's device. The dtype is float64 for tensors of a CPU. For tensors
+        of a GPU it is torch's dtype, because kernels there sum as a tree and lose no precision.
     """
     in_slices: list[Tensor] = []
     whole_tensors: list[Tensor] = []
@@ -95,7 +97,7 @@ def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
-    """Combine norms, which may be on several devices of a process."""
+    """Return the norm of norms, which may be on several devices of a process."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     if len(norms) == 1:
@@ -104,7 +106,7 @@ def _together(norms: Sequence[Tensor]) -> Tensor:
 
 
 def _over_ranks(norm: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Combine the norms of all ranks' shards. Collective."""
+    """Return the norm of all ranks' shards, 0-dim and float64. Collective."""
     square = norm.to(mesh.device_type, torch.float64).square()  # shards may be on the host
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
@@ -129,7 +131,7 @@ def _norm_in_double(few: Tensor) -> Tensor:
 
 def _norm_in_slices(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor on a CPU: 0-dim, float64."""
-    if tensor.layout is not torch.strided:  # of an embedding with sparse gradients
+    if tensor.layout is not torch.strided:  # the gradient of an embedding with sparse=True
         tensor = tensor.coalesce().values()
     if tensor.numel() <= _SLICE:
         return _norm_in_double(tensor)

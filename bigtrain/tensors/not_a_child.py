@@ -1,4 +1,4 @@
-"""A module that another one refers to without having it as a child."""
+"""A reference from one module to another that is not its child."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 from bigtrain.versions.torch_versions import flop_formula
 
-REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
-"""How many iterations of a real run the current one represents: see `loop_starts`."""
+REPEAT_COUNT: ContextVar[int] = ContextVar("REPEAT_COUNT", default=1)
+"""How many iterations of a real run the current iteration represents: see `loop_starts`."""
 
 
 def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
-    """Yield the first rows of a loop's iterations; without values at most three of them.
+    """Yield the first row of each iteration of a loop; without values, of at most three iterations.
 
-    On fake and meta tensors all iterations but the first and the last are equal. One of them runs,
-    and `REPEAT_COUNT` says how many it represents.
+    On fake and meta tensors all iterations but the first and the last are equal. Only one of them
+    runs, and `REPEAT_COUNT` is then the number of iterations that it represents.
 
     Args:
         tensor: the tensor that the loop works on.
@@ -67,11 +67,11 @@ class ProductSize(NamedTuple):
 
 
 def product_size(func: Any, args: Any, result: Any) -> ProductSize:
-    """Return the sizes of a product; zeros if the operation is none or is not known.
+    """Return the sizes of a product; zeros if the operation is not a known product.
 
-    Attention counts as its product with the values, one per head: kernels parallelise over rows of
-    the queries. A convolution is the product of its windows and the kernel (implicit GEMM); its
-    backward pass is two products of the same sizes, and counts as one.
+    Attention counts as its product with the values, one per head, because kernels parallelise over
+    rows of the queries. A convolution is the product of its windows and the kernel (implicit GEMM).
+    Its backward pass is two products of the same sizes, and counts as one product.
     """
     name = func._overloadpacket.__name__
     shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]

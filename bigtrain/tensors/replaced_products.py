@@ -1,4 +1,4 @@
-"""Records, on fake tensors, how a technique's replacement of linear layers uses parameters."""
+"""Record how a model uses its parameters if a technique replaces torch's linear function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReplacedProducts:
-    """Runs a model as under the technique and records how its parameters are used.
+    """Runs a fake model as a technique would (ZeRO stage 3) and records its uses of parameters.
 
     Args:
-        root: the model; None if linear layers are torch's.
+        root: the model; None to record nothing, because linear layers are torch's.
         clock: returns the current tick.
     """
 
@@ -26,19 +26,19 @@ class ReplacedProducts:
         self._has_frozen = root is not None and not all(p.requires_grad for p in root.parameters())
         self._running: list[nn.Module] = []
         self._read: dict[nn.Module, dict[nn.Parameter, None]] = {}
-        """By module the parameters of others that its code reads; ZeRO stage 3 then gathers them
-        with it. Known only of models with frozen parameters."""
+        """By module, the parameters of other modules its code reads. ZeRO stage 3 gathers them
+        with the module's own. Recorded only for models with frozen parameters."""
         self._called: dict[nn.Module, None] = {}
         self._clock = clock
         self._begins: dict[nn.Module, list[int]] = {}
         self._forward: dict[nn.Module, list[int]] = {}
         self._ends: dict[nn.Module, list[int]] = {}
         self.viewed: dict[nn.Parameter, list[int]] = {}
-        """Parameters with views saved for backward, and the ticks at which one of them is freed."""
+        """By parameter with views saved for backward, the ticks at which these are freed."""
 
     @contextmanager
     def noted(self, functions: AbstractContextManager[object]) -> Iterator[None]:
-        """Return the context of all passes; `functions` puts the technique's functions in place."""
+        """Return the context of all passes; entering `functions` replaces torch functions."""
         with ExitStack() as entered:
             entered.enter_context(functions)
             if self._modules:
@@ -54,8 +54,9 @@ class ReplacedProducts:
     def gathered_together(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int]]]:
         """Yield the parameters of each called module, which ZeRO stage 3 gathers together.
 
-        With them come the ticks at which its forward passes began and ended, alternating, and those
-        at which a gradient of its output was ready.
+        Yields:
+            The parameters; the ticks at which the module's forward passes began and ended,
+            alternating; the ticks at which a gradient of its output was ready.
         """
         for module in self._called:
             read = self._read_by_others()
@@ -66,9 +67,12 @@ class ReplacedProducts:
     def gathered_uses(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int], list[int]]]:
         """Yield the parameters of each called module that are frozen or belong to other modules.
 
-        Nothing but the module's own backward pass says how long they are gathered. With them come
-        the ticks at which its forward passes began and ended, alternating, those at which a
-        gradient of its output was ready, and those at which one of its input was.
+        Only the module's own backward pass determines how long these parameters are gathered.
+
+        Yields:
+            The parameters; the ticks at which the module's forward passes began and ended,
+            alternating; the ticks at which a gradient of its output was ready; the ticks at which a
+            gradient of its input was ready.
         """
         read = self._read_by_others()
         for module in self._called:
@@ -82,9 +86,9 @@ class ReplacedProducts:
         return {parameter for parameters in self._read.values() for parameter in parameters}
 
     def _used_by(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield a module's parameters and those of children that are never called.
+        """Yield the parameters of a module and of its children that are never called.
 
-        nn.MultiheadAttention uses its output projection's weight without calling the module.
+        nn.MultiheadAttention uses the weight of its output projection without calling that module.
         """
         yield from module.parameters(recurse=False)
         for child in module.children():
@@ -122,7 +126,7 @@ class ReplacedProducts:
                 leaf.register_hook(lambda _: begins.append(self._clock()))  # type: ignore[no-untyped-call]
 
     def _noting_gradient(self, value: Tensor, module: nn.Module) -> Tensor:
-        """Return a view whose gradient is noted when this module has computed it."""
+        """Return a view; record the tick at which the module has computed the view's gradient."""
         view = value.view_as(value)
         if view.requires_grad:
             ends = self._ends.setdefault(module, [])
@@ -131,7 +135,7 @@ class ReplacedProducts:
 
     @contextmanager
     def _noting_reads(self) -> Iterator[None]:
-        """Note each read of a parameter that none of the running modules has.
+        """Record each read of a parameter that none of the running modules has.
 
         peft's layers, for example, look at the dtype of the matrices of their adapters.
         """
@@ -168,7 +172,7 @@ class ReplacedProducts:
 
 @dataclass(eq=False)
 class _SavedView:
-    """A view that is saved for the backward pass; freed when autograd drops it."""
+    """A view that is saved for the backward pass; this object is freed when autograd drops it."""
 
     tensor: Tensor
 

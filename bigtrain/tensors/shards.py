@@ -1,4 +1,4 @@
-"""The elements of a state tensor that a rank holds, or reads from a saved tensor.
+"""The elements of a state tensor that a rank holds or that it reads from a saved tensor.
 
 Under every technique a rank holds runs of the row-major order of a tensor: all of it, some rows
 (DTensors), or a slice of the flattened tensor (DeepSpeed, fairscale). An `Extent` describes them.
@@ -28,7 +28,7 @@ COPIED_BYTES = 4 << 20
 class Extent:
     """Runs of equal length at equal distances in the row-major order of a tensor.
 
-    In elements, or in bytes (`scaled`). One run is `Extent(start, length)`.
+    The unit is an element or, after `scaled`, a byte. A single run is `Extent(start, length)`.
     """
 
     start: int
@@ -45,11 +45,16 @@ class Extent:
         return self.length * self.count
 
     def scaled(self, factor: int) -> Extent:
-        """Return the extent in units of which an element has `factor`, such as bytes."""
+        """Return the extent in smaller units, such as bytes; an element has `factor` of them."""
         return Extent(self.start * factor, self.length * factor, self.count, self.pitch * factor)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, Extent]]:
-        """Yield the elements in [begin, end) of the whole: offset in the runs' values, extent."""
+        """Yield the parts in [begin, end) of the whole tensor.
+
+        Yields:
+            The offset of a part in the concatenated values of the runs, and its extent in the
+            whole tensor.
+        """
         if self.count == 1:
             first, last = max(self.start, begin), min(self.start + self.length, end)
             if first < last:
@@ -62,7 +67,7 @@ class Extent:
             run = self.start + number * self.pitch
             first, last = max(run, begin), min(run + self.length, end)
             runs = 1
-            if last - first == self.length:  # with all runs after it, except a last one that is cut
+            if last - first == self.length:  # with all runs after it, except a last run that is cut
                 is_cut = self.start + highest * self.pitch + self.length > end
                 runs = max(1, highest - number + 1 - is_cut)
             runs_extent = Extent(run, self.length, runs, self.pitch) if runs > 1 else None
@@ -70,7 +75,7 @@ class Extent:
             number += runs
 
     def at(self, begin: int, end: int) -> Iterator[Extent]:
-        """Yield the extents in the whole of elements [begin, end) of the runs' values."""
+        """Yield the extents, in the whole tensor, of elements [begin, end) of the runs' values."""
         while begin < min(end, self.size):
             number, inside = divmod(begin, self.length)
             full = (min(end, self.size) - begin) // self.length
@@ -95,26 +100,27 @@ class StateTensor:
     values: Callable[[], Tensor]
     """Returns these elements, of `dtype`, one-dimensional, on any device. Not collective."""
     replicas_differ: bool = False
-    """Whether replicas may have different values (running statistics): the lowest rank's count."""
+    """Whether replicas may have different values (running statistics): those of the lowest rank are
+    saved."""
     in_slices: bool = False
     """Whether each rank of the tp axis holds a different part."""
     read: Callable[[Sequence[Extent]], Tensor] | None = None
-    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None if only
-    `values` reads them."""
+    """Reads only the elements of extents of the whole tensor; see `SavedTensor.read`. None if
+    `values` is the only way to read them."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:
         """Describe a plain tensor, or this rank's part of a DTensor.
 
         Args:
-            tensor: read when `values` is called.
-            dtype: the dtype to save; None for the tensor's.
+            tensor: the tensor; its values are read when `values` is called.
+            dtype: the dtype in which to save; None for the tensor's.
         """
         saved = dtype or tensor.dtype
 
         def values() -> Tensor:
             local = local_tensor(tensor.detach())
-            if local.layout is not torch.strided:  # state of an optimizer for sparse gradients
+            if local.layout is not torch.strided:  # the state of an optimizer for sparse gradients
                 local = local.to_dense()
             return local.reshape(-1).to(saved)
 
@@ -147,7 +153,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return the DTensor with this local tensor and the layout of `like`; `local` if it is none."""
+    """Return a DTensor of `local` in the layout of `like`; `local` if `like` is not a DTensor."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(
@@ -161,7 +167,7 @@ def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, which several ranks hold together."""
+    """Whether a tensor is a DTensor, of which several ranks hold parts or replicas."""
     return isinstance(tensor, DTensor)
 
 
@@ -177,7 +183,7 @@ def extents_of(tensor: Tensor) -> tuple[Extent, ...]:
 
 
 def whole_extents(shape: Sequence[int]) -> tuple[Extent, ...]:
-    """Return the extent of all elements of a tensor; none if it is empty."""
+    """Return the extent of all elements of a tensor; an empty tuple if there are none."""
     return (Extent(0, math.prod(shape)),) if math.prod(shape) else ()
 
 
@@ -188,8 +194,8 @@ def box_extents(
 
     Args:
         shape: the shape of the whole tensor.
-        offset: where the box begins, per dim.
-        local: the size of the box, per dim.
+        offset: where the box begins in each dim.
+        local: the size of the box in each dim.
     """
     if not math.prod(local):
         return ()
@@ -214,9 +220,12 @@ def slice_extents(tensor: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
     """Return elements [start, stop), in memory order, of this rank's part of a tensor.
 
     Args:
-        tensor: a tensor or a DTensor, without gaps in memory, with any order of dims.
+        tensor: a tensor or a DTensor whose local part has no gaps in memory, in any order of dims.
         start: the first element.
         stop: one past the last element.
+
+    Raises:
+        ValueError: the local part has gaps in memory.
     """
     local = local_tensor(tensor)
     if local.is_contiguous():
@@ -236,7 +245,7 @@ def slice_extents(tensor: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
 
 
 def nested_extents(outer: Iterable[Extent], begin: int, end: int) -> Iterator[Extent]:
-    """Yield the extents in the whole of elements [begin, end) of the values of `outer`."""
+    """Yield the extents, in the whole tensor, of elements [begin, end) of the values of `outer`."""
     for extent in outer:
         yield from extent.at(max(0, begin), max(0, end))
         begin, end = begin - extent.size, end - extent.size
@@ -272,8 +281,8 @@ def copy_saved(saved: StateTensor, target: Tensor, extents: Sequence[Extent] | N
     only be read as a whole (`StateTensor.read`).
 
     Args:
-        saved: holds all elements of the tensor.
-        target: is changed.
+        saved: a tensor of which this rank can read all elements.
+        target: the tensor that is changed.
         extents: the elements of the whole tensor that `target` holds, in its row-major order; None
             for all of them.
     """
@@ -295,7 +304,7 @@ def copy_saved(saved: StateTensor, target: Tensor, extents: Sequence[Extent] | N
 
 
 def elements(values: Tensor, extent: Extent) -> Tensor:
-    """Return the elements of an extent of a one-dimensional tensor, one-dimensional."""
+    """Return the elements of an extent of a one-dimensional tensor, also one-dimensional."""
     size, stride = (extent.count, extent.length), (extent.pitch or extent.length, 1)
     return values.as_strided(size, stride, extent.start).reshape(-1)
 

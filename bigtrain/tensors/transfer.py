@@ -24,17 +24,17 @@ from bigtrain.memory.disk import anonymous_file
 
 _Result = TypeVar("_Result")
 WaitFn = Callable[[], None]
-"""Returns when later computations of the calling thread will see a copy as done."""
+"""Waits for a copy, so that later computations of the calling thread see it as complete."""
 
 _ALIGN = 4096
 """Tensors are aligned to this in the file, so that no page is written twice."""
 
 
 class Transfer(Protocol):
-    """Copies bytes of a device out and back in, in order, concurrently with computation."""
+    """Copies bytes off a device and back, in order, concurrently with computation."""
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
-        """Start to copy a contiguous uint8 tensor out; it must live until the wait is over.
+        """Start to copy a contiguous uint8 tensor out; the tensor must live until the wait is over.
 
         Returns:
             The location of the copy, and a function that waits for it. Waiting raises
@@ -55,7 +55,7 @@ class Transfer(Protocol):
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the bytes of a pinned buffer for `nbytes`: torch allocates powers of two."""
+    """Return the bytes of a pinned buffer for `nbytes`: torch allocates a power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
@@ -63,7 +63,7 @@ class NullTransfer:
     """Copies nothing: for fake tensors, which have no values.
 
     Args:
-        pinned: whether it stands for copies to pinned host memory.
+        pinned: whether it represents copies to pinned host memory.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -126,7 +126,7 @@ class HostCopies:
         )
 
     def mark(self) -> Any:
-        """Return a mark after everything computed so far, for `copy` on another thread."""
+        """Return a mark of everything computed so far, for `copy` on another thread."""
         return None if self._stream is None else current_stream(self._device).record_event()
 
     def copy(self, target: Tensor, source: Tensor, after: Any = None) -> None:
@@ -150,7 +150,7 @@ class HostCopies:
         return lambda: event.synchronize()
 
     def device_wait(self) -> WaitFn:
-        """Return a function after which the device computes only once the copies are done."""
+        """Return a function that makes later computations on the device wait for these copies."""
         if self._stream is None:
             return _no_wait
         event = self._stream.record_event()
@@ -158,7 +158,7 @@ class HostCopies:
 
 
 class HostTransfer:
-    """Copies to host memory and back. Only the device waits, not the host."""
+    """Copies to host memory and back. Only the device waits for copies, not the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._copies = HostCopies(device)
@@ -190,7 +190,7 @@ class ScratchFile:
     """An anonymous file of this rank, which the system removes when the process ends.
 
     Args:
-        folder: where it is created.
+        folder: the folder in which the file is created.
         contents: a sentence for error messages, such as `Saved activations are kept there`.
 
     Raises:
@@ -263,7 +263,8 @@ class BouncedFile:
         Args:
             tensor: a tensor on the device.
             offset: the offset in bytes.
-            after: the mark that the copies follow; None for everything computed so far.
+            after: the mark (`HostCopies.mark`) after which the copies start; None for everything
+                computed so far.
 
         Raises:
             BigtrainError: the disk is full, or failed.
@@ -283,7 +284,7 @@ class BouncedFile:
         """Read a contiguous uint8 tensor; the arguments are those of `write`.
 
         Returns:
-            A function after which the device computes only once the copies are done.
+            A function that makes later computations of the device wait for the copies.
 
         Raises:
             BigtrainError: the file is shorter, or the disk failed.
@@ -297,7 +298,7 @@ class BouncedFile:
         return self._copies.device_wait()
 
     def _free_buffer(self, part: Tensor) -> tuple[int, Tensor]:
-        """Return the next buffer, cut to the length of a part, once its last copy is done."""
+        """Return the next buffer, cut to the length of a part, after its last copy is done."""
         slot, self._next_slot = self._next_slot, 1 - self._next_slot
         self._wait(slot)
         return slot, self._buffers[slot][: len(part)]
@@ -317,8 +318,8 @@ class DiskTransfer:
     Freed space in the file is used again.
 
     Args:
-        folder: where the file is created.
-        copies: between the tensors' device and the host.
+        folder: the folder in which the file is created.
+        copies: the copies between the tensors' device and the host.
 
     Raises:
         ConfigError: no file can be created in the folder.

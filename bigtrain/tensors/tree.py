@@ -42,10 +42,10 @@ def tree_tensors(value: Any) -> list[Tensor]:
 
 
 def matching_tensors(template: Any, value: Any) -> list[Tensor]:
-    """Return the tensors of a structure at the places where a template has tensors, in its order.
+    """Return the tensors of a structure where a template has tensors, in the template's order.
 
     Raises:
-        ValueError: the structures differ, or a tensor has another shape.
+        ValueError: the structures differ, or a tensor has another shape than in the template.
     """
     if isinstance(template, Tensor):
         if not isinstance(value, Tensor) or value.shape != template.shape:
@@ -103,7 +103,7 @@ def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     copied: Any = copy.copy(mapping)
     for name, inner in getattr(copied, "__dict__", {}).items():
-        if isinstance(inner, MutableMapping):  # where the class keeps its items
+        if isinstance(inner, MutableMapping):  # the mapping in which the class stores its items
             setattr(copied, name, copy.copy(inner))
     for key, item in items.items():
         copied[key] = item
@@ -111,7 +111,7 @@ def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _map_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of any object with changed attributes; the object itself without tensors."""
+    """Return a copy of an object with changed tensors, or the object itself if it has none."""
     fields = getattr(value, "__dict__", None)
     if not isinstance(fields, dict) or callable(value):
         return value

@@ -1,5 +1,5 @@
-"""Predict the seconds of a step before it runs: from a cluster's rates, or from blocks timed here.
+"""Predict the seconds of a step before it runs, from a cluster's rates or from timed blocks.
 
-Seconds of operations, passes, schedules, exchanges and updates; which blocks are timed, how often,
-within which limits, and where the times are cached.
+Decides how the seconds of operations, passes, schedules, exchanges and updates are predicted; which
+blocks are timed, how often, within which limits, and where the times are cached.
 """

@@ -1,9 +1,9 @@
 """Time a model's blocks on this machine once, and compare them with the seconds that rates predict.
 
-The rates of a device are those of its largest products and copies; an operation of another kind or
-size may take twice as long. So one block of each kind is timed, on as many ranks at once as there
-will be, and the predicted seconds of a section are multiplied by its block's slowdown. The times
-are cached in $XDG_CACHE_HOME/bigtrain/blocks.json (by default in ~/.cache).
+The rates of a device are those of large products and copies; an operation of another kind or size
+may take twice as long. So one block of each kind is timed, on as many ranks at once as will share
+the machine, and the predicted seconds of a section are multiplied by its block's slowdown. The
+times are cached in $XDG_CACHE_HOME/bigtrain/blocks.json (by default in ~/.cache).
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from bigtrain.timing.step_time import StepTimer, TimedParts
 
 BLOCKS = Cache("blocks", indent=None)
 MAX_SIZES = 6
-"""The most micro-batch sizes that are timed; others are interpolated."""
+"""The most micro-batch sizes that are timed; the slowdowns of other sizes are interpolated."""
 SECONDS_ALLOWED = 15.0
-"""No larger size is begun after this many seconds."""
+"""After this many seconds of timing, no further micro-batch size is timed."""
 TIMEOUT_S = 180.0
-"""The ranks that time are stopped after this many seconds, and nobody waits for them any longer."""
+"""The seconds after which the ranks that time are stopped, and other ranks do not wait for them."""
 MAX_CACHED_MODELS = 200
-"""The newest entries that are cached, one for each model and number of ranks."""
+"""The most entries in the cache, one for each model and number of ranks; the oldest are removed."""
 
 
 BlockVariant = Literal["split", "selective", "full"]
-"""`split`: with the backward pass split in two, for the inputs and for the weights. `selective`,
-`full`: with these recompute policies."""
+"""A way to run a block: with its backward pass split into one for the inputs and one for the
+weights ("split"), or with a recompute policy ("selective", "full")."""
 
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """The job, sizes and limits of one timing."""
+    """The job, micro-batch sizes and limits of one timing."""
 
     job: dict[str, Any]
-    """For one process, strategy `single`."""
+    """The job as JSON values, for one process with the strategy `single`."""
     rows: list[int]
     """Micro-batch sizes, ascending."""
     bf16_parameters: bool
     """See `Plan.bf16_parameters`."""
     seconds: float
-    """No further size is begun after so many."""
+    """After this many seconds, no further size is timed."""
 
 
 @dataclass(frozen=True)
@@ -72,43 +72,60 @@ class BlockSeconds:
     """Timed seconds of a micro-batch of one size: medians over repeats, means over ranks."""
 
     rows: int
+    """The rows of the micro-batch."""
     sections: list[tuple[float, float]]
-    """Forward and backward: before the blocks, of each block of the model as `shorten_model` leaves
-    it, after the blocks. Of the whole model only, if its blocks do not follow one another."""
+    """Forward and backward seconds of each section of the model that `shorten_model` returns: the
+    part before the blocks, each block, and the part after the blocks. If the blocks do not follow
+    one another, the only entry is for the whole model."""
     update: float
-    """Clipping and the optimizer's step."""
+    """Seconds of clipping and the optimizer's step."""
     trained: int
-    """The trained numbers that it updates."""
+    """The number of trained elements that the optimizer's step updates."""
     shares: Mapping[BlockVariant, tuple[float, float]] = field(default_factory=dict)
-    """A block's seconds in each variant over those of the usual block, which saves everything: of
-    its forward and its backward pass; for "split" of the two parts of the backward pass."""
+    """The seconds of a block in each variant, divided by those of a block that saves all
+    activations: forward and backward. For "split" they are the seconds of the two parts of the
+    backward pass, each divided by those of a whole backward pass."""
 
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """How many times longer sections take than rates predict, by micro-batch size."""
+    """Slowdowns, by micro-batch size: timed seconds divided by those that rates predict."""
 
     rows: tuple[int, ...]
-    """The sizes, ascending."""
+    """The timed sizes, ascending."""
     by_block: Mapping[str, Sequence[tuple[float, float]]]
-    """By block, for each size: forward and backward. BEFORE and AFTER are the rest of the model."""
+    """By name of the block, the slowdowns of its forward and backward pass for each size. The keys
+    BEFORE and AFTER are the parts of the model before and after the blocks."""
     update: float
-    """The seconds of the optimizer's step."""
+    """The slowdown of clipping and the optimizer's step."""
     shares: Sequence[Mapping[BlockVariant, tuple[float, float]]]
-    """For each size: see `BlockSeconds.shares`."""
+    """For each size, the shares of the variants; see `BlockSeconds.shares`."""
 
     def parts(self, rows: int) -> TimedParts:
-        """The slowdowns of other parts of a step, at any size."""
+        """The timed parts of a step other than the sections.
+
+        Args:
+            rows: the rows of a micro-batch, of any number.
+        """
         return TimedParts(self.update, self.share("split", rows) or TimedParts.split)
 
     def share(self, variant: BlockVariant, rows: int) -> tuple[float, float] | None:
-        """See `BlockSeconds.shares`, at any size; None if it was not timed at every size."""
+        """The shares of a variant, interpolated; None if it was not timed at every size.
+
+        Args:
+            variant: the variant.
+            rows: the rows of a micro-batch, of any number.
+        """
         if not all(variant in each for each in self.shares):
             return None
         return self._between(rows)([each[variant] for each in self.shares])
 
     def at(self, rows: int) -> dict[str, tuple[float, float]]:
-        """The slowdowns of every block at any size; beyond the timed sizes those of the nearest."""
+        """The slowdowns of every block, interpolated: forward and backward.
+
+        Args:
+            rows: the rows of a micro-batch. Beyond the timed sizes, the nearest one is used.
+        """
         between = self._between(rows)
         return {name: between(pairs) for name, pairs in self.by_block.items()}
 
@@ -135,14 +152,14 @@ class Slowdowns:
         rows: int,
         timer: StepTimer,
     ) -> ModelSections:
-        """The sections of a micro-batch, each with its slowdown.
+        """Return the sections of a micro-batch, each with its slowdown.
 
         Args:
-            model: sections whose blocks have one policy.
-            model_sections: the same sections where blocks save everything.
-            choice: the policy of `model`.
+            model: the sections, whose blocks all have one policy.
+            model_sections: the sections of the same model where blocks save all activations.
+            choice: the policy of the blocks of `model`.
             rows: the rows of the micro-batch.
-            timer: rates of the cluster.
+            timer: predicts seconds from the rates of the cluster.
         """
         factors = self.at(rows)
         plain = dict(
@@ -172,7 +189,7 @@ BEFORE, AFTER = "(before)", "(after)"
 
 
 def section_keys(sections: Sequence[Section]) -> list[str]:
-    """Keys of a whole model's sections: BEFORE, the names of its blocks, AFTER."""
+    """Return the keys of a whole model's sections: BEFORE, the names of its blocks, AFTER."""
     return [BEFORE, *(section.name for section in sections[1:-1]), AFTER]
 
 
@@ -182,11 +199,12 @@ class BlockTimer:
 
     Args:
         job: the job that is planned or run.
-        model: its model, on the meta device.
+        model: the job's model, on the meta device.
         example: one micro-batch.
         ranks: the number of ranks that will share the machine.
-        rows: micro-batch sizes that may be needed.
-        script: `engine/time_blocks.py`, which times; None to use cached times only.
+        rows: the micro-batch sizes whose seconds may be needed.
+        script: the path of `engine/time_blocks.py`, which times blocks; None to use cached times
+            only.
     """
 
     job: Job
@@ -196,19 +214,20 @@ class BlockTimer:
     rows: Sequence[int]
     script: Path | None = None
     source: str = field(default="", init=False)
-    """Which blocks were timed, or why none were; set by `seconds`."""
+    """A text on which blocks were timed, or why none were; set by `seconds`."""
     basis: StepBasis = field(default="rates", init=False)
-    """Whether seconds come from timed blocks or from rates; set by `seconds`."""
+    """Whether seconds are predicted from timed blocks or from rates alone; set by `seconds`."""
 
     def seconds(self, *, bf16_parameters: bool) -> list[BlockSeconds]:
-        """Return the seconds of the blocks, cached or timed now; timing takes some seconds.
+        """Return the seconds of the blocks from the cache, or time them, which takes some seconds.
 
         Args:
             bf16_parameters: see `Plan.bf16_parameters`.
 
         Returns:
-            An entry for each micro-batch size; an empty list if the blocks could not be timed.
-            `source` then has the reason.
+            An entry for each timed micro-batch size, ascending. The list is empty if the blocks
+            could not be timed, and `source` then has the reason; or if there is no `script` and
+            nothing is cached.
         """
         request = BlockRequest(
             override_job(
@@ -231,7 +250,7 @@ class BlockTimer:
 
     @property
     def oversubscription(self) -> float:
-        """The number of ranks that were timed for each rank that computes at full speed."""
+        """The number of ranks that were timed at once for each rank that computes at full speed."""
         return self._copies / min(self._copies, usable_cores())
 
     @property
@@ -239,7 +258,7 @@ class BlockTimer:
         return min(self.ranks, 2 * usable_cores())
 
     def _timed_alone(self, script: Path, key: str, request: BlockRequest) -> _Kept:
-        """Let one rank of a node time the blocks, while the others wait for its result."""
+        """Time the blocks, unless another process of this machine is doing so: then wait for it."""
         arguments = [json.dumps(asdict(request))]
         try:
             with BLOCKS.locked(TIMEOUT_S):
@@ -286,7 +305,7 @@ class BlockTimer:
 
 
 def spread_sizes(rows: Sequence[int]) -> list[int]:
-    """At most `MAX_SIZES` of these sizes, including the smallest and the largest."""
+    """Return at most `MAX_SIZES` of these sizes, ascending, with the smallest and the largest."""
     sizes = sorted(set(rows))
     if len(sizes) <= MAX_SIZES:
         return sizes
@@ -304,11 +323,12 @@ def slowdowns(
     """Divide timed seconds by those that rates predict.
 
     Args:
-        timed: the timed sections, by size.
+        timed: the timed seconds of one or more sizes, ascending.
         oversubscription: see `BlockTimer.oversubscription`.
-        model: the whole model that was timed.
-        sections_at: gives its sections for a size, as they were timed: saving everything.
-        timer: rates of the cluster.
+        model: the model whose blocks were timed.
+        sections_at: returns the model's sections for a micro-batch of a number of rows, where
+            blocks save all activations, as in the timing.
+        timer: predicts seconds from the rates of the cluster.
     """
     names = [name for name, _ in independent_blocks(model)]
     short = shorten_model(model)
@@ -348,7 +368,7 @@ def _evenly(
     names: Sequence[str],
     order: Sequence[int],
 ) -> dict[str, tuple[float, float]]:
-    """The seconds of every section if only those of the whole model were timed."""
+    """Return the seconds of every section if only the whole model was timed."""
     first = {at: name for name, at in reversed([*zip(names, order, strict=True)])}
     timed = [key for key in (BEFORE, *first.values(), AFTER) if key in modelled]
     ratios = []
@@ -363,10 +383,10 @@ def _ratio(seconds: float, known: float) -> float:
 
 
 def _from_json(values: Any) -> BlockSeconds:
-    """Read the JSON values of ranks that have timed blocks, or of the cache.
+    """Read one `BlockSeconds` from JSON values, of ranks that have timed blocks or of the cache.
 
     Raises:
-        ValueError: a figure is missing, of another type, or no time.
+        ValueError: a figure is missing, is of another type, or is no time.
     """
     if not isinstance(values, dict) or {*values} != {
         figure.name for figure in fields(BlockSeconds)
@@ -400,19 +420,20 @@ class _Kept:
 
     timed: list[BlockSeconds] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
-    """Sizes that were requested: large ones may have no time."""
+    """The micro-batch sizes that were requested; large ones may have no time."""
     others_cores: float = 0.0
-    """Cores that other programs used at that time."""
+    """The number of cores that other programs used while the blocks were timed."""
     launch: str = ""
-    """The launch whose rank timed them: all its ranks use them, however busy the machine was."""
+    """The key of the launch that timed the blocks. All its ranks use the times, even if the machine
+    was busy."""
 
     @property
     def doubtful(self) -> bool:
-        """Whether they were timed on a busy machine, and not for this launch."""
+        """Whether the blocks were timed on a busy machine, and not in this launch."""
         return bool(describe_others(self.others_cores)) and self.launch != launch_key(os.environ)
 
     def answers(self, rows: Sequence[int]) -> bool:
-        """Whether these sizes need no timing."""
+        """Whether micro-batches of these sizes need no timing."""
         return set(rows) <= self.sizes and not self.doubtful
 
 
@@ -436,11 +457,11 @@ def _read(key: str) -> _Kept:
 
 
 def _write(key: str, entry: _Kept) -> None:
-    """Store it as the newest entry; called with the lock."""
+    """Store an entry as the newest one; the caller holds the lock."""
 
     def add(entries: dict[str, Any]) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        entries.pop(key, None)  # so that it becomes the last, which is the newest
+        entries.pop(key, None)  # so that the entry becomes the last one, which is the newest
         entries[key] = {**asdict(entry), "sizes": sorted(entry.sizes), "when": when}
         for oldest in list(entries)[:-MAX_CACHED_MODELS]:
             del entries[oldest]

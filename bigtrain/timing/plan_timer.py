@@ -1,4 +1,4 @@
-"""The sections and the timed parts of a plan, both for candidates and for a run."""
+"""The sections and the timed parts of a plan, for the planner's candidates and for a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bigtrain.timing.step_time import StepTimer, TimedParts
 
 
 class PlanTimer:
-    """Gives the sections of plans, each slowed down as its block was when it was timed here.
+    """Returns the sections of plans, each with the slowdown of its timed block.
 
     Args:
         library: the sections of the model.
-        timer: rates of the cluster.
-        blocks: times the model's blocks on this machine; None to go by the rates alone.
+        timer: predicts seconds from the rates of the cluster.
+        blocks: times the model's blocks on this machine; None for sections without slowdowns.
     """
 
     def __init__(
@@ -30,7 +30,11 @@ class PlanTimer:
         self._slowed: dict[ModelSections, ModelSections] = {}
 
     def first_blocks(self, count: int) -> PlanTimer:
-        """Return a timer for only the model's first blocks; its slowdowns are the model's."""
+        """Return a timer for a model with only the first blocks; the slowdowns are the same.
+
+        Args:
+            count: the number of blocks.
+        """
         shorter = PlanTimer(self.section_library.first_blocks(count), self.timer, self.blocks)
         shorter._slowdowns = self._slowdowns
         return shorter
@@ -45,10 +49,12 @@ class PlanTimer:
         cut: bool = False,
         exact: bool = True,
     ) -> ModelSections:
-        """The model's sections with their slowdowns; see `SectionLibrary.model_sections`.
+        """Return the model's sections with their slowdowns.
+
+        See `SectionLibrary.model_sections` for the arguments.
 
         Raises:
-            ConfigError: the model does not run without its numbers, or not with this choice.
+            ConfigError: the model does not run on fake tensors, or not with this policy.
         """
         model = self.section_library.model_sections(
             plan, rows, choice, waiting=waiting, cut=cut, exact=exact
@@ -64,10 +70,10 @@ class PlanTimer:
         return self._slowed[model]
 
     def slowdowns(self, plan: Plan) -> Slowdowns | None:
-        """How much longer the model's blocks take than rates say; None where none was timed.
+        """The slowdowns of the model's blocks; None if no block was timed.
 
         Args:
-            plan: says whether parameters are bf16; each of the two kinds is timed once.
+            plan: the plan, whose parameters are bf16 or not; blocks are timed once for each case.
         """
         if self.blocks is None:
             return None
@@ -93,11 +99,11 @@ class PlanTimer:
         return self._slowdowns[bf16]
 
     def timed_parts(self, plan: Plan) -> TimedParts:
-        """How much longer the optimizer's step and split backward passes take than rates say."""
+        """The slowdown of the optimizer's step and the shares of split backward passes."""
         timed = self.slowdowns(plan)
         if timed is None:
             return TimedParts()
         parts = timed.parts(plan.batch.micro_size)
-        # The update was timed on the device; on the host of an accelerator nothing was.
+        # The update was timed on the device. On the host of an accelerator nothing was timed.
         on_host = plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type)
         return replace(parts, update=1.0) if on_host else parts

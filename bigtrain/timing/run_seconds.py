@@ -1,7 +1,7 @@
 """The predicted and the measured seconds of a run's steps.
 
-The prediction is the planner's for the same plan. Nothing is timed for it: it uses rates and block
-times that were measured on this machine before.
+The prediction for a run is that of the planner for the same plan. Nothing is timed for it: it uses
+rates and block times that were measured on this machine before.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from bigtrain.timing.plan_timer import PlanTimer
 from bigtrain.timing.step_time import MicroBatchSeconds, PlanStages, StepSeconds, StepTimer
 
 MAX_STEPS = 1000
-"""The newest steps whose seconds and volumes are kept."""
+"""The seconds and volumes of this many of the newest steps are stored."""
 SECTION_POLICIES: dict[BlockPolicy, BlockPolicy] = {"offload": "keep", "full_offload": "full"}
-"""The policy whose computing a policy with offload shares; the technique reports the transfers."""
+"""For a policy with offload, the policy with the same computing. The seconds of the transfers come
+from the traffic that the technique reports."""
 
 
 class StepWatch:
-    """Records the seconds of steps whose memory is not tracked, and the bytes all steps exchange.
+    """Records the seconds of steps without memory tracking, and the bytes that all steps exchange.
 
     Args:
         context: the context of the rank whose exchanges are counted.
@@ -76,7 +77,7 @@ class StepWatch:
             seconds: the seconds of the step.
 
         Returns:
-            The bytes that this rank has exchanged, where they are counted.
+            The bytes that this rank has exchanged in the step; None if they were not counted.
         """
         if not self._tracked:
             self._seconds.append(seconds)
@@ -88,12 +89,12 @@ class StepWatch:
         return self._volumes[-1]
 
     def volume(self) -> StepVolume | None:
-        """The volume of the step with the median of sent bytes."""
+        """The volume of the step whose sent bytes are the median; None if none was counted."""
         ordered = sorted(self._volumes, key=lambda volume: volume.sent_bytes)
         return ordered[len(ordered) // 2] if ordered else None
 
     def measured(self) -> StepMeasurement | None:
-        """The median seconds of all recorded steps; None if there was none."""
+        """The median seconds of the recorded steps; None if no step was recorded."""
         if self._clock is None or not self._count:
             return None
         return StepMeasurement(self._count, statistics.median(self._seconds), self._clock.read())
@@ -102,7 +103,7 @@ class StepWatch:
 def forecast_step_seconds(
     job: Job, resolved: ResolvedPlan, workload: Workload, context: RunContext
 ) -> StepForecast:
-    """Predict the seconds of a run's step, without talking to other ranks or timing anything.
+    """Predict the seconds of a run's step, without exchanges with other ranks and without timing.
 
     Args:
         job: the job of the run.
@@ -111,7 +112,8 @@ def forecast_step_seconds(
         context: the context of the calling rank.
 
     Returns:
-        The seconds; where none can be predicted, the reason.
+        The seconds and their source. If they cannot be predicted, the seconds are None, and the
+        source is the reason.
     """
     try:
         if context.local_world_size < context.world_size:
@@ -131,7 +133,13 @@ def forecast_step_seconds(
 def forecast_on(
     timer: StepTimer, job: Job, resolved: ResolvedPlan, workload: Workload
 ) -> StepForecast:
-    """Predict the seconds of a run's step by other rates; see `forecast_step_seconds`.
+    """Predict the seconds of a run's step from given rates.
+
+    Args:
+        timer: predicts seconds from the rates of a cluster.
+        job: see `forecast_step_seconds`.
+        resolved: see `forecast_step_seconds`.
+        workload: see `forecast_step_seconds`.
 
     Raises:
         ConfigError: the model does not run on fake tensors, or its steps cannot be predicted.
@@ -144,17 +152,17 @@ def _none(why: str) -> StepForecast:
 
 
 class RunClock:
-    """Predicts one run's steps as the planner predicts those of a candidate.
+    """Predicts the steps of one run as the planner predicts those of a candidate.
 
     Args:
         job: the job of the run.
         resolved: the plan of the run.
         workload: a workload with an example micro-batch; its model is not changed.
-        timer: rates of the cluster.
-        at_once: ranks that share this machine; by default all ranks of the plan. 0: the rates are
-            another machine's, where no block was timed.
-        script: `engine/time_blocks.py`, which times blocks that were not timed before; left out,
-            only cached times are used.
+        timer: predicts seconds from the rates of the cluster.
+        at_once: the number of ranks that share this machine; by default all ranks of the plan. With
+            0, block times are not used, because the rates are those of another machine.
+        script: the path of `engine/time_blocks.py`, which times blocks that are not cached; None to
+            use cached times only.
     """
 
     def __init__(
@@ -188,7 +196,7 @@ class RunClock:
         self._plan_timer = PlanTimer(library, timer, None if at_once == 0 else self._blocks)
 
     def forecast(self) -> StepForecast:
-        """The seconds of a step, with their source.
+        """Predict the seconds of a step; the result includes their parts and their source.
 
         Raises:
             ConfigError: the model does not run on fake tensors, or its steps cannot be predicted.
@@ -203,11 +211,12 @@ class RunClock:
         )
 
     def seconds_of(self, plan: Plan, timer: StepTimer) -> StepSeconds:
-        """The seconds of a step, by part.
+        """Predict the seconds of a step, by part.
 
         Args:
-            plan: the run's, or one with another number of replicas.
-            timer: rates of the cluster; its links may differ from those of the run.
+            plan: the plan of the run, or one that differs only in the number of replicas.
+            timer: predicts seconds from the rates of a cluster; its links may differ from those of
+                the run.
 
         Raises:
             ConfigError: see `forecast`.
@@ -215,7 +224,7 @@ class RunClock:
         return timer.plan_seconds(plan, self._stages)
 
     def profile(self) -> Profile:
-        """The profile of the first stage: of the whole model if it is not cut.
+        """The memory profile of the first stage, or of the whole model if it is not cut.
 
         Raises:
             ConfigError: see `forecast`.
@@ -259,7 +268,7 @@ class RunClock:
         return self._plan_timer.sections(self._plan, self._rows, choice, cut=self._plan.pp > 1)
 
     def _chosen(self, keep_all: ModelSections) -> tuple[list[Section], frozenset[str]]:
-        """The sections, each with its block's policy, and the names of the recomputed blocks."""
+        """Return the sections, each at its block's policy, and the names of recomputed blocks."""
         policies = {
             name: SECTION_POLICIES.get(policy, policy)
             for name, policy in self._resolved.policies.items()
@@ -281,10 +290,10 @@ class RunClock:
         return chosen, recomputed_names(policies)
 
     def _edges(self) -> list[float]:
-        """Where each stage begins, in sections, and the end.
+        """Return the start of each stage, as an index of a section, and the number of sections.
 
-        A cut may go through a block: the edge then is no whole number, and divides the block's
-        seconds as the cut divides its FLOPs. Layers are counted unsliced.
+        A cut may be inside a block. The index is then fractional, and divides the seconds of the
+        block as the cut divides its FLOPs. These are the FLOPs of unsliced layers.
         """
         unsliced, is_cut = without_slices(self._plan), self._plan.pp > 1
         library = self._plan_timer.section_library
@@ -307,7 +316,7 @@ class RunClock:
     def _stage_seconds(
         self, sections: Sequence[Section], start: float, stop: float
     ) -> MicroBatchSeconds:
-        """The seconds of a micro-batch on a stage that may begin and end inside a section."""
+        """Predict a micro-batch on a stage that may begin and end inside a section."""
         parts = [MicroBatchSeconds(0.0, 0.0)]
         for index, section in enumerate(sections):
             share = min(stop, index + 1.0) - max(start, float(index))
@@ -319,7 +328,7 @@ class RunClock:
 def _whole_edges(edges: Sequence[float], count: int) -> list[int]:
     """Round the edges so that each stage has at least one section.
 
-    If there are more stages than sections, the first stages share one.
+    If there are more stages than sections, the first stages begin at the same section.
     """
     rising = accumulate(map(round, edges), lambda before, edge: max(before + 1, edge))
     stages = len(edges) - 1

@@ -1,7 +1,7 @@
 """Predict the seconds of a step: computing, pipeline bubble, exchanges, transfers, update.
 
-An operation takes as long as its arithmetic or its memory traffic, whichever is longer, and in
-addition the time to launch it (Williams et al. 2009, Roofline). The rates are those of the cluster.
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams et
+al. 2009, Roofline), plus the time to launch it. The rates are those of the cluster.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from bigtrain.schedules.orders import schedule_orders, stage_ranks
 from bigtrain.slicing.exchange import TensorExchange
 
 MAX_SIMULATED_ACTIONS = 4096
-"""The schedule of a step with up to this many actions is simulated; a longer step takes as long as
-the closed form for equal stages says of the slowest one."""
+"""The schedule of a step with up to this many actions (passes of a micro-batch on a stage) is
+simulated. For a longer step, the bubble is that of the closed form for equal stages, if there is
+one, and all ranks are taken to be as slow as the slowest."""
 
 EXCHANGE_OPERATIONS = 8
-"""Launching an exchange takes as long as launching this many operations: copies in and out, streams
-that wait for one another, the call itself. An assumption."""
+"""An exchange is assumed to take as long to launch as this many operations: copies in and out,
+streams that wait for one another, and the call itself."""
 
 TILE = 128
 """Rows and columns of a tile of a matrix product; see `product_efficiency`."""
@@ -45,14 +46,14 @@ class StepSeconds:
     compute: float
     """Forward and backward passes of the busiest rank, recomputation included."""
     bubble: float = 0.0
-    """Idle time of that rank: waiting for other stages, and for their boundary tensors."""
+    """Idle time of the busiest rank, which waits for other stages and their boundary tensors."""
     exchange: float = 0.0
-    """Communication with replicas that does not overlap with computing, and with the ranks that
+    """Communication that does not overlap with computing: with replicas, and with the tp ranks that
     have other slices of the same layers."""
     moving: float = 0.0
-    """Transfers to and from the host or the disk that do not overlap."""
+    """Transfers to and from the host or the disk that do not overlap with computing."""
     update: float = 0.0
-    """Clipping and the optimizer."""
+    """Clipping and the optimizer's step."""
 
     @property
     def total(self) -> float:
@@ -65,11 +66,12 @@ class MicroBatchSeconds:
     """The seconds of one micro-batch on one stage."""
 
     forward: float
-    """Computing, without exchanges."""
+    """Computing of the forward pass, without exchanges."""
     backward: float
-    """Computing, without exchanges."""
+    """Computing of the backward pass, without exchanges."""
     exchange: tuple[float, float] = (0.0, 0.0)
-    """Exchanges over the tp axis, forward and backward. They overlap with nothing."""
+    """Exchanges over the tp axis in the forward and in the backward pass. They overlap with
+    nothing."""
 
     @property
     def computing(self) -> float:
@@ -88,13 +90,13 @@ class MicroBatchSeconds:
 
     @classmethod
     def sum(cls, parts: Iterable[MicroBatchSeconds]) -> MicroBatchSeconds:
-        """The seconds of several parts, one after the other."""
+        """Add up the seconds of several parts that run one after the other."""
         rows = [(part.forward, part.backward, *part.exchange) for part in parts]
         forward, backward, exchange_forward, exchange_backward = map(sum, zip(*rows, strict=True))
         return cls(forward, backward, (exchange_forward, exchange_backward))
 
     def scaled(self, share: float) -> MicroBatchSeconds:
-        """The seconds of a share of the stage."""
+        """Return all seconds multiplied by a factor, as for a share of the stage."""
         forward, backward = self.exchange
         return MicroBatchSeconds(
             share * self.forward, share * self.backward, (share * forward, share * backward)
@@ -103,34 +105,38 @@ class MicroBatchSeconds:
 
 @dataclass(frozen=True)
 class TimedParts:
-    """Parts of a step that were timed on the device; the defaults are the rates' own figures."""
+    """Ratios for parts of a step that were timed; the defaults are for a prediction from rates."""
 
     update: float = 1.0
-    """The timed seconds of clipping and the optimizer over those that rates say."""
+    """The timed seconds of clipping and the optimizer's step over those predicted from rates."""
     split: tuple[float, float] = (0.5, 0.5)
-    """The seconds of a split backward pass over those of a whole one, for the inputs and for the
-    weights: timed, their sum is above 1, as both parts do some of the work."""
+    """The seconds of the backward passes for the inputs and for the weights, each divided by those
+    of a whole backward pass. The sum of timed shares is above 1, as both parts do some of the same
+    work."""
 
 
 @dataclass(frozen=True)
 class PlanStages:
-    """The stages of a plan, as far as a step's seconds depend on them; one if it is not cut."""
+    """The figures of a plan's stages on which the seconds of a step depend.
+
+    A model that is not cut is one stage.
+    """
 
     seconds: Sequence[MicroBatchSeconds]
     """The seconds of a micro-batch, by stage."""
     profile_of: Callable[[int], Profile]
-    """The memory profile of a stage, by its number."""
+    """Returns the memory profile of a stage, given its number."""
     base: RecordedSections
     """The run on fake tensors whose optimizer step is scaled to each rank's share."""
     timed: TimedParts
-    """The measured seconds of this model on this device."""
+    """The ratios that were timed for this model on this device."""
 
 
 class StepTimer:
     """Predicts seconds on one cluster from its rates.
 
     Args:
-        cluster: rates of devices and links.
+        cluster: the cluster, with the rates of its devices and links.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -138,27 +144,27 @@ class StepTimer:
         device, node = cluster.device, cluster.node
         at_once = min(node.devices, node.cores or node.devices) if node.shared else 1
         self.oversubscription = node.devices / at_once if node.shared else 1.0
-        """Ranks of a node for each rank that computes at full speed. The rates below are those of
-        a rank at full speed."""
+        """The number of ranks of a node for each rank that computes at full speed; 1 unless ranks
+        share cores. The rates below are those of a rank at full speed."""
         share = 1.0 / at_once
         self._flops = device.flops.fp32 * device.efficiency * share
         self._low_flops = device.flops.bf16 * device.efficiency * share
         self._nbytes = device.memory_bandwidth * share
         self._launch = device.launch
         self._processors = device.processors if device.kind == "cuda" else None
-        # On a CPU the measured seconds of exchanges include it.
+        # On a CPU the measured seconds of an exchange include its launch.
         self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
         self._op_seconds: dict[OpLog, float] = {}
         self._exchange_seconds: dict[tuple[tuple[TensorExchange, ...], int], float] = {}
 
     def op_seconds(self, work: OpLog) -> float:
-        """The seconds of the operations of a pass, one after the other."""
+        """Predict the seconds of operations that run one after the other on the device."""
         return self._work_seconds(work)
 
     def _work_seconds(self, work: OpLog, parts: int = 1) -> float:
-        """The seconds of a part of each operation.
+        """Predict the seconds of one of `parts` equal parts of each operation.
 
-        With more than one part products are taken to reach the full rate, however small they are.
+        With more than one part, products of every size are assumed to reach the full rate.
         """
         arithmetic = work.flops / self._flops + work.low_flops / self._low_flops
         if self._processors and parts == 1:
@@ -169,16 +175,16 @@ class StepTimer:
         return float(((longer + self._launch) * work.times).sum())
 
     def host_op_seconds(self, work: OpLog) -> float:
-        """The seconds of operations on the host of GPUs, whose memory the ranks of a node share."""
+        """Predict the seconds of operations on the host, whose bandwidth a node's ranks share."""
         node = self.cluster.node
         return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
 
     def pass_seconds(self, sections: Sequence[Section], tp: int = 1) -> MicroBatchSeconds:
-        """The seconds of one micro-batch through some sections, forward and backward.
+        """Predict one micro-batch in some sections, forward and backward.
 
         Args:
             sections: the sections of one tp rank.
-            tp: the number of ranks that slice them.
+            tp: the number of ranks over which the layers are sliced.
         """
         return MicroBatchSeconds(
             sum(self._pass(s, backward=False) for s in sections),
@@ -190,9 +196,14 @@ class StepTimer:
         )
 
     def least_seconds(self, sections: Sequence[Section], tp: int) -> MicroBatchSeconds:
-        """A lower bound for each of the ranks that slice whole sections.
+        """A lower bound on the seconds of one micro-batch on a tp rank, from unsliced sections.
 
-        Each rank is taken to have its share of all operations, at the full rate.
+        Each tp rank is assumed to have an equal part of every operation, at the full rate, and to
+        exchange nothing.
+
+        Args:
+            sections: sections of the unsliced model.
+            tp: the number of ranks over which the layers are sliced.
         """
         if tp == 1:
             return self.pass_seconds(sections)
@@ -224,19 +235,20 @@ class StepTimer:
         return self._op_seconds[work] * section.slowdown[backward]
 
     def plan_seconds(self, plan: Plan, stages: PlanStages) -> StepSeconds:
-        """The seconds of one step of a plan.
+        """Predict one step of a plan.
 
         Args:
-            plan: mesh, schedule, batch, techniques.
-            stages: the stages of the plan, or of a plan that differs in the number of replicas
-                alone.
+            plan: the plan, of which mesh, schedule, batch and techniques are used.
+            stages: the stages of this plan, or of a plan that differs from it only in the number of
+                replicas.
         """
         count = len(stages.seconds)
         ranks: tuple[int, ...] = (0,)
         if plan.cut is not None and plan.pp > 1:
             ranks = stage_ranks(plan.cut.schedule, plan.pp, count // plan.pp)
         num_ranks = max(ranks) + 1
-        # The first and the last rank hold the model's ends, and one in between stands for the rest.
+        # The first and the last rank hold the model's ends. All other ranks are taken to be like
+        # the one in the middle.
         sampled = sorted({0, num_ranks // 2, num_ranks - 1})
         own_stages = ([n for n, owner in enumerate(ranks) if owner == rank] for rank in sampled)
         rank_profiles = [
@@ -249,14 +261,16 @@ class StepTimer:
         return self.step(plan, stages.seconds, rank_profiles, update, split=stages.timed.split)
 
     def update_seconds(self, plan: Plan, base: RecordedSections, trained: int) -> float:
-        """The seconds of clipping and the optimizer, by rates.
+        """Predict the seconds of clipping and the optimizer's step on one rank from rates.
+
+        Each rank updates only its shard, in as many operations as for the whole. On a CPU the
+        launches of the operations are divided by the number of shards, too, as ranks share the
+        cores.
 
         Args:
-            plan: says where the update is done, and by how many ranks it is shared.
-            base: the run whose optimizer step is scaled.
-            trained: numbers of all shards together. A rank reads and writes its own shard only, in
-                as many operations. On a CPU the operations' launches are shared like the rest, as
-                ranks share the cores.
+            plan: the plan, of which the number of shards and the offload are used.
+            base: the run on fake tensors whose optimizer step is scaled.
+            trained: the trained elements of all shards together.
         """
         run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
         work = base.step_work.scaled(trained / max(1, run_on))
@@ -276,17 +290,18 @@ class StepTimer:
         split: tuple[float, float] = (0.5, 0.5),
         simulated: bool = True,
     ) -> StepSeconds:
-        """The seconds of one step.
+        """Predict one step of a plan from the seconds of its stages.
 
         Args:
-            plan: mesh, schedule, batch, techniques.
-            stage_seconds: the seconds of each stage, or of the whole model if it is not cut.
-            rank_profiles: by rank, the profiles of its stages, for all ranks or those that may send
-                the most.
-            update: seconds of the optimizer's step of a rank that is alone on its cores.
+            plan: the plan, of which mesh, schedule, batch and techniques are used.
+            stage_seconds: the seconds of a micro-batch on each stage, or on the whole model if it
+                is not cut.
+            rank_profiles: by rank, the profiles of the rank's stages. Ranks that do not send the
+                most may be left out.
+            update: the seconds of the optimizer's step on a rank that is alone on its cores.
             split: see `TimedParts`.
-            simulated: whether a short schedule is simulated; otherwise a schedule without a closed
-                form of its bubble counts with a lower bound.
+            simulated: whether to simulate a short schedule. If not, the bubble is that of the
+                closed form, or a lower bound for a schedule without one.
         """
         micro_batches = plan.batch.accumulation_steps
         profiles = [profile for rank_profile in rank_profiles for profile in rank_profile]
@@ -309,12 +324,12 @@ class StepTimer:
         return StepSeconds(compute, idle, within + exchange, moving, update)
 
     def unhidden_seconds(self, plan: Plan, profile: Profile, *, empty: bool = False) -> float:
-        """The seconds of all messages between ranks in a step, one after the other, not overlapped.
+        """Predict the seconds of all messages of a step if they overlap with nothing.
 
         Args:
-            plan: not cut into stages.
+            plan: a plan that is not cut into stages.
             profile: the profile of the whole model.
-            empty: count the messages without their bytes: their latency.
+            empty: whether to count the messages with 0 bytes, which leaves their latencies.
         """
         return sum(
             traffic.step_calls(plan.batch.accumulation_steps)
@@ -334,7 +349,7 @@ class StepTimer:
         *,
         simulated: bool,
     ) -> tuple[float, float, float]:
-        """The seconds of the busiest rank: computing, idle, exchanging over the tp axis."""
+        """Predict the seconds of the busiest rank: computing, idle, exchanging over the tp axis."""
         micro_batches = plan.batch.accumulation_steps
         cut = plan.cut
         if plan.pp == 1 or cut is None:
@@ -366,15 +381,15 @@ class StepTimer:
         elif simulated:
             orders = schedule_orders(schedule, plan.pp, per_rank, micro_batches)
             total = simulate_step(orders, stages).seconds
-        else:  # at least one micro-batch goes forward and backward through all stages
+        else:  # at least one micro-batch passes all stages, forward and backward
             total = sum(stage.forward + stage.input_backward for stage in stages)
-        # Where ranks share the cores, idle ones leave them to the others.
+        # If ranks share the cores, other ranks use the cores of idle ones.
         total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
         computing, exchanging = max(busy_seconds, key=sum)
         return computing, max(0.0, total - computing - exchanging), exchanging
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
-        """The seconds of sending a boundary tensor; on a GPU they overlap unless a rank waits."""
+        """Predict the seconds of sending the largest boundary tensor to the next stage."""
         nbytes = max((p.boundary.incoming for p in profiles), default=0)
         seconds = collective_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
         return max(self._issue, seconds + self._measured_issue("send"))
@@ -386,13 +401,13 @@ class StepTimer:
         ranks: Sequence[int],
         nbytes: int,
     ) -> Sequence[MicroBatchSeconds]:
-        """Add the all-gather of boundary tensors over tp: each tp rank is sent a part of them.
+        """Add the all-gathers of boundary tensors over tp, as each tp rank is sent a part of them.
 
         Args:
-            tp: ranks that gather.
+            tp: the number of ranks that gather.
             stage_seconds: the seconds of each stage.
             ranks: the pp rank of each stage.
-            nbytes: gathered at each boundary between ranks.
+            nbytes: the bytes that are gathered at each boundary between ranks.
         """
         if tp == 1 or not nbytes:
             return stage_seconds
@@ -410,7 +425,7 @@ class StepTimer:
     def _traffic(
         self, plan: Plan, profile: Profile, slowest: MicroBatchSeconds, micro_batches: int
     ) -> tuple[float, float]:
-        """The seconds that do not overlap: exchanges between replicas, and transfers."""
+        """Predict the seconds of replicas' exchanges and of transfers that do not overlap."""
         by_overlap: dict[tuple[str, str], list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
             for traffic in technique.traffic(profile, plan):
@@ -423,9 +438,9 @@ class StepTimer:
         for (every, overlaps), messages in by_overlap.items():
             times = micro_batches if every == "micro_batch" else 1
             total_seconds = sum(seconds for _, seconds in messages)
-            # Computing does not hide the launch of each message.
+            # The launches of messages do not overlap with computing.
             issued = sum(traffic.calls for traffic, _ in messages if traffic.ranks > 1)
-            # Nor can the first gather or the last reduction overlap with anything.
+            # The first gather or the last reduction does not overlap with anything.
             alone = max((s / t.calls for t, s in messages if t.ranks > 1 and t.calls), default=0.0)
             hidden = self._hidden_seconds(overlaps, slowest)
             exposed = max(issued * self._issue, alone, total_seconds - hidden)
@@ -440,7 +455,7 @@ class StepTimer:
     def _hidden_seconds(self, overlaps: str, slowest: MicroBatchSeconds) -> float:
         """The seconds of computing with which messages may overlap.
 
-        None on a CPU, where messages need the cores, too.
+        They are 0 on a CPU, where messages need the cores, too.
         """
         if self.cluster.node.shared:
             return 0.0
@@ -448,14 +463,14 @@ class StepTimer:
 
     def _traffic_seconds(self, traffic: Traffic) -> float:
         node = self.cluster.node
-        if traffic.kind == "receive" and not traffic.nothing_sent:  # its send is counted
+        if traffic.kind == "receive" and not traffic.nothing_sent:  # overlaps with a counted send
             return 0.0
         if traffic.kind == "to_host" or traffic.kind == "from_host":
             return traffic.nbytes / node.host_link if node.host_link else 0.0
         if traffic.kind == "to_disk" or traffic.kind == "from_disk":
             rate = node.disk_write if traffic.kind == "to_disk" else node.disk_read
             return traffic.nbytes * node.devices / rate if rate else 0.0
-        if traffic.kind == "copy":  # read and written
+        if traffic.kind == "copy":  # each byte is read and written
             return self.oversubscription * 2 * traffic.nbytes / self._nbytes
         kind: CommOp = "send" if traffic.kind == "receive" else traffic.kind
         seconds = collective_seconds(
@@ -471,7 +486,7 @@ class StepTimer:
         return seconds + issued
 
     def _measured_issue(self, kind: CommOp) -> float:
-        """The measured seconds to issue a collective; see `LinkSpec.issue`."""
+        """The measured seconds to issue a collective; 0 if not measured; see `LinkSpec.issue`."""
         measured = self.cluster.inside.kinds.get(kind)
         return measured.issue if measured else 0.0
 
@@ -480,14 +495,14 @@ class StepTimer:
 def closed_form_bubble(
     schedule: str, pp: int, micro_batches: int, stages_per_rank: int, *, splits: bool
 ) -> float | None:
-    """The share of a step that ranks with equal stages are idle; None without a closed form.
+    """The idle share of a step if all stages are equal; None if there is no closed form.
 
     Args:
         schedule: one of `orders.SCHEDULES`.
-        pp: number of ranks.
+        pp: the number of pp ranks.
         micro_batches: the number of micro-batches of one step.
         stages_per_rank: see `orders.schedule_orders`.
-        splits: whether backward passes are split in two, see `Plan.splits_backward`.
+        splits: whether backward passes are split in two; see `Plan.splits_backward`.
     """
     shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)
     try:
@@ -499,19 +514,24 @@ def closed_form_bubble(
 def product_efficiency(
     products: NDArray[np.float64], processors: int, overhead: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The share of a GPU's rate for large matrix products that products of these sizes reach.
+    """The share of a GPU's rate for large matrix products that products of given sizes reach.
 
-    As in NVIDIA's Matrix Multiplication Background User's Guide: the output is cut into tiles,
-    tiles at its edges count as whole ones (tile quantization), the processors compute one tile each
-    at a time (wave quantization), and the cost of a tile besides its arithmetic matters less the
-    longer k is. Of that cost we count writing the result, which follows from the data sheet. If
-    there are fewer tiles than processors, k is cut as well where that is faster (split-k); each
-    part then writes its result. Tiles are 128 x 128, or half as wide where the output is no wider.
+    The model is that of NVIDIA's Matrix Multiplication Background User's Guide. The output is cut
+    into tiles, and a tile at its edge costs as much as a whole one (tile quantization). The
+    processors compute one tile each at a time (wave quantization). The cost of a tile apart from
+    its arithmetic matters less the longer k is. Of this cost only writing the result is counted,
+    which follows from the data sheet. If there are fewer tiles than processors, k is cut as well if
+    that is faster (split-k), and each part writes its result. Tiles are 128 x 128; along a side of
+    the output of at most 64 they are 64 wide.
 
     Args:
-        products: (operations, 4), see `OpLog.products`; where they are 0 the share is 1.
+        products: (operations, 4), the m, n, k and batch of each operation; see `OpLog.products`.
+            Where they are 0, the share is 1.
         processors: see `DeviceSpec.processors`.
-        overhead: by operation, the k whose arithmetic takes as long as writing the result.
+        overhead: (operations,), the k whose arithmetic takes as long as writing the result.
+
+    Returns:
+        (operations,), each between 0 and 1.
     """
     m, n, k, batch = np.maximum(products, 1.0).T
     # Interpolated sizes may differ a little from whole numbers.
@@ -528,12 +548,12 @@ def product_efficiency(
 
 
 def _with_sending(stage: MicroBatchSeconds, sending: float, weights_share: float) -> StageSeconds:
-    """The seconds of a stage's passes, each with sending its output.
+    """Return the seconds of a stage's passes, each with sending its output.
 
     Args:
-        stage: without sending.
-        sending: seconds.
-        weights_share: the share of the backward pass that is done later, for the weights.
+        stage: the seconds without sending.
+        sending: the seconds of sending a boundary tensor.
+        weights_share: the share of the backward pass that computes the gradients of the weights.
     """
     weights = stage.backward * weights_share
     forward_extra, backward_extra = (sending + exchange for exchange in stage.exchange)

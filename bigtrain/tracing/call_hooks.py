@@ -32,8 +32,8 @@ _current = _Current()
 def intercept_calls(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Pass every call of these modules to the handler of its thread, if there is one.
 
-    The attribute is the one that `nn.Module.compile` uses: it comes before all hooks of the module,
-    and is neither copied nor pickled with it.
+    The calls are intercepted through the attribute that `nn.Module.compile` sets. torch reads this
+    attribute before it runs any hooks of the module, and neither copies nor pickles it.
     """
     for name, module in modules:
         module._compiled_call_impl = partial(_called, name, module)
@@ -47,8 +47,8 @@ def release_calls(modules: Iterable[nn.Module]) -> None:
 
 def _called(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     handler = _current.handler
-    # Calls inside of vmap and the like are not passed on: they have other tensors than the code
-    # around them.
+    # Calls inside functorch transforms such as vmap are not passed on: they have other tensors than
+    # the code around them.
     if handler is None or torch._C._are_functorch_transforms_active():
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     return handler.call(name, module._call_impl, args, kwargs)
@@ -56,7 +56,7 @@ def _called(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def handling_calls(handler: CallHandler | None) -> Iterator[None]:
-    """Pass calls of this thread to a handler inside of a `with` block; None stops passing them."""
+    """Pass calls of this thread to a handler inside a `with` block; with None, to no handler."""
     before = _current.handler
     _current.handler = handler
     try:
@@ -74,8 +74,8 @@ def is_watched() -> bool:
 def pretend_compiling(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
     """Make `torch.compiler.is_compiling()` true, so that library code does not look at values.
 
-    Every stage must take the path of the trace, whose tensors have no values. Libraries that have a
-    short cut for a mask of all ones do not take it when they are compiled.
+    Every stage must run the same code as the trace, whose tensors have no values. For example,
+    libraries that treat a mask of all ones specially do not do so when they are compiled.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = on
@@ -86,7 +86,7 @@ def pretend_compiling(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT00
 
 
 def returned_tensors(result: Any) -> list[Tensor]:
-    """The tensors that a function of torch returns; none within a transform as vmap is."""
+    """Return the tensors in the result of a torch function; none inside a functorch transform."""
     if torch._C._are_functorch_transforms_active():
         return []
     # A sliced tensor is one leaf: its shape is that of the whole tensor.

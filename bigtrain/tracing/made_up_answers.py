@@ -1,8 +1,8 @@
-"""Made-up results for operations that need values, so that a pass without values goes on.
+"""Made-up results for operations that need values, so that a pass without values continues.
 
-A tensor without values has no result for `item`, `nonzero` or a mask. Here it gets one: nothing,
-everything, or something at random. So each pass takes a route that some values lead to, and the
-modules that all passes call are called whatever the values are.
+On a tensor without values, `item`, `nonzero` and indexing by a mask have no result. Here they get
+one: nothing, everything, or something at random. So each pass takes a route that some values would
+lead to. Modules that all passes call are likely to be called whatever the values are.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MadeUpAnswers(TorchDispatchMode):
     """Makes up results of operations that need values, and reports each of them.
 
     Args:
-        answer: the kind of result.
+        answer: the kind of result: zeros and empty selections, ones and full selections, or random.
         draw: the generator for random results.
-        on_question: called with the name of the operation.
+        on_question: called with the name of each operation that needs values.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MadeUpAnswers(TorchDispatchMode):
         if func in (_OPS.index.Tensor, _OPS.index_put.default, _OPS.index_put_.default):
             args = self._without_masks(func, args)
         elif any(tag in func.tags for tag in _TAGS):
-            self._ask(func)  # no result can be made up: the pass ends here, and the reason is known
+            self._ask(func)  # no result can be made up: the pass ends here with a known reason
         return func(*args, **kwargs)
 
     def _ask(self, func: Any) -> None:
@@ -92,8 +92,8 @@ class MadeUpAnswers(TorchDispatchMode):
         return tensor.new_empty((self._rows(tensor), tensor.dim()), dtype=torch.int64)
 
     def _rows(self, mask: Tensor) -> int:
-        """How many elements a mask selects."""
-        # A mask of rows selects at most all rows; one of more dims selects mostly one in a row.
+        """Return the number of elements that a mask selects."""
+        # A mask of rows selects at most all rows; a mask of more dims mostly selects one per row.
         return self._count(mask.shape[0] if mask.dim() else 1)
 
     def _unique(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ class MadeUpAnswers(TorchDispatchMode):
         """Replace masks by index tensors of a made-up length."""
         if not any(_is_mask(index) for index in args[1]):
             return args
-        if func is not _OPS.index.Tensor:  # a write leaves the shape as it is
+        if func is not _OPS.index.Tensor:  # a write does not change the shape
             return args
         self._ask(_OPS.nonzero.default)
         indices: list[Tensor | None] = []
@@ -130,16 +130,21 @@ def _is_mask(index: Any) -> bool:
 
 
 def _has_numbers(tensor: Any) -> bool:
-    """Whether it is a real tensor with values."""
+    """Whether a value is a plain tensor with values."""
     return type(tensor) is Tensor and not tensor.is_meta
 
 
 @contextmanager
 def made_up_chance(answer: Answer, seed: int) -> Iterator[Callable[[], bool]]:
-    """Make the random numbers of Python and numpy as low, or as high, as possible.
+    """Set the random numbers of Python and numpy to the lowest, or the highest, in a `with` block.
+
+    Args:
+        answer: "nothing" for the lowest numbers, "everything" for the highest, "chance" for the
+            numbers of a seed.
+        seed: the seed.
 
     Yields:
-        A function that says whether any was drawn since.
+        A function that returns whether any random number was drawn in the block.
     """
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     before, numpy_before = random.getstate(), None if numpy is None else numpy.get_state()
@@ -164,13 +169,13 @@ def made_up_chance(answer: Answer, seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _generator_position(numpy: Any) -> tuple[int, int]:
-    """The position of numpy's generator, and a word that differs between seeds."""
+    """Return the position of numpy's generator, and a word that depends on its seed."""
     state = numpy.get_state()
     return int(state[2]), int(state[1][0])
 
 
 def _word_that_gives_ones() -> int:
-    """The state word for which a Mersenne Twister returns 32 ones: its tempering inverted."""
+    """Return the state word from which a Mersenne Twister makes 32 one bits: tempering inverted."""
     ones = 0xFFFFFFFF
     y = ones ^ (ones >> 18)
     y ^= (y << 15) & 0xEFC60000

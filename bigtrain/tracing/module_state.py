@@ -1,7 +1,7 @@
-"""State that a forward pass leaves in its modules: numbers, tensors and lists for a later one.
+"""State that a forward pass leaves in attributes of modules, for a later pass to read.
 
-A stage that skips the call of a module would miss the state that the call leaves. So attributes
-that change in a forward pass are found first; then their reads and writes are recorded.
+A stage that skips the call of a module would miss the state that the call leaves. So the attributes
+that change in a forward pass are found first. Then their reads and writes are recorded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 Attribute = tuple[str, str]
-"""Names of a module and of its attribute; `config.kind` for a field of an object in it."""
+"""The names of a module and of its attribute; `config.kind` is a field of an object in it."""
 TABLES = ("_parameters", "_buffers", "_modules")
 UNTRACED = {*TABLES, "_compiled_call_impl", "training"}
 
 
 @dataclass
 class ChangedObject:
-    """An object in attributes of modules that changes in a forward pass."""
+    """An object to which attributes of modules refer, and which changes in a forward pass."""
 
     value: Any
     fields: set[str]
@@ -35,13 +35,13 @@ class ChangedObject:
     """All attributes that refer to it."""
 
     def names(self) -> dict[str, Attribute]:
-        """The name of each field, after the first attribute that refers to the object."""
+        """Return the full name of each changed field: the first of `holders`, a dot, the field."""
         owner, key = min(self.holders)
         return {field: (owner, f"{key}.{field}") for field in self.fields}
 
 
 class ModuleSnapshot:
-    """The attributes of all modules, by reference, to be compared and restored."""
+    """The attributes of all modules, by reference, for comparing and restoring them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -51,7 +51,7 @@ class ModuleSnapshot:
         }
 
     def changed(self) -> set[Attribute]:
-        """The attributes that have changed since."""
+        """Return the attributes that have changed since the snapshot was made."""
         changed_attributes: set[Attribute] = set()
         for name, module in self._modules.items():
             current, before = dict(_attributes(module)), self._before[name]
@@ -65,11 +65,11 @@ class ModuleSnapshot:
         return changed_attributes
 
     def changed_objects(self) -> list[ChangedObject]:
-        """The objects, lists and mappings in attributes whose contents have changed.
+        """Return the objects, lists and mappings in attributes whose contents have changed.
 
         Many modules refer to one configuration object, and often only one of them uses the field
-        that changes: so fields are recorded one by one. An object that its attribute no longer
-        refers to is left out.
+        that changes. So the changed fields of an object are listed one by one. An object is left
+        out if its attribute refers to another value at the time of the call.
         """
         objects_by_id: dict[int, ChangedObject] = {}
         for name, key in sorted(self.changed()):
@@ -89,7 +89,7 @@ class ModuleSnapshot:
         return list(objects_by_id.values())
 
     def restore(self) -> None:
-        """Restore all attributes."""
+        """Restore all attributes, and the contents of their containers, as they were."""
         for name, key in self.changed():
             module, before = self._modules[name], self._before[name]
             tables = [table for t in TABLES if key in (table := module.__dict__[t])]
@@ -113,7 +113,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(value: Any) -> Any:
-    """The contents of a container, one level deep; None if it is no container."""
+    """Return a copy of the contents of a container, one level deep; None for other values."""
     if isinstance(value, (Tensor, nn.Module, type, FunctionType)):
         return None
     if isinstance(value, (list, set, tuple)):
@@ -124,7 +124,7 @@ def _contents(value: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """A copy of the fields of a plain object; None for a tensor, a type, or without fields."""
+    """Return a copy of the fields of a plain object; None for any value that is not one."""
     if isinstance(value, (Tensor, nn.Module, type, list, set, tuple, dict)) or callable(value):
         return None
     try:
@@ -167,18 +167,18 @@ def traced_attributes(
     objects: Sequence[ChangedObject],
     touched: Callable[[Attribute, bool], None],
 ) -> Iterator[None]:
-    """Record each read and write of these attributes inside of a `with` block.
+    """Report each read and write of these attributes inside a `with` block.
 
     Args:
         model: the model with the modules.
         attributes: attributes of modules.
-        objects: their fields are recorded instead of the attributes that refer to them. If the
-            class of an object cannot be derived from, the attributes are recorded after all.
-        touched: called with the attribute, or the name of a field after that of its attribute, and
-            with whether it is written.
+        objects: objects whose fields are reported instead of the attributes that refer to them. If
+            the class of an object cannot be subclassed, the attributes are reported.
+        touched: called with the attribute, or the field as in `ChangedObject.names`, and with
+            whether it is written.
 
     Raises:
-        ConfigError: the class of a module cannot be derived from.
+        ConfigError: the class of a module cannot be subclassed.
     """
     modules = dict(model.named_modules())
     classes: list[tuple[Any, type]] = []
@@ -223,9 +223,10 @@ def traced_attributes(
 def _watching_class(
     base: Any, names: Mapping[str, Attribute], touched: Callable[[Attribute, bool], None]
 ) -> type:
-    """A class whose objects report each use of some names, or of all if `__dict__` is read.
+    """Return a subclass whose objects report each use of some attributes.
 
-    The `__dict__` of a module is not reported: torch reads it all the time.
+    A read of `__dict__` is reported as a write of all of them. For a module it is not reported,
+    because torch reads the `__dict__` all the time.
     """
     apart = not issubclass(base, nn.Module)
 
@@ -255,10 +256,10 @@ def _watching_class(
 
 @contextmanager
 def refuse_host_randomness() -> Iterator[None]:
-    """Refuse random numbers of Python and numpy: each stage would draw others.
+    """Refuse random numbers of Python and numpy in a block: each stage would draw other numbers.
 
     Raises:
-        ConfigError: some were drawn.
+        ConfigError: some were drawn in the block.
     """
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
@@ -286,7 +287,7 @@ def _equal_states(left: Any, right: Any) -> bool:
 
 
 def check_closures(model: nn.Module) -> None:
-    """Refuse functions with a module of the model in their closure: a copy would still use it.
+    """Refuse functions whose closure has a module of the model: a copied model would still use it.
 
     Raises:
         ConfigError: with the name of the module, and the attribute with the function.
@@ -321,7 +322,10 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def constant_tensors(model: nn.Module) -> list[Tensor]:
-    """Tensors in plain attributes of modules, or in lists, tuples and dicts there."""
+    """Return the tensors in plain attributes of modules, or in lists, tuples and dicts there.
+
+    Parameters and buffers of the model are left out.
+    """
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     constants_by_id: dict[int, Tensor] = {}
 

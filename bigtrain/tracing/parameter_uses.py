@@ -30,7 +30,7 @@ class Write:
 
     name: str
     of_parameters: bool
-    """Whether the written values depend on parameters alone, and not on the batch."""
+    """Whether the written values depend on parameters alone and not on the batch."""
     inside: tuple[str, ...]
     """The modules whose calls are active, from the outermost; '' is the model itself."""
 
@@ -57,11 +57,11 @@ class ParameterUses:
     """Parameters in the graph of the loss; None without a loss, or where the graph hides some."""
 
     def renamed(self, names_of: Callable[[str], Iterable[str]]) -> ParameterUses:
-        """The same uses by other names.
+        """Return the same uses by other names.
 
         Args:
-            names_of: returns the new names of a module or parameter: several, if it stands for
-                several.
+            names_of: returns the new names of a module or parameter; several if it represents
+                several modules or parameters.
         """
 
         def every(names: Iterable[str]) -> Iterator[str]:
@@ -70,7 +70,7 @@ class ParameterUses:
         def first(name: str) -> str:
             return next(iter(names_of(name)), name)
 
-        # Writes are compared with the modules around them: those of one name are enough.
+        # Writes are compared with the modules around them: one of the new names is enough.
         writes = (
             replace(write, name=first(write.name), inside=tuple(map(first, write.inside)))
             for write in self.writes
@@ -88,9 +88,13 @@ class ParameterUses:
         )
 
     def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
-        """The modules that are never called although their parameters are used.
+        """Return the modules that are never called although their parameters are used.
 
-        Other methods of them are called, or modules inside of them, or parameters are read.
+        The model calls other methods of such a module, calls modules inside it, or reads its
+        parameters.
+
+        Args:
+            named: the modules to look at, with their names.
         """
         return [
             name
@@ -156,7 +160,7 @@ def _reached(twin: nn.Module, total: Any) -> frozenset[str] | None:
 
 
 class _Graphs(TorchFunctionMode):
-    """Records where a gradient is computed: any, or only one with a graph."""
+    """Records where a gradient is computed: a gradient of any kind, or only one with a graph."""
 
     def __init__(self, watch: _Watch, *, all_kinds: bool) -> None:
         super().__init__()
@@ -200,7 +204,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def innermost(self) -> str:
-        """The module whose call is active; '' for the model itself and outside of it."""
+        """The innermost module whose call is active; '' for the model itself and outside of it."""
         return self._inside[-1] if self._inside else ""
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -247,7 +251,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes in place."""
+    """Yield the tensors that an operation writes in place."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)

@@ -20,15 +20,15 @@ class ModuleCall:
 
     name: str
     number: int
-    """The number of this call among those of the module, from 0."""
+    """The number of this call among the calls of the module, from 0."""
     parent: int
-    """The call that makes it; -1 for the call of the model."""
+    """The index of the call that makes this call; -1 for the call of the model."""
     begin: int
     end: int = END_OF_PASS
     outputs: list[int] = field(default_factory=list)
-    """The values in its result, in the order of `map_tensors`."""
+    """The indices of the values in the result, in the order of `map_tensors`."""
     argument_values: list[int] = field(default_factory=list)
-    """The values in its arguments."""
+    """The indices of the values in the arguments."""
     result: Any = None
 
 
@@ -43,12 +43,12 @@ class TracedValue:
     name: str
     born: int
     frame: int
-    """The call in which it was made."""
+    """The index of the call in which the tensor was made; -1 outside of all calls."""
     uses: list[int] = field(default_factory=list)
     changed: int = -1
-    """The last tick at which it was changed in place; -1 for none."""
+    """The last tick at which the tensor was changed in place; -1 for none."""
     known: bool = False
-    """Computed from the inputs and constants alone, without parameters or random numbers."""
+    """Whether the tensor depends only on inputs and constants, not parameters or random numbers."""
     sources: tuple[int, ...] = ()
 
 
@@ -59,7 +59,7 @@ class InPlaceWrite:
     tick: int
     frame: int
     sources: tuple[int, ...]
-    """Values that it is changed by, itself among them."""
+    """The values from which the new contents are computed, the changed value among them."""
     random: bool
 
 
@@ -90,8 +90,8 @@ class ForwardTrace:
     calls: list[ModuleCall]
     values: list[TracedValue]
     events: list[tuple[int, int, tuple[int, ...]]]
-    """The events in order: (frame, call, ()) at the begin of a call, (frame, -1, values) when a
-    function of torch has returned tensors to the code of a frame."""
+    """The events in order. (frame, call, ()) is the beginning of a call; (frame, -1, values) means
+    that a torch function has returned tensors to the code of a frame, a call or -1 outside."""
     costs: list[OpCost]
     saved: dict[int, tuple[int, list[int]]]
     """By storage, its bytes and the ticks at which autograd saved it for the backward pass."""
@@ -106,4 +106,4 @@ class ForwardTrace:
     random: set[int] = field(default_factory=set)
     """The frames in which random numbers are drawn."""
     backward: list[tuple[int, int]] = field(default_factory=list)
-    """Tick and frame of each backward pass inside of the forward pass."""
+    """Tick and frame of each computation of gradients inside the forward pass."""

@@ -1,6 +1,7 @@
 """Modules that only some passes call: experts, towers, skipped layers.
 
-If that depends on values or on random numbers, the ranks of a step may call different ones.
+If values or random numbers decide which modules are called, the ranks of a step may call different
+modules.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from bigtrain.tracing.watch import CallLog, log_calls
 
 _CHANCE: tuple[Answer, ...] = ("chance",)
 _PASSES: tuple[Answer, ...] = ("everything", "nothing", *_CHANCE * 6)
-"""A pass that needs no values runs with the first two only: it can only depend on a counter."""
+"""The made-up answers of each pass. If the first two passes need no values and draw no random
+numbers, no further pass runs: calls can then depend only on a counter."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The modules that some passes in training call and others do not, found without values.
+    """The modules that some passes in training call and other passes do not.
 
-    Empty for a model that does not run without values.
+    All fields are empty for a model that does not run without values.
     """
 
     modules: tuple[str, ...] = ()
-    """The outermost modules that passes do not call equally often."""
+    """The outermost modules that some passes call more often than others."""
     parameters: tuple[str, ...] = ()
     """Trained parameters that only some passes use."""
     cause: str | None = None
-    """The operation by which the routes of two ranks differ; None if all ranks take the same."""
+    """The operation that makes the ranks' routes differ; None if all ranks take the same route."""
     called: frozenset[str] = frozenset()
     """Modules that all passes call equally often."""
     only_used: tuple[str, ...] = ()
-    """Blocks that are never called although their parameters are used: see `ParameterUses`."""
+    """Blocks that are not called although their parameters are used (`ParameterUses.only_used`)."""
 
     @property
     def differ(self) -> bool:
@@ -53,18 +55,18 @@ class Routes:
 
     @property
     def vary(self) -> bool:
-        """Whether some pass uses a module or a parameter more often than another pass does."""
+        """Whether some pass uses a module or a parameter more often than another pass."""
         return bool(self.modules or self.parameters)
 
     @property
     def names(self) -> str:
-        """The modules, or else the parameters, for messages."""
+        """The first three modules, or else parameters, and the number of the rest, for messages."""
         names = self.modules or self.parameters
         shown = ", ".join(names[:3])
         return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
     def has(self, name: str) -> bool:
-        """Whether a module is one that only some passes call, or inside of one."""
+        """Whether a module is in `modules`, or inside one of them."""
         return any(f"{name}.".startswith(f"{module}.") for module in self.modules)
 
     def calls(self, name: str) -> bool:
@@ -74,13 +76,13 @@ class Routes:
 
 @dataclass
 class _Pass(CallLog):
-    """A pass without numbers: its calls, the parameters reached, the values it asked for."""
+    """A pass without values: its calls, the parameters it reached, the values it needed."""
 
     reached: frozenset[str] = frozenset()
     question: str | None = None
     """The first operation that needed values."""
     asked_in: str = ""
-    """The module whose code called it."""
+    """The module whose code called that operation."""
     called_before: frozenset[str] = frozenset()
     drew: bool = False
     ended: bool = False
@@ -99,6 +101,9 @@ def find_routes(model: nn.Module, example: MicroBatch) -> Routes:
     Args:
         model: a model on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
+
+    Returns:
+        Empty routes if the model does not run without values.
     """
     try:
         with kept_random_state():
@@ -151,7 +156,7 @@ def _routes(model: nn.Module, example: MicroBatch, device: torch.device) -> Rout
 
 
 def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, this_pass: _Pass) -> None:
-    """Run one forward pass and record it in `this_pass`, also if it fails."""
+    """Run one forward pass and record it in `this_pass`, even if it fails."""
     with ExitStack() as watching:
         watching.enter_context(log_calls(twin, this_pass))
         drew = watching.enter_context(made_up_chance(answer, seed))
@@ -163,7 +168,7 @@ def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, this_pas
 
 
 def _reached(twin: nn.Module, output: object) -> frozenset[str]:
-    """The trained parameters in the graph of an output; none if the graph hides some."""
+    """Return the parameters in the graph of an output; none if the graph hides some."""
     leaves: set[int] = set()
     for tensor in tree_tensors(output):
         leaves_of_tensor, is_whole = graph_leaves(tensor)
@@ -174,9 +179,10 @@ def _reached(twin: nn.Module, output: object) -> frozenset[str]:
 
 
 def _behind(twin: nn.Module, asked: _Pass, owners: list[str]) -> Iterator[str]:
-    """The modules that may be called or not, if no pass has ended: those inside of the asking one.
+    """Yield the modules that may be called or not if no pass has ended.
 
-    Modules of its class ask for values as it does.
+    These are modules inside the module whose code needed values, or inside another module of its
+    class, that were not called before the values were needed.
     """
     kind = type(twin.get_submodule(asked.asked_in))
     same_class = [n for n, m in twin.named_modules() if type(m) is kind]
@@ -194,6 +200,6 @@ def _inside(name: str, others: set[str]) -> bool:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether a module has trained parameters and a forward pass: a list of modules has none."""
+    """Whether a module has trained parameters and a forward pass, which a list of modules lacks."""
     is_called = type(module).forward is not nn.Module.forward
     return is_called and any(p.requires_grad for p in module.parameters())

@@ -118,10 +118,10 @@ def _watch_state(
     changed: set[Attribute],
     objects: Sequence[ChangedObject],
 ) -> None:
-    """Run twice more, the second time with the state that the first has left, and record its uses.
+    """Run two more passes, the second with the state that the first has left; record its uses.
 
-    Each attribute that changes must belong to one stage. A module whose code takes another path the
-    second time cannot be cut through: the program of the first pass would not fit.
+    Each attribute that changes must belong to one stage. A module whose code takes another path in
+    the second pass cannot be cut through: the program of the first pass would not fit.
     """
     touches: dict[Attribute, list[tuple[int, int]]] = {}
     written: set[Attribute] = set()
@@ -143,7 +143,7 @@ def _watch_state(
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
         label = f"{name}.{key}" if name else key
-        if first != second:  # ticks differ: use those of the calls around in the first run
+        if first != second:  # ticks differ: use those of the enclosing calls in the first run
             ticks = [edge for _, frame in touched_at for edge in _edges(recorder, frame, recorders)]
         recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(repr(label))))
     for changed_object in objects:
@@ -154,7 +154,7 @@ def _watch_state(
 
 
 def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple[int, int]:
-    """The begin and end, in the first run, of the call in which code was."""
+    """Return the ticks at which, in the first run, the call of a frame begins and ends."""
     for repeat in recorders:
         if 0 <= frame < len(repeat.calls):
             call_site = (repeat.calls[frame].name, repeat.calls[frame].number)
@@ -234,7 +234,7 @@ class _Recorder(ForwardObserver):
         )
 
     def signatures(self) -> dict[tuple[str, int], list[object]]:
-        """Return by call what its code did: the calls it made, and shapes of what it read."""
+        """Return, by call, the calls that its code made and the shapes of tensors it received."""
         behaviour: dict[tuple[str, int], list[object]] = {}
         for frame, index, values in self.events:
             call = self.calls[frame] if frame >= 0 else None
@@ -285,7 +285,7 @@ class _Recorder(ForwardObserver):
             raise
         self.clock += 1
         call.end = self.clock
-        # In new containers: the caller may change those that were returned to it.
+        # In new containers, because the caller may change the containers that it gets.
         call.result = map_tensors(result, lambda tensor: tensor)
         call.outputs = self.ids_of(result)
         if container_contents((args, kwargs)) != contents:
@@ -297,7 +297,7 @@ class _Recorder(ForwardObserver):
         return result
 
     def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A function of torch has returned to the code of the current frame."""
+        """Record that a function of torch has returned to the code of the current frame."""
         leaves = returned_tensors(result)
         if leaves:
             indices = tuple(self.add(leaf) for leaf in leaves)
@@ -313,7 +313,7 @@ class _Recorder(ForwardObserver):
                 self.backward.append((self.clock, self.frame))
 
     def _note_uses(self, values: Iterable[int]) -> None:
-        """Record values that the code of the frame has, and not as results of its calls."""
+        """Record uses of values that the frame's code got neither as arguments nor as results."""
         frame, reach = self.frame, self._reach[-1]
         for value in values:
             traced = self.values[value]
@@ -322,7 +322,7 @@ class _Recorder(ForwardObserver):
             self.whole.append(UncuttableRange(traced.born, self.clock, _STRAY))
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One operation has been done."""
+        """Record one operation."""
         self.clock += 1
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -348,7 +348,7 @@ class _Recorder(ForwardObserver):
         self.costs.append(OpCost(self.clock, flops, bytes_touched(inputs, outputs)))
 
     def save(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor for the backward pass."""
+        """Record that autograd saves a tensor for the backward pass."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._own_storages:
             nbytes, ticks = self.saved.setdefault(storage._cdata, (storage.nbytes(), []))
@@ -373,7 +373,7 @@ _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, *_H
 
 
 def container_contents(structure: Any) -> list[object]:
-    """The contents of lists, mappings and objects, by identity; plain numbers by their value."""
+    """Return the contents of lists, mappings and objects: plain values, and ids of the rest."""
     entries: list[object] = []
 
     def collect(value: Any) -> None:
@@ -397,13 +397,13 @@ def container_contents(structure: Any) -> list[object]:
 
 
 def why_sealed(module: nn.Module) -> str:
-    """The reason why no cut may go through a module's calls; "" if it may."""
+    """Return why no cut may go through a module's calls; "" if a cut may."""
     hooked = module._backward_hooks or module._backward_pre_hooks
     return "a backward hook is on a module around it" if hooked else ""
 
 
 def why_enclosed() -> str:
-    """The reason why the frame that makes a call cannot be left and entered there; "" if it can."""
+    """Return why no cut may go through or precede the call that is being made; "" if a cut may."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _Recorder.call.__code__:
         code = frame.f_code

@@ -20,8 +20,8 @@ from bigtrain.tensors.fake import fake_model, run_without_numbers
 from bigtrain.tracing.watch import CallLog, log_calls
 
 MORE_PASSES = 8
-"""Passes in training before a parameter counts as not reached: a model may skip a layer at random,
-or every other time."""
+"""Further passes in training before a parameter counts as not reached: a model may skip a layer at
+random, or in every other pass."""
 
 
 def freeze_unreached(
@@ -30,7 +30,7 @@ def freeze_unreached(
     loss: Loss,
     reached: frozenset[str] | None = None,
 ) -> tuple[str, ...]:
-    """Freeze parameters that get no gradient: one process would not update them either.
+    """Freeze parameters that get no gradient: a run on one process would not update them either.
 
     A parameter is frozen if the graph of the loss misses it in every pass, in training and in
     evaluation. If the model does not run without values, nothing is frozen.
@@ -43,8 +43,8 @@ def freeze_unreached(
             if they are all trained parameters, the model is not run.
 
     Returns:
-        The names that were frozen. If no pass has called the module of one, a later call of it in
-        training raises BigtrainError.
+        The names of the frozen parameters. If no pass has called the module of a frozen parameter,
+        a later call of the module in training raises BigtrainError.
     """
     if reached is not None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -72,7 +72,10 @@ def freeze_empty(model: nn.Module) -> tuple[str, ...]:
 
 
 def unfreeze(model: nn.Module, names: Collection[str]) -> None:
-    """Train these parameters again; names that no longer exist are ignored."""
+    """Train these parameters again; names that the model lacks are ignored.
+
+    The hooks that `freeze_unreached` has added are removed from all modules.
+    """
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(True)
@@ -86,7 +89,7 @@ def unfreeze(model: nn.Module, names: Collection[str]) -> None:
 def _unreached(
     model: nn.Module, example: MicroBatch, loss: Loss, device: torch.device
 ) -> tuple[list[str], frozenset[str]]:
-    """The names of trained parameters that no pass reached, and of the modules called."""
+    """Return the names of trained parameters that no pass reached, and of the modules called."""
     twin, batch = fake_model(model, device, double=False), example.fake(device)
     log = CallLog()
     pairs = {  # a loss may refer to the parameters of the model itself
@@ -112,11 +115,11 @@ def _unreached(
 
 
 def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
-    """The ids of the leaves of a graph, and whether the graph shows all of them.
+    """Return the ids of the leaves in the graph of a loss, and whether the graph has all leaves.
 
     A `torch.autograd.Function` may use parameters that only its backward pass shows, as
-    `torch.utils.checkpoint` with use_reentrant=True does. One that does not has a class attribute
-    `shows_its_leaves`.
+    `torch.utils.checkpoint` with use_reentrant=True does. A function whose class has a true
+    attribute `shows_its_leaves` does not.
     """
     if not loss.requires_grad:
         return set(), True
@@ -136,7 +139,7 @@ def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
 
 
 class _Guard:
-    """Refuses a call of a module whose parameters were frozen because nothing called it.
+    """Refuses a call of a module whose parameter was frozen because no pass called the module.
 
     An object and not a closure, so that it is copied with the model.
     """

@@ -1,4 +1,4 @@
-"""One forward pass on tensors without values, watched: calls, functions, operations, saved tensors.
+"""Watch a forward pass on tensors without values.
 
 The user's own code runs. An observer sees calls of modules, functions of torch, operations (what
 functions are made of) and the tensors that autograd saves for the backward pass.
@@ -33,11 +33,14 @@ from bigtrain.tracing.call_hooks import (
 from bigtrain.tracing.module_state import constant_tensors
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of an operation whose result, or the shape of it, depends on the values of a tensor."""
+"""Errors of an operation whose result, or its shape, depends on the values of a tensor."""
 
 
 class ForwardObserver:
-    """Sees one forward pass; each method is called where something happens, and does nothing."""
+    """The base class of observers of one forward pass.
+
+    `call` runs the module and `answer` raises an error; the other methods do nothing.
+    """
 
     failed = ""
     """The innermost module whose call has raised an error; "" for none."""
@@ -53,16 +56,16 @@ class ForwardObserver:
             raise
 
     def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A function of torch has returned."""
+        """Called when a function of torch has returned."""
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operation has been done."""
+        """Called when an operation has been done."""
 
     def save(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor for the backward pass."""
+        """Called when autograd saves a tensor for the backward pass."""
 
     def answer(self, func: Any, args: Any, error: Exception) -> Any:
-        """Return a result for an operation that needs values; here its error is raised."""
+        """Return a result for an operation that needs values; the base class raises the error."""
         del func, args
         raise error
 
@@ -74,7 +77,7 @@ def watch_forward(
     mode: FakeTensorMode,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[None]:
-    """Let an observer see the forward pass of a model inside of a `with` block.
+    """Let an observer see the forward pass of a model inside a `with` block.
 
     Args:
         model: a model whose tensors are fake tensors of `mode`.
@@ -107,7 +110,7 @@ def watch_forward(
 def fake_twin(
     model: nn.Module, device: torch.device, *, double: bool = False
 ) -> tuple[nn.Module, FakeTensorMode]:
-    """A copy of a model with fake tensors, constants among its attributes included; and its mode.
+    """Return a copy of a model with fake tensors, also in plain attributes, and its fake mode.
 
     Args:
         model: a model on any device; it is not changed.
@@ -121,7 +124,7 @@ def fake_twin(
 
 
 def untraceable_reason(error: Exception) -> str:
-    """Why a model does not run on tensors without values, in one line."""
+    """Return one line: why a model does not run on tensors without values."""
     lines = str(error).strip().splitlines()
     if isinstance(error, NEEDS_VALUES):
         return f"its computation depends on the value of a tensor ({lines[0] if lines else ''})"
@@ -129,7 +132,7 @@ def untraceable_reason(error: Exception) -> str:
 
 
 def untraceable_message(error: Exception, observer: ForwardObserver) -> str:
-    """Which module of a watched model does not run on tensors without values, and why."""
+    """Return a message: which module of a watched model fails without values, and why."""
     where = repr(observer.failed) if observer.failed else "its forward"
     reason = untraceable_reason(error)
     return f"the model does not run on tensors without values; {where} fails: {reason}"
@@ -141,22 +144,22 @@ class CallLog:
 
     calls: Counter[str] = field(default_factory=Counter)
     stack: list[str] = field(default_factory=list)
-    """The calls that have begun and not returned; after an error the last one is where it was."""
+    """The calls that have begun and not returned; after an error, the last has raised it."""
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Record that a call begins."""
         self.calls[name] += 1
         self.stack.append(name)
 
     def end(self) -> None:
-        """The innermost call has returned."""
-        if self.stack:  # an error has left the calls around it there
+        """Record that the innermost call has returned."""
+        if self.stack:  # an error leaves calls in the stack
             self.stack.pop()
 
 
 @contextmanager
 def log_calls(model: nn.Module, log: CallLog) -> Iterator[None]:
-    """Log the calls of a model's modules by hooks: also those inside of vmap and its like."""
+    """Log the calls of a model's modules by hooks, also calls inside transforms such as vmap."""
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_pre_hook(_begin_hook(log, name)).remove)
@@ -189,7 +192,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         except NEEDS_VALUES as error:
             result = self._observer.answer(func, args, error)
-        if func is not torch.ops.prim.device.default:  # no work; some versions ask it more often
+        if func is not torch.ops.prim.device.default:  # no work; some versions call it more often
             self._observer.operation(func, args, kwargs, result)
         return result
 

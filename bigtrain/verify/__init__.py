@@ -1,6 +1,6 @@
-"""Proof that a strategy computes the numbers of one process: `bigtrain verify`.
+"""Checks that a strategy computes the same numbers as one process: `bigtrain verify`.
 
-Decides: what a recording of a run has; how dropout draws masks; how two recordings are compared,
-and with which tolerance; how the first operation that differs is found; which plans are drawn, and
-how a failing one is reduced.
+The package records runs, and makes dropout draw the same masks in all of them. It compares two
+recordings with a tolerance, and finds the first operation that differs. It also draws random plans
+to verify, and reduces plans that fail.
 """

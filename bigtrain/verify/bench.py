@@ -1,4 +1,4 @@
-"""Runs a strategy and one process, and compares their recordings."""
+"""Run a strategy and a reference in one process, and compare their recordings."""
 
 from __future__ import annotations
 
@@ -25,22 +25,26 @@ Verdict = Literal["pass", "differs", "refused", "failed"]
 
 @dataclass(frozen=True)
 class VerifiedStrategy:
-    """The result of one strategy."""
+    """The result of verifying one strategy."""
 
     strategy: str
     num_ranks: int
     verdict: Verdict
     precision: Precision
     reason: str | None = None
+    """The reason why the strategy was refused, failed, or differs from a plain torch loop."""
     differences: Differences | None = None
+    """The differences from the reference; None if the strategy did not run."""
     first_difference: str | None = None
-    """The first operation that differs from one process, if the run differs."""
+    """A description of the first operation that differs from the reference, if the run differs."""
     moved: Differences | None = None
-    """The differences of one process from itself with perturbed weights, if they were needed."""
+    """The differences of the reference from itself with perturbed weights; None if they were not
+    needed."""
     dropout_off: str | None = None
-    """Why dropout was off; None if it was as in the job."""
+    """The reason why dropout was off; None if it was as in the job."""
     plain_loop: str | None = None
-    """Why its first steps were not compared with a plain torch loop; None if they were."""
+    """The reason why the first steps were not compared with a plain torch loop; None if they
+    were."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -48,24 +52,24 @@ class VerifiedStrategy:
 
 
 PLAIN = ("train.compile=none", "train.memory_format=contiguous")
-"""Words for the reference, which computes the model as it is written."""
+"""KEY=VALUE words for the reference, which computes the model as it is written."""
 _COMPILED = "train.compile=blocks: masks are tied to samples operation by operation"
 
 
 class Bench:
-    """Runs strategies and compares them with a reference, which is one process.
+    """Runs strategies and compares them with a reference, which runs in one process.
 
     The reference computes the whole global batch at once. If a sample's result depends on its
-    micro-batch, the reference has the strategy's micro-batches: with BatchNorm, and in bf16, where
-    kernels sum over rows. In bf16 its layers use parameters of the same type as the strategy's.
-    Dropout is off in both runs if its masks do not belong to samples. References are kept, one for
-    each size of micro-batch and other settings.
+    micro-batch, the reference has the strategy's micro-batches. This is so with BatchNorm, and in
+    bf16, where kernels sum over rows. In bf16 the layers of the reference use parameters of the
+    same dtype as the strategy's layers. Dropout is off in both runs if its masks cannot be tied to
+    samples. A reference is reused for all strategies that need the same settings.
 
     Args:
         options: the options of the command line.
-        words: further words of every run.
+        words: further KEY=VALUE words of every run.
         folder: the folder for the runs' files.
-        localises: whether the first operation that differs is searched for.
+        localises: whether to search for the first operation that differs.
     """
 
     def __init__(
@@ -84,13 +88,15 @@ class Bench:
         self._micro_sizes: dict[Path, int] = {}
         self._from_itself: dict[Path, Differences] = {}
         self._dropout_off: str | None = None
-        """Why dropout is off for the current strategy; None if it is not."""
+        """The reason why dropout is off for the current strategy; None if it is on."""
 
     def check(self, contender: ComparedStrategy) -> VerifiedStrategy:
         """Run one strategy and compare it with the reference.
 
         Raises:
-            BigtrainError: the reference failed; a `ConfigError` if it was refused.
+            ConfigError: the reference cannot run, or the model draws random numbers that verify
+                cannot turn off.
+            BigtrainError: the reference failed.
         """
         label, ranks = contender.label, contender.num_ranks
         if contender.plan is None:
@@ -104,7 +110,7 @@ class Bench:
             if self._dropout_off is not None:
                 try:
                     row = self._compare(contender, contender.plan)
-                except ConfigError as error:  # the model without dropout cannot run like this
+                except ConfigError as error:  # the reference without dropout cannot run
                     row = replace(row, verdict="refused", reason=str(error), differences=None)
         row = replace(row, dropout_off=self._dropout_off)
         if row.verdict == "differs" and self._localises:
@@ -139,9 +145,10 @@ class Bench:
         return replace(row, verdict="differs")
 
     def _moved(self, plan: Plan, reference: Path) -> Differences | None:
-        """Return the differences between one process and the same one with perturbed weights.
+        """Return the differences of the reference from itself with perturbed weights.
 
-        The result is None in bf16, where a unit in the last place of a weight is no small change.
+        The result is None in bf16, where a unit in the last place of a weight is not a small
+        change.
         """
         if plan.precision == "bf16":
             return None
@@ -152,7 +159,10 @@ class Bench:
         return self._from_itself[reference]
 
     def _localise(self, plan: Plan, contender: ComparedStrategy, row: VerifiedStrategy) -> str:
-        """Run both again with a trace of all operations, on the same micro-batches."""
+        """Run the reference and the strategy again with a trace, and return the first difference.
+
+        The reference has the strategy's micro-batches.
+        """
         try:
             reference = self._made(plan, plan.batch.micro_size, traced=True)
         except (BigtrainError, ConfigError) as error:
@@ -170,7 +180,7 @@ class Bench:
         return difference
 
     def close(self) -> None:
-        """Remove the recorded tensors, which are as large as the model for each step."""
+        """Remove the recorded tensors of all runs. They are as large as the model for each step."""
         for folder in self._folder.iterdir():
             _forget(folder)
 
@@ -236,7 +246,7 @@ def _forget(folder: Path) -> None:
 
 
 def _differs_from_plain_loop(folder: Path) -> str | None:
-    """Describe how a run differs from a plain torch loop; None if it does not."""
+    """Return how a run differs from a plain torch loop; None if it does not."""
     recording = read_json_object(folder / "record.json")
     difference: str | None = recording["differs_from_plain_loop"]
     return difference

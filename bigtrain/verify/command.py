@@ -1,4 +1,4 @@
-"""`bigtrain verify`: each strategy against one process with the whole global batch."""
+"""`bigtrain verify`: compare each strategy with one process that has the whole global batch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,17 @@ _MEASURED = (*UNTRACKED, "train.check_first_steps=2")
 
 
 def main(arguments: list[str]) -> int:
-    """Record the reference and every strategy, and compare; returns the exit status.
+    """Run `bigtrain verify`: run the reference and every strategy, and compare them.
 
-    The status is 0 if every strategy that can run passed, 1 if one differs or failed (or one that
-    the user named cannot run), 2 if the user's input is at fault, 130 after Ctrl-C.
+    Args:
+        arguments: the command's arguments.
+
+    Returns:
+        The exit status: 0 if every strategy that can run passed, 1 if a strategy differs or failed
+        (or cannot run, but was named by the user), 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: the arguments or the job are wrong, or no strategy can run.
     """
     options = verify_arguments(arguments)
     if options.script is not None:
@@ -71,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _comparable(contender: ComparedStrategy) -> ComparedStrategy:
-    """The strategy, refused if its numbers differ by design, so that no comparison can pass."""
+    """Return the strategy; mark it as refused if its numbers differ from one process by design."""
     reason = contender.plan.replicate.inexact_reason if contender.plan is not None else None
     return contender if reason is None else replace(contender, plan=None, refusal=reason)
 

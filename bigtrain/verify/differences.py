@@ -1,4 +1,4 @@
-"""The differences between two recordings of the same steps, and their tolerance."""
+"""Compute the differences between two recordings of the same steps, and their tolerances."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from bigtrain.job.schema import Precision
 from bigtrain.tensors.shards import read_whole
 
 GRADIENT_FLOOR = 1e-4
-"""A gradient that is everywhere below this share of the model's largest is only rounding: its
-difference is then taken relative to that share."""
+"""If no element of a gradient exceeds this share of the model's largest gradient, the gradient is
+only rounding. Its difference is then relative to this share, not to its own largest element."""
 
 GROWTH = 10
-"""A difference counts as grown rounding if it is less than this many times the difference of one
-process from itself with weights that begin one unit in the last place away."""
+"""A difference is explained by rounding that has grown if it is at most this many times the
+difference of one process from itself with perturbed weights. A perturbed weight begins one unit in
+the last place away."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,18 @@ class Tolerance:
 
     loss: float
     norm: float
+    """The tolerance of the norm of the gradients."""
     tensors: float
-    """For gradients, and for the change of the weights over all steps."""
+    """The tolerance of gradients, and of the change of the weights over all steps."""
 
     @classmethod
     def of(cls, precision: Precision) -> Tolerance:
-        """Return the effect that sums in another order may have over a few steps.
+        """Return the largest effect that sums in another order may have over a few steps.
 
-        It is a small multiple of the measured differences (docs/internals/measured.md), which are
-        of the order of the unit in the last place in fp64 and fp32, and of 2^-8 in bf16, where a
-        gradient is rounded at each addition. A loss of DeepSpeed's stage 3 differs by up to 4e-4,
-        because it rounds before it adds the bias.
+        The tolerance is a small multiple of the measured differences (docs/internals/measured.md).
+        These are of the order of the unit in the last place in fp64 and fp32. In bf16 they are of
+        the order of 2^-8, because a gradient is rounded at each addition. A loss of DeepSpeed's
+        stage 3 differs by up to 4e-4, because this stage rounds before it adds the bias.
         """
         return {
             "fp64": cls(1e-12, 1e-9, 1e-9),
@@ -50,7 +52,7 @@ class Tolerance:
         }[precision]
 
     def grown(self, loss: float, norm: float, tensors: float) -> Tolerance:
-        """Return the tolerance, or `GROWTH` times the differences if that is more."""
+        """Return a tolerance of at least `GROWTH` times these differences."""
         return Tolerance(
             max(self.loss, GROWTH * loss),
             max(self.norm, GROWTH * norm),
@@ -65,6 +67,7 @@ class StepDifferences:
     loss: float
     norm: float
     gradient: float | None
+    """The largest difference of a gradient; None if there are no gradients to compare."""
 
 
 @dataclass(frozen=True)
@@ -76,29 +79,31 @@ class Differences:
     gradient: float | None
     """The largest difference of a gradient; None if the run has no gradients to compare."""
     update: float
-    """The difference of the change that all steps made to the weights. The weights themselves
-    change too little to compare."""
+    """The largest difference of the change that all steps made to a weight. The weights themselves
+    are not compared, because they change too little."""
     worst_gradients: tuple[tuple[str, float], ...] = ()
-    """The parameters whose gradients differ most."""
+    """The parameters whose gradients differ most, and their differences."""
     worst_updates: tuple[tuple[str, float], ...] = ()
-    """The parameters whose change differs most."""
+    """The parameters whose changes differ most, and their differences."""
     missing: tuple[str, ...] = field(default=())
-    """Names that only one of the two recordings has."""
+    """The names of tensors that only one of the two recordings has."""
     steps: tuple[StepDifferences, ...] = ()
     """The differences of each step."""
 
     def passed(
         self, tolerance: Tolerance, moved: Differences | None = None, *, losses_only: bool = False
     ) -> bool:
-        """Whether all of them are within the tolerance.
+        """Return whether all differences are within the tolerance.
 
         Args:
             tolerance: the differences that rounding explains.
             moved: the differences of one process from itself; see `tolerances`.
-            losses_only: compare only norms, and losses with ten times the tolerance. It is for
-                optimizers that magnify rounding: AdamW divides by a gradient that is only rounding.
+            losses_only: whether to compare only the norms, and the losses with ten times the
+                tolerance. This is for optimizers that magnify rounding: AdamW may divide by a
+                gradient that is only rounding.
         """
-        if self.missing or not math.isfinite(self.loss):  # one of the two may have fewer steps
+        # The loss is infinite if the runs have different numbers of steps.
+        if self.missing or not math.isfinite(self.loss):
             return False
         by_step = tolerances(tolerance, moved, len(self.steps))
         for step, limit in zip(self.steps, by_step, strict=True):
@@ -112,11 +117,11 @@ class Differences:
 def tolerances(tolerance: Tolerance, moved: Differences | None, steps: int) -> list[Tolerance]:
     """Return the tolerance of each step.
 
-    A difference in the last place may grow from step to step even in one process: ReLU and max
-    pooling choose by a comparison, and BatchNorm may divide by a small variance.
+    A difference in the last place may grow from step to step even in one process. For example, ReLU
+    and max pooling choose by a comparison, and BatchNorm may divide by a small variance.
 
     Args:
-        tolerance: the tolerance of the first step, for any model.
+        tolerance: the least tolerance of each step.
         moved: the differences of one process from itself with weights that begin one unit in the
             last place away; None if they were not measured.
         steps: the number of steps that are compared.
@@ -127,7 +132,7 @@ def tolerances(tolerance: Tolerance, moved: Differences | None, steps: int) -> l
 
 
 def update_tolerance(tolerance: Tolerance, moved: Differences | None) -> float:
-    """Return the tolerance of the change of the weights; see `tolerances`."""
+    """Return the tolerance of the change of the weights over all steps; see `tolerances`."""
     return tolerance.tensors if moved is None else max(tolerance.tensors, GROWTH * moved.update)
 
 
@@ -135,8 +140,8 @@ def compare_recordings(reference: Path, other: Path) -> Differences:
     """Compare two recordings of `bigtrain.verify.record`, one tensor at a time.
 
     Args:
-        reference: the folder of the reference.
-        other: the folder of the run.
+        reference: the folder of the reference's recording.
+        other: the folder of the other run's recording.
     """
     reference_record, other_record = _record(reference), _record(other)
     gradients: dict[str, float] = {}
@@ -169,7 +174,10 @@ def compare_recordings(reference: Path, other: Path) -> Differences:
 
 
 def gradient_differences(reference: Path, other: Path) -> dict[int, dict[str, float]]:
-    """Return the differences of the gradients, by the number of the step and by parameter."""
+    """Return the differences of the gradients, by the number of the step and by parameter.
+
+    The result is empty if the other run could not record gradients.
+    """
     by_step: dict[int, dict[str, float]] = {}
     if _record(other)["no_gradients"] is not None:
         return by_step
@@ -194,7 +202,10 @@ def _each(first: list[float], second: list[float]) -> list[float]:
 
 
 def relative_difference(expected: float, actual: float) -> float:
-    """Return the relative difference from the expected number; infinite if one is not finite."""
+    """Return the relative difference from the expected number.
+
+    The result is infinite if one of the numbers is not finite.
+    """
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return math.inf
     return abs(expected - actual) / max(abs(expected), 1e-12)
@@ -204,7 +215,7 @@ _Before = Callable[[str], tuple[Tensor, Tensor]]
 
 
 class _Pair:
-    """The same file of two recordings."""
+    """The tensors of the same file in two recordings."""
 
     def __init__(self, first: Path, second: Path) -> None:
         self._reference, self._compared = tensors_of_file(first), tensors_of_file(second)
@@ -212,14 +223,15 @@ class _Pair:
         self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return both tensors of a name."""
+        """Return the tensors with a name in both files."""
         return read_whole(self._reference[name]), read_whole(self._compared[name])
 
     def differences(self, before: _Pair | None = None) -> Iterator[tuple[str, float]]:
         """Yield each name with its largest difference, relative to the tensor's largest value.
 
         Args:
-            before: subtract these tensors first, to compare the changes since then.
+            before: earlier tensors, which are subtracted to compare the changes; None compares the
+                tensors themselves.
         """
         changes = before.tensors if before is not None else None
         largest = 0.0
@@ -231,7 +243,8 @@ class _Pair:
             if expected.shape != actual.shape:
                 yield name, math.inf
                 continue
-            # A change in a weight's last places is rounding, however small the whole change is.
+            # Differences in a weight's last places are rounding, even if the weight's change is as
+            # small.
             rounding = torch.finfo(expected.dtype).eps * _highest(expected) * 4 if changes else 0.0
             expected, actual = _since(expected, changes, name, 0), _since(actual, changes, name, 1)
             yield name, _difference(expected, actual, largest, rounding)
@@ -243,7 +256,7 @@ def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Ten
 
 
 def _difference(expected: Tensor, actual: Tensor, largest: float, rounding: float) -> float:
-    """The largest difference less the rounding, relative to the largest expected value."""
+    """Return the largest difference less the rounding, relative to the largest expected value."""
     difference = _highest(expected - actual)
     scale = max(_highest(expected), largest * GRADIENT_FLOOR, 1e-30)
     return max(0.0, difference - rounding) / scale if math.isfinite(difference) else math.inf

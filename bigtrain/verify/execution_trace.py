@@ -1,9 +1,9 @@
-"""Digests of a run's tensors in order of execution, with which a difference is located.
+"""Record digests of a run's tensors in the order of execution, to find the first that differs.
 
-The trace has a few numbers for every result of a torch function inside a module, every output of a
-module, and the gradients of both. A digest does not depend on wrapping, sharding, slicing or
-recomputation of the module, nor on the rank: sliced tensors are gathered for it. The second pass of
-recomputed modules is left out.
+The trace has a digest, which is a few numbers, of every result of a torch function inside a module,
+of every output of a module, and of the gradients of both. A digest does not depend on how the
+module is wrapped, sharded, sliced or recomputed, nor on the rank. Sliced tensors are gathered for
+this purpose, and the second pass of recomputed modules is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, local_of
 
 _PROJECTIONS = 4
 _SIGNS = 2**14
-"""The length of the rows into which elements are folded; each row has another sign."""
+"""The length of the rows into which the elements of a tensor are folded. Each row has its own
+sign."""
 _UNNOTED = frozenset(
     (
         *("__get__", "__set__", "__getitem__", "backward", "chunk", "detach", "expand", "flatten"),
@@ -31,34 +32,37 @@ _UNNOTED = frozenset(
         *("transpose", "unbind", "unsqueeze", "view", "view_as"),
     )
 )
-"""Functions that compute nothing: attributes, and views, whose storage may not be filled yet."""
+"""Functions whose results are not recorded, because they compute nothing: access to attributes, and
+views, whose storage may not be filled yet."""
 _UNFILLED = ("empty", "new_empty", "resize")
-"""Functions whose names begin so return tensors without values."""
+"""Beginnings of the names of functions that return tensors without values."""
 
 
 class Entry(NamedTuple):
-    """One value or gradient on one rank."""
+    """The digest of one value, or of its gradient, on one rank."""
 
     step: int
     """The step, from 1."""
     is_gradient: bool
+    """Whether the digest is of the gradient of the value."""
     module: str
     """The innermost module whose forward pass ran; empty for the whole model."""
     call: int
     """The number of the module's call in this step, from 0."""
     operation: str
-    """The torch function that returned the value; 'output' for a module's output."""
+    """The name of the torch function that returned the value; 'output' for a module's output."""
     number: int
-    """The number among the results of this operation in the call, from 0."""
+    """The number of the value among the results of this operation in the call, from 0."""
     digest: tuple[float, ...]
-    """The norm, and the products with fixed vectors of signs, divided by the root of the length."""
+    """The norm of the tensor, and its products with fixed vectors of signs, divided by the square
+    root of the number of elements."""
 
 
 class ExecutionTrace(TorchFunctionMode):
     """Records the values of a model and their gradients inside its `with` block.
 
     Args:
-        roots: the model, or its stages on this rank; with plain names.
+        roots: the model, or its stages on this rank, with the names of the user's model.
         gradient_scale: the factor of this run's gradients, by which digests are divided.
     """
 
@@ -74,12 +78,12 @@ class ExecutionTrace(TorchFunctionMode):
         self._current = ""
         self._hooks: list[Any] = []
         self._states: set[int] = set()
-        """The ids of parameters and buffers, which are not recorded: buffers may differ by rank."""
+        """The ids of parameters and buffers, which are not recorded: buffers differ among ranks."""
         for root in roots:
             self._states |= {id(t) for t in (*root.parameters(), *root.buffers())}
             cut_through: frozenset[str] = getattr(root, "cut_through", frozenset())
             for name, module in root.named_modules():
-                if name not in cut_through:  # a stage computes only a part of the module
+                if name not in cut_through:  # of these modules a stage computes only a part
                     self._hooks += [
                         module.register_forward_pre_hook(partial(self._begin, name), prepend=True),
                         module.register_forward_hook(partial(self._end, name)),
@@ -110,7 +114,8 @@ class ExecutionTrace(TorchFunctionMode):
     def _begin(self, name: str, _module: nn.Module, _args: Any) -> None:
         if _in_backward():
             return
-        if not name:  # a stage of a pipeline may leave its modules without calling their hooks
+        # A stage of a pipeline may leave modules without calling the hooks that close them.
+        if not name:
             self._open.clear()
         self._open[name] = self._calls[name]
         self._calls[name] += 1
@@ -162,8 +167,8 @@ class ExecutionTrace(TorchFunctionMode):
     def _digest(
         self, value: Tensor, scale: float, gather: Callable[[Tensor], Tensor]
     ) -> tuple[float, ...]:
-        # A block that saves its products would save these, too, and not find them in its second
-        # pass.
+        # With the active modes, a block that saves its matrix products for recomputation would also
+        # save those of the digest, and its second pass does not compute digests.
         with torch.no_grad(), _disable_current_modes():
             return self._digest_of(gather(value.detach()), scale)
 
@@ -190,5 +195,5 @@ def _identity(value: Tensor) -> Tensor:
 
 
 def _in_backward() -> bool:
-    """Whether a backward pass is running: functions inside it are recomputations."""
+    """Return whether a backward pass is running, in which functions of modules are recomputed."""
     return torch._C._current_graph_task_id() != -1

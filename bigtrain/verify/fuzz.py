@@ -1,6 +1,6 @@
-"""`bigtrain verify --fuzz N`: verifies plans drawn from the planner's space, and reduces failures.
+"""`bigtrain verify --fuzz N`: verify plans drawn from the planner's space, and reduce failures.
 
-A plan is drawn as words of the command line, so that it is also the line that repeats a failure.
+A plan is drawn as words of the command line, so that the user can repeat a failure with them.
 """
 
 from __future__ import annotations
@@ -32,41 +32,43 @@ from bigtrain.planner.space import Candidate, SearchSpace
 from bigtrain.verify.bench import Bench, Verdict, VerifiedStrategy
 
 _MOST_SAMPLES = 16
-"""The most samples of a step: more take longer and test nothing else."""
+"""The most samples of a step. More samples take longer and test nothing else."""
 _MOST_ATTEMPTS = 60
 """The most smaller plans that are tried for one failure."""
 _RECOMPUTE = (None, None, "full", "selective", "every_2")
 _REFUSALS = 40
-"""The most plans that are drawn for each one that can run."""
+"""The most refused plans that are drawn for each requested plan."""
 
 
 @dataclass(frozen=True)
 class FuzzedPlan:
-    """A plan as words of a command line."""
+    """A plan as words of a command line.
+
+    The fields `replicate`, `cut`, `recompute`, `offload` and `slices` are words of `--strategy`.
+    """
 
     pp: int
     dp: int
     rows: int
-    """Samples of a micro-batch."""
+    """The number of samples of a micro-batch."""
     micro_batches: int
-    """Micro-batches of a step, for each replica."""
+    """The number of micro-batches of each replica in a step."""
     replicate: str
-    """A word of `--strategy`, like the next three."""
     cut: str | None = None
     recompute: str | None = None
     offload: str | None = None
     tp: int = 1
     slices: str | None = None
-    """A word of `--strategy`, too: how layers are sliced over the tp ranks."""
+    """The technique that slices layers over the tp ranks; None without slices."""
     at: tuple[str, ...] = ()
-    """Modules with which the stages begin; empty for balanced stages."""
+    """The modules with which stages after the first begin; empty for balanced stages."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Arguments of the model that differ from the job's."""
+    """The arguments of the model that differ from the job's."""
     steps: int = 3
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes that run it."""
+        """The number of ranks of the plan."""
         return self.pp * self.dp * self.tp
 
     @property
@@ -79,7 +81,7 @@ class FuzzedPlan:
 
     @property
     def words(self) -> list[str]:
-        """The KEY=VALUE words of its job."""
+        """The KEY=VALUE words of the plan's job."""
         samples = self.rows * self.micro_batches * self.dp
         words = [f"mesh.pp={self.pp}", f"mesh.dp={self.dp}", f"mesh.tp={self.tp}"]
         words.append(f"train.global_batch_size={samples}")
@@ -89,7 +91,7 @@ class FuzzedPlan:
         return words + [f"model.args.{name}={size}" for name, size in self.sizes]
 
     def command(self, options: ComparisonOptions) -> str:
-        """Return the command line that verifies this plan alone."""
+        """Return the command line that verifies only this plan."""
         job = [] if options.job is None else [options.job]
         line = ["bigtrain", "verify", *job, "-n", str(self.num_ranks)]
         line += ["--strategy", self.strategy, "--steps", str(self.steps)]
@@ -99,12 +101,14 @@ class FuzzedPlan:
 def draw_plans(
     draw: random.Random, spaces: Sequence[SearchSpace], names: Sequence[str]
 ) -> Iterator[FuzzedPlan]:
-    """Yield plans endlessly; all meshes, and all pairs of techniques of a mesh, are equally likely.
+    """Yield random plans without end; none if the spaces have no candidates.
+
+    All meshes are equally likely, and so are all combinations of techniques on a mesh.
 
     Args:
         draw: the random generator.
-        spaces: a space for each number of ranks.
-        names: the modules with which stages may begin.
+        spaces: the search space for each number of ranks.
+        names: the names of the modules with which stages may begin, in the model's order.
     """
     by_kind: dict[Any, dict[Any, list[Candidate]]] = {}
     for space in spaces:
@@ -136,13 +140,16 @@ def shrink(
     fails: Callable[[FuzzedPlan], bool],
     most: int = _MOST_ATTEMPTS,
 ) -> FuzzedPlan:
-    """Return a smaller plan that still fails, none of whose reductions fails.
+    """Reduce a plan that fails, until no reduction of it fails or `most` plans were tried.
 
     Args:
         plan: the plan that fails.
-        sizes: the model's arguments that are whole numbers.
-        fails: whether a plan fails in the same way; one that cannot run does not.
+        sizes: the model's arguments that are whole numbers, which may be reduced.
+        fails: returns whether a plan fails in the same way; False for a plan that cannot run.
         most: the most plans that are tried.
+
+    Returns:
+        The smallest plan that fails.
     """
     tried = {plan}
     progress = True
@@ -159,7 +166,7 @@ def shrink(
 
 
 def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
-    """Plans with one reduction each; those that make later attempts cheap come first."""
+    """Yield plans with one reduction each; reductions that make later attempts cheap are first."""
     if plan.steps > 1:
         yield replace(plan, steps=1)
     yield from _smaller_meshes(plan)
@@ -181,7 +188,7 @@ def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
 
 
 def _smaller_meshes(plan: FuzzedPlan) -> Iterator[FuzzedPlan]:
-    """Plans with fewer or simpler replicas, stages or slices."""
+    """Yield plans with fewer or simpler replicas, stages or slices."""
     if plan.dp > 1:
         yield replace(plan, dp=plan.dp // 2)
     if plan.cut is not None:
@@ -204,9 +211,9 @@ class FuzzResult:
 
     plan: FuzzedPlan
     row: VerifiedStrategy
-    """The result of `plan`, or of `smallest` if there is one."""
+    """The result of `smallest`; of `plan` if `smallest` is None."""
     smallest: FuzzedPlan | None = None
-    """The smallest plan that fails like this one; None if it passes."""
+    """The smallest plan that fails as `plan` does; None if `plan` passes."""
 
     def command(self, options: ComparisonOptions) -> str:
         """Return the command line that repeats the result."""
@@ -221,16 +228,18 @@ class FuzzResult:
 def fuzz(
     options: ComparisonOptions, job_words: Sequence[str], folder: Path
 ) -> Iterator[FuzzResult]:
-    """Draw plans and verify them, one after the other; each failure is reduced.
+    """Draw plans, verify them one after the other, and reduce each plan that fails.
+
+    Yields the result of each plan that can run.
 
     Args:
-        options: the options of the command line; they have the number of plans (`fuzz`), the
-            `seed`, and the largest number of ranks.
-        job_words: KEY=VALUE words of every run.
+        options: the options of the command line, with the number of plans (`fuzz`), the `seed`,
+            and the largest number of ranks.
+        job_words: the KEY=VALUE words of every run.
         folder: the folder for the runs' files.
 
     Raises:
-        ConfigError: the job cannot run in one process, or no drawn plan can run.
+        ConfigError: the job cannot run in one process, or too many drawn plans cannot run.
     """
     bench = _FuzzBench(options, job_words, folder)
     words = [*without_strategy(options.overrides), *job_words, *QUIET, *ONE_PROCESS]
@@ -271,13 +280,13 @@ def fuzz(
 
 
 def _most_slices(workload: Workload) -> int:
-    """The largest tp size; 1 if nothing can be sliced."""
+    """Return the most ranks over which layers can be sliced; 1 if no layer can be sliced."""
     techniques = (t for t in techniques_of("slice") if isinstance(t, SliceStrategy))
     return max((technique.most_ranks(workload) for technique in techniques), default=1)
 
 
 class _FuzzBench:
-    """Verifies plans, each with a separate reference."""
+    """Verifies plans, each with its own reference."""
 
     def __init__(self, options: ComparisonOptions, words: Sequence[str], folder: Path) -> None:
         self._options = options
@@ -304,14 +313,19 @@ class _FuzzBench:
         bench = Bench(options, words, folder, localises=localises)
         try:
             return bench.check(contender)
-        except BigtrainError as error:  # the reduced model does not run in one process
+        except BigtrainError as error:  # a reduced model may not run in one process
             return VerifiedStrategy(contender.label, plan.num_ranks, "refused", "fp32", str(error))
         finally:
             bench.close()
 
 
 def model_sizes(job: Job, model: object) -> dict[str, int]:
-    """Return the arguments of a job's model that are whole numbers, with their values."""
+    """Return the arguments of a job's model that are whole numbers above 1, with their values.
+
+    Args:
+        job: the job.
+        model: the job's model.
+    """
     sizes: dict[str, Any] = dict(vars(getattr(model, "config", None) or object))
     if ":" in job.model.name:
         parameters = inspect.signature(load_object(job.model.name, "model.name")).parameters

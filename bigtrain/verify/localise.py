@@ -1,4 +1,4 @@
-"""The first operation, in order of execution, in which two traced runs differ."""
+"""Find the first operation, in the order of execution, in which two traced runs differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bigtrain.verify.differences import (
 from bigtrain.verify.execution_trace import Entry
 
 _Key = tuple[bool, str, str, int]
-"""Whether it is a gradient, the module, the operation, and the number of its result."""
+"""Identifies a value in a call: whether it is a gradient, module, operation, number of result."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,15 @@ class RankTrace:
     rank: int
     dp_rank: int
     num_micro_batches: int
-    """The micro-batches of this rank in a step."""
+    """The number of micro-batches of this rank in a step."""
     blocks: tuple[str, ...]
+    """The names of the model's blocks."""
     entries: tuple[Entry, ...]
     tp_rank: int = 0
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Return the traces that the ranks of a run have written, by rank."""
+    """Return the traces that the ranks of a run have written to a folder, in the order of ranks."""
     traces = []
     for path in sorted(folder.glob("trace-*.json")):
         values = read_json_object(path, most=MOST_LINES)
@@ -57,15 +58,15 @@ def first_difference(
     tolerance: Tolerance,
     moved: Differences | None = None,
 ) -> str:
-    """Describe the first value, gradient, norm or update in which a run differs from one process.
+    """Describe the first value, gradient, norm or update in which a run differs from the reference.
 
     Args:
-        reference: the folder of one process, which had the same micro-batches one by one.
-        other: the folder of the run.
-        differences: the differences of the two recordings.
+        reference: the folder of the traced reference, which had the run's micro-batches.
+        other: the folder of the traced run.
+        differences: the differences of the two runs, from an earlier pair of recordings.
         tolerance: the differences that rounding explains.
-        moved: the differences between one process and the same process with perturbed weights;
-            see `differences.tolerances`.
+        moved: the differences of the reference from itself with perturbed weights; see
+            `differences.tolerances`.
     """
     (reference_trace,), ranks = read_traces(reference), read_traces(other)
     records = [read_json_object(f / "record.json") for f in (reference, other)]
@@ -103,7 +104,12 @@ def first_difference(
 
 
 def _first_parameter(reference: RankTrace, wrong: dict[str, float]) -> str:
-    """The first of these parameters in the order of the backward pass."""
+    """Describe the first of these parameters in the order of the backward pass.
+
+    Args:
+        reference: the trace of the reference.
+        wrong: the difference of the gradient of each parameter that differs.
+    """
     last_use: dict[str, int] = {}
     for position, entry in enumerate(reference.entries):
         if not entry.is_gradient:
@@ -123,7 +129,7 @@ def _first_entry(
     *,
     is_gradient: bool,
 ) -> str | None:
-    """The first value or gradient of a value that differs, in the order of one process."""
+    """Describe the first value or gradient that differs, in the reference's order; None if none."""
     calls = {
         module: count // reference.num_micro_batches
         for module, count in _calls(reference, step).items()
@@ -140,7 +146,7 @@ def _first_entry(
     expected = list(_of_step(reference, step, is_gradient=is_gradient))
     largest = max((entry.digest[0] for entry in expected if entry.digest[0] < math.inf), default=0)
     for entry in expected:
-        # Every rank of a tp group has the whole tensor.
+        # Each rank of a tp group has recorded the whole tensor, so each is compared.
         for rank, entry_of_rank in traced.get((_key(entry), entry.call), {}).values():
             difference = _difference(entry.digest, entry_of_rank.digest, largest)
             if difference > tolerance:
@@ -155,7 +161,7 @@ def _first_entry(
 
 
 def _difference(expected: Sequence[float], digest: Sequence[float], largest: float) -> float:
-    """The difference of two tensors by their digests, relative to the norm of the first."""
+    """Return the difference of two tensors by their digests, relative to the expected norm."""
     if not all(map(math.isfinite, (*expected, *digest))):
         return 0.0 if list(map(repr, expected)) == list(map(repr, digest)) else math.inf
     squares = [(a - b) ** 2 for a, b in zip(expected[1:], digest[1:], strict=True)]

@@ -1,20 +1,21 @@
 """Record the losses, gradient norms, gradients and weights of a run.
 
-`bigtrain verify` starts it once for the reference and once for each strategy:
+`bigtrain verify` starts this command once for the reference and once for each strategy:
 
     bigtrain record -n N --record FOLDER [--trace] [--no-dropout] [--strategy NAME] [KEY=VALUE ...]
 
     FOLDER/record.json                losses and norms; the difference from a plain torch loop
-           gradients-K.safetensors    of step K, whole, under plain names, before clipping
+           gradients-K.safetensors    whole gradients of step K by parameter, before clipping
            weights-before.safetensors, weights-after.safetensors
            trace-RANK.json            with --trace: see bigtrain/verify/execution_trace.py
-           dropout-RANK.json          modules whose masks do not belong to samples, and why
+           dropout-RANK.json          modules whose masks are not tied to samples, and why
 """
 
 import os
 import sys
 
-# As in train.py: a file run by its path has its own folder on sys.path, not the package's.
+# If Python runs a file by its path, sys.path begins with the file's folder, where Python does not
+# find the package `bigtrain`.
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -50,7 +51,14 @@ from bigtrain.verify.tied_dropout import NoDropout, TiedDropout, sample_places
 
 
 def main(arguments: list[str]) -> int:
-    """Train the job's first steps and record them; returns the exit status."""
+    """Run `bigtrain record` on this rank: train the job's first steps and record them.
+
+    Args:
+        arguments: the command's arguments.
+
+    Returns:
+        The exit status 0.
+    """
     options = train_arguments(arguments, records=True)
     job = load_job(options.config, options.strategy, options.overrides)
     placement = detect_rank_info(os.environ)
@@ -77,17 +85,19 @@ def record_run(
     *,
     traced: bool = False,
 ) -> None:
-    """Do the steps and write the recording; rank 0 writes all files except traces.
+    """Train some steps and write the recording. Collective.
+
+    Each rank writes its trace and its file about dropout; rank 0 writes all other files.
 
     Args:
         job: the job.
-        parts: its model and data.
+        parts: the job's model and data.
         context: the context of all ranks.
         folder: the folder for the recording.
         steps: the number of steps.
         traced: whether each rank writes a trace.
     """
-    # Without buffers: BatchNorm's running statistics are of the samples of each rank.
+    # Buffers are not recorded, because BatchNorm's running statistics depend on a rank's samples.
     names = {name for name, _ in parts.workload.model.named_parameters(remove_duplicate=False)}
     norms = has_batchnorm(parts.workload.model)
     with parts.engine(context) as engine:
@@ -136,11 +146,12 @@ def record_run(
 
 
 def record_gradients(engine: Engine, recording: dict[str, Any], folder: Path) -> None:
-    """Let the engine write its gradients before each update.
+    """Make an engine write its gradients to a file before each update.
 
     Args:
         engine: the engine of the run.
-        recording: its `no_gradients` becomes the reason if an engine frees gradients early.
+        recording: the recording. If gradients cannot be read, the reason is stored under its key
+            `no_gradients`.
         folder: the folder for the files.
     """
     update = engine.runner.update
@@ -148,7 +159,7 @@ def record_gradients(engine: Engine, recording: dict[str, Any], folder: Path) ->
     def record_and_update(loss: StepLoss | None = None) -> float:
         try:
             gradients = engine.runner.gradients()
-        except BigtrainError as error:  # gradients were used and freed in the backward pass
+        except BigtrainError as error:  # the backward pass has used and freed the gradients
             recording["no_gradients"] = str(error)
         else:
             path = folder / f"gradients-{engine.steps_done + 1}.safetensors"
@@ -159,7 +170,10 @@ def record_gradients(engine: Engine, recording: dict[str, Any], folder: Path) ->
 
 
 def tie_dropout(engine: Engine) -> TiedDropout:
-    """Return the `TiedDropout` of an engine, which learns of each micro-batch as it is placed."""
+    """Return a `TiedDropout` for an engine's model.
+
+    The engine is changed to call `begin_micro_batch` before it places a micro-batch on the device.
+    """
     runner: Any = engine.runner
     spine = {""} if engine.context.pp_size > 1 else set()
     for root in runner.roots:
@@ -180,7 +194,14 @@ def tie_dropout(engine: Engine) -> TiedDropout:
 def write_trace(
     folder: Path, trace: ExecutionTrace, engine: Engine, num_micro_batches: int
 ) -> None:
-    """Write the trace of this rank."""
+    """Write the trace of this rank to its file.
+
+    Args:
+        folder: the folder for the file.
+        trace: the trace.
+        engine: the engine of the run.
+        num_micro_batches: the number of micro-batches of this rank in a step.
+    """
     context = engine.context
     document = {
         "rank": context.rank,
@@ -194,7 +215,13 @@ def write_trace(
 
 
 def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
-    """Write the current parameters; collective."""
+    """Write the current parameters to a file. Collective.
+
+    Args:
+        path: the file.
+        engine: the engine of the run.
+        names: the names of the parameters in the user's model.
+    """
     prefix = "model."
     state = engine.runner.state().items()
     named = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
@@ -205,7 +232,17 @@ def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
 def random_losses(
     engine: Engine, batch: Step, dropout: TiedDropout, places: Mapping[int, tuple[int, ...]]
 ) -> tuple[float, float] | None:
-    """Return the losses of two passes over one batch if they differ: not all masks are tied."""
+    """Return the losses of two passes over one batch with different seeds, if the losses differ.
+
+    They differ if the model draws random numbers that are not tied to samples. Otherwise the result
+    is None.
+
+    Args:
+        engine: the engine of the run.
+        batch: the batch.
+        dropout: the context for the passes.
+        places: see `TiedDropout.begin_step`.
+    """
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -218,7 +255,10 @@ def random_losses(
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether the output of a sample depends on the others of its micro-batch."""
+    """Return whether a model has BatchNorm.
+
+    With BatchNorm the output for a sample depends on the other samples of its micro-batch.
+    """
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 

@@ -1,12 +1,13 @@
-"""References of `bigtrain verify` that differ from strategy `single`.
+"""References of `bigtrain verify` that differ from the strategy `single`.
 
-With bf16 parameters: layers of a strategy with fp32 master weights use bf16 parameters. Residual
-sums, norms and embeddings are then bf16, too, while autocast over fp32 parameters leaves them in
-fp32. In one process the same numbers come from fp32 parameters that are rounded to bf16 for each
-micro-batch, and whose bf16 gradients are accumulated in fp32.
+`SingleInBf16` is for strategies whose layers use bf16 parameters with fp32 master weights. Residual
+sums, norms and embeddings are then in bf16, while autocast over fp32 parameters leaves them in
+fp32. One process gets the same numbers if its fp32 parameters are rounded to bf16 for each
+micro-batch, and the bf16 gradients are accumulated in fp32.
 
-With moved weights: each weight begins one unit in the last place away. The difference of this run
-from the reference is the least that rounding explains: a strategy sums in another order.
+`SingleMoved` starts with each weight moved by one unit in the last place. A strategy sums in
+another order, so its rounding explains a difference at least as large as that of this run from the
+reference.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WITH_MOVED_WEIGHTS = "strategy.replicate=bigtrain.verify.reference:SingleMoved"
 
 
 class _OneProcess(Strategy):
-    """Like strategy `single`: nothing is shared or wrapped."""
+    """A strategy for one process, which shares nothing."""
 
     role: ClassVar[Role] = "replicate"
 
@@ -37,13 +38,13 @@ class _OneProcess(Strategy):
 
 
 class SingleInBf16(_OneProcess):
-    """The whole model on one device; its layers use bf16 parameters."""
+    """The whole model on one device, with layers that use bf16 parameters."""
 
     name: ClassVar[str] = "single_in_bf16"
     summary: ClassVar[str] = "one process with bf16 parameters, for strategies that have them"
 
     def apply(self, assembly: Assembly) -> None:
-        """Round the parameters in the forward pass."""
+        """Wrap the model, so that the forward pass uses rounded parameters."""
         assembly.module = _Rounded(assembly.model)
 
 
@@ -62,13 +63,13 @@ class _Rounded(nn.Module):
 
 
 class SingleMoved(_OneProcess):
-    """The model on one device, each weight a unit in the last place larger or smaller."""
+    """The whole model on one device, with each weight one unit in the last place away."""
 
     name: ClassVar[str] = "single_moved"
     summary: ClassVar[str] = "one process with weights a unit in the last place away"
 
     def apply(self, assembly: Assembly) -> None:
-        """Move the weights, with signs that are the same in every run."""
+        """Make each weight one unit in the last place larger or smaller, the same in every run."""
         signs = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in assembly.model.parameters():

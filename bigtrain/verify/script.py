@@ -1,8 +1,8 @@
-"""`bigtrain verify --script FILE`: a user's training script under each strategy.
+"""`bigtrain verify --script FILE`: verify a user's training script with each strategy.
 
-The script runs unchanged. Its `bigtrain.prepare` takes the strategy and the number of steps from
-the environment (`engine.prepare.VERIFY_VARIABLE`); its engine compares each of these steps with a
-plain torch loop on rank 0, and ends the script after them.
+The script runs unchanged. The script's call of `bigtrain.prepare` reads the strategy and the number
+of steps from the environment (`engine.prepare.VERIFY_VARIABLE`). The engine compares each of these
+steps with a plain torch loop on rank 0, and then ends the script.
 """
 
 from __future__ import annotations
@@ -31,14 +31,22 @@ from bigtrain.report.folders import results_folder
 
 Row = dict[str, Any]
 _REFUSAL = "bigtrain.errors.ConfigError: "
-"""The beginning of the last line of an uncaught refusal."""
+"""The beginning of the last line that Python prints for an uncaught ConfigError."""
 
 
 def check_script(options: ComparisonOptions) -> int:
-    """Run the script under each strategy and compare; returns the exit status as `verify` does.
+    """Run the script with each strategy, and print the differences from a plain torch loop.
+
+    Args:
+        options: the options of the command line.
+
+    Returns:
+        The exit status: 0 if a strategy passed and none differs or failed (or was refused, if the
+        user named it); otherwise 1.
 
     Raises:
-        ConfigError: there is no such script, or keys of a job were given in addition.
+        ConfigError: the script does not exist, a strategy is unknown, or the command line also has
+            a job or keys of a job.
     """
     file, *arguments = shlex.split(options.script or "")
     if not is_regular(file):
@@ -49,7 +57,7 @@ def check_script(options: ComparisonOptions) -> int:
         )
     names = named_strategies(options.strategies)
     for name in names:
-        job_from_keys(name, {})  # an unknown name is an error of the user, not a failed run
+        job_from_keys(name, {})  # raises ConfigError for an unknown name, before any run
     ranks = options.num_ranks or max(2, device_count())
     folder = results_folder(options.output, "verify")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -100,7 +108,7 @@ def _run(name: str, words: Sequence[str], folder: Path, options: ComparisonOptio
 
 
 def _largest(steps: Sequence[Row], key: str) -> float:
-    """The largest relative difference of a figure."""
+    """Return the largest relative difference of a figure from that of the plain loop."""
     pairs = [(step[key], step[f"plain_{key}"]) for step in steps]
     return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
 
@@ -126,7 +134,11 @@ def _show(rows: Sequence[Row], options: ComparisonOptions, folder: Path) -> None
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks of a script, `-n N FILE ARGUMENTS`; returns the exit status."""
+    """Start the ranks of a script, and return the exit status.
+
+    Args:
+        arguments: `-n N FILE ARGUMENTS`.
+    """
     _, number, file, *rest = arguments
     try:
         return start_ranks(int(number), rest, Path(file))

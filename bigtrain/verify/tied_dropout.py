@@ -1,10 +1,11 @@
-"""Dropout masks that belong to samples instead of ranks, so that they are the same on all meshes.
+"""Tie dropout masks to samples instead of ranks, so that they are the same on all meshes.
 
-A mask is a function of the seed, the step, the sample's index in the global batch, the open calls
-of modules (each with its name and its number among the calls of that name in the outer call), and
-the number of the draw in the innermost call. The position of the forward pass in this order is
-stored as the seed of torch's default generator: code that computes a part again (activation
-checkpointing, a stage of a pipeline) restores the generator to the state at the part's beginning.
+A mask is a function of five things: the seed, the step, the sample's index in the global batch, the
+open calls of modules, and the number of the draw in the innermost call. A call is identified by the
+module's name, and by its number among the calls of that name in the outer call. The current
+position in the forward pass is stored as the seed of torch's default generator. Code that computes
+a part again (activation checkpointing, a stage of a pipeline) restores this generator to its state
+at the part's beginning, and so restores the position.
 
 Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC '11), for random numbers
 that are a function of a key instead of a sequence.
@@ -35,7 +36,7 @@ from bigtrain.files.parse import read_json_object
 from bigtrain.ranks.context import RunContext
 
 _FIRST_SEED = 2**60
-"""Larger seeds are numbers of positions in forward passes; no other code uses such seeds."""
+"""Seeds from here on identify positions in forward passes. No other code uses such seeds."""
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 
 
@@ -45,30 +46,31 @@ class _Position:
 
     step: int
     samples: tuple[int, ...]
-    """The indices of its rows in the global batch; empty for padding."""
+    """The indices of the micro-batch's rows in the global batch; empty for padding."""
     calls: tuple[tuple[str, int], ...] = ()
-    """The open calls of modules, outermost first: the name, and its number in the outer call."""
+    """The open calls of modules, the outermost first: the module's name, and the number of the call
+    among those of this name in the outer call."""
     draws: int = 0
     """The number of draws so far in the innermost open call."""
     ended_calls: Mapping[str, int] = field(default_factory=dict)
-    """The number of ended calls of each module within the innermost open one."""
+    """The number of ended calls of each module within the innermost open call."""
 
 
 class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws the masks of a model inside its `with` block.
+    """Draws the dropout masks of a model inside its `with` block.
 
     Args:
-        model: a model with plain names; calls of its modules are counted until `close`, including
-            those that a stage of a pipeline skips.
+        model: the model, with the names of the user's model. Calls of its modules are counted until
+            `close`, including calls that a stage of a pipeline skips.
         seed: the seed of the job.
-        spine: names of the modules whose forward code every stage of a pipeline runs; empty
+        spine: the names of modules whose forward code every stage of a pipeline runs; empty
             without stages.
     """
 
     def __init__(self, model: nn.Module, seed: int, spine: Iterable[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.untied: dict[str, str] = {}
-        """Why masks could not be tied to samples, by the module's name."""
+        """The reasons why masks could not be tied to samples, by the name of the module."""
         self._seed, self._spine = seed, frozenset(spine)
         self._first_seed = _FIRST_SEED
         self._positions: list[_Position] = []
@@ -78,13 +80,13 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
         self._calls_before: list[tuple[nn.Module, Any]] = []
         for name, module in model.named_modules():
-            # The attribute with which `nn.Module.compile` and pipeline stages replace calls.
+            # `nn.Module.compile` and pipeline stages also replace calls by this attribute.
             before = module._compiled_call_impl
             self._calls_before.append((module, before))
             module._compiled_call_impl = partial(self._call, name, before or module._call_impl)
 
     def close(self) -> None:
-        """Restore the modules."""
+        """Restore the calls of the modules."""
         for module, before in self._calls_before:
             module._compiled_call_impl = before
 
@@ -92,8 +94,8 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin a step.
 
         Args:
-            step: its number.
-            samples: the result of `sample_places`.
+            step: the number of the step.
+            samples: the result of `sample_places` for the step's batch.
         """
         self._first_seed += len(self._positions) + 1  # makes the seeds of earlier steps invalid
         self._positions.clear()
@@ -102,7 +104,10 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.default_generator.manual_seed(0)
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Begin the forward pass of a micro-batch."""
+        """Begin the forward pass of a micro-batch.
+
+        The masks of a micro-batch that does not belong to the step are not tied to samples.
+        """
         if self._placed not in (None, id(micro_batch)) and not self._entered:
             self.untied[""] = "micro-batches are placed before earlier ones are computed"
         self._placed, self._entered = id(micro_batch), False
@@ -135,7 +140,7 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._drawn(position, func, args, kwargs)
 
     def _reason(self, func: Any, args: tuple[Any, ...], position: _Position) -> str | None:
-        """Why a draw cannot be tied to samples; None if it can."""
+        """Return why a draw cannot be tied to samples; None if it can."""
         name = func._overloadpacket.__name__
         if name not in _UNIFORM | {"bernoulli", "bernoulli_", "native_dropout"}:
             return f"{name} draws inside its kernel"
@@ -169,7 +174,10 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return like * mask * (1 / (1 - args[1])), mask
 
     def _uniform(self, position: _Position, like: Tensor) -> Tensor:
-        """Numbers in [0, 1) in fp32 for any type, so that masks are the same in all precisions."""
+        """Return numbers in [0, 1) of the shape of `like`, a function of each sample's position.
+
+        They are in fp32 whatever the dtype of `like`, so that masks are the same in all precisions.
+        """
         rows = []
         for sample in position.samples:
             key = repr((self._seed, position.step, sample, position.calls, position.draws))
@@ -202,12 +210,21 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._positions[number] if 0 <= number < len(self._positions) else None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the file that `untied_reason` reads."""
+        """Write this rank's file for `untied_reason` into a folder."""
         (folder / f"dropout-{rank}.json").write_text(json.dumps(self.untied) + "\n", "utf-8")
 
 
 def sample_places(batch: Step, context: RunContext, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Return the indices of rows in the global batch, by the id of this rank's micro-batches."""
+    """Return the indices in the global batch of the rows of each of this rank's micro-batches.
+
+    Args:
+        batch: this rank's batch of a step.
+        context: this rank's context.
+        plan: the plan of the run.
+
+    Returns:
+        The indices by the `id` of the micro-batch; empty indices for padding.
+    """
     shares = (plan.data_rank(context.dp_rank), plan.batch.dp_size, plan.batch.micro_size)
     plans = split_global_batch(range(batch.samples), *shares)
     return {
@@ -217,24 +234,27 @@ def sample_places(batch: Step, context: RunContext, plan: Plan) -> dict[int, tup
 
 
 class NoDropout(nullcontext[None]):
-    """Replaces `TiedDropout` if blocks are compiled, as torch cannot compile under such a mode."""
+    """Replaces `TiedDropout` if blocks are compiled.
+
+    torch cannot compile under a dispatch mode that changes random numbers, so dropout is off.
+    """
 
     def begin_step(self, step: int, samples: Mapping[int, tuple[int, ...]]) -> None:
-        """Do nothing, as dropout is off."""
+        """Do nothing, because dropout is off."""
 
     def close(self) -> None:
         """Do nothing."""
 
     def write(self, folder: Path, rank: int) -> None:
-        """Do nothing, as no mask is drawn."""
+        """Do nothing, because no masks are drawn."""
 
 
 def untied_reason(reference: Path, other: Path) -> str | None:
-    """Return why the masks of two runs differ; None if they do not.
+    """Return a reason why masks of one of two runs are not tied to samples; None if all are tied.
 
     Args:
-        reference: the folder of one process.
-        other: the folder of the other run; it may be the same.
+        reference: the folder of the reference.
+        other: the folder of the other run, which may be the same folder.
     """
     for folder in (reference, other):
         for path in sorted(folder.glob("dropout-*.json")):
@@ -244,7 +264,7 @@ def untied_reason(reference: Path, other: Path) -> str | None:
 
 
 def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw does not, or draws no mask of this model."""
+    """Return whether an operation that may draw does not draw, or draws no mask of this model."""
     if kwargs.get("generator") is not None:
         return True
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

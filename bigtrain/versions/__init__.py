@@ -1,4 +1,4 @@
-"""Versions of torch, where they differ.
+"""Differences between the supported versions of torch.
 
-Decides which version has which feature, and what replaces a feature that one lacks.
+Decides: which version has which feature, and what replaces a feature that a version lacks.
 """

@@ -1,22 +1,24 @@
-"""Differences between the supported versions of torch. No other module asks for the version.
+"""Differences between the supported versions of torch. No other module reads torch's version.
 
-Before 2.15
+Before 2.15:
 
-* the schedules of `torch.distributed.pipelining` wait for sends only at the end of a step and order
-  a few receives differently: `schedules.events` follows the order of torch 2.15;
-* the backward pass for inputs cannot start at gradient edges, so edges imitate outputs;
-* the FLOPs of attention on a CPU are not counted.
+* The schedules of `torch.distributed.pipelining` wait for sends only at the end of a step and order
+  a few receives differently. `schedules.events` follows the order of torch 2.15.
+* The backward pass for inputs cannot start at gradient edges, so edges imitate outputs.
+* torch's FLOP counter does not count attention on a CPU.
 
-2.14 alone warns of `all_gather_into_tensor` and `reduce_scatter_tensor`. Before it
+2.14 alone warns about calls of `all_gather_into_tensor` and `reduce_scatter_tensor`.
 
-* process groups have no hooks: a run cannot count its traffic, and says so; a rank that waits too
-  long for a message is ended by the backend;
-* the timeout of a collective has no public setter;
+Before 2.14:
+
+* Process groups have no hooks. So a run cannot count its traffic, and reports this. The backend
+  ends a rank that waits too long for a message.
+* The timeout of a collective has no public setter.
 * torch's activation checkpoints ignore the saved-tensor hooks around them.
 
-Before 2.13
+Before 2.13:
 
-* the backward pass for weights counts some gradients twice, so the backward pass is not split;
+* The backward pass for weights counts some gradients twice, so the backward pass is not split.
 * DDP's option `forward_sync_buffers` is called `broadcast_buffers`, and the single-tensor
   collectives have other names.
 """
@@ -39,13 +41,13 @@ from torch.utils.flop_counter import flop_registry
 
 _NUMBERS = re.match(r"(\d+)\.(\d+)", torch.__version__)
 TORCH = (int(_NUMBERS[1]), int(_NUMBERS[2])) if _NUMBERS else (0, 0)
-"""Major and minor number of the installed torch."""
+"""Major and minor number of the installed torch; (0, 0) if its version has another form."""
 SCHEDULES_LET_GO = TORCH >= (2, 15)
-"""Whether torch's pipeline schedules order messages and waits as ours do."""
+"""Whether torch's pipeline schedules order messages and waits as torch 2.15 does."""
 COUNTS_EXCHANGES = hasattr(dist.ProcessGroup, "register_pre_hook")
 """Whether process groups have hooks that report each collective."""
 SPLITS_BACKWARD = TORCH >= (2, 13)
-"""Whether a backward pass split into inputs and weights gives the gradients of a whole one."""
+"""Whether a backward pass that is split into inputs and weights gives the right gradients."""
 
 
 def _has_option(function: Any, name: str) -> bool:
@@ -57,21 +59,22 @@ FORWARD_SYNC_BUFFERS = (
     if _has_option(DistributedDataParallel, "forward_sync_buffers")
     else "broadcast_buffers"
 )
-"""The name of DDP's option that broadcasts the first replica's buffers."""
+"""The name of DDP's option by which the first replica's buffers are broadcast."""
 CHECKPOINT_OPTIONS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True}
     if _has_option(checkpoint, "respect_saved_tensors_hooks")
     else {}
 )
-"""Options of torch's activation checkpoint that let outer hooks see what `selective` saves."""
+"""Arguments of `torch.utils.checkpoint.checkpoint` with which the saved-tensor hooks around it also
+get the tensors that `selective` saves."""
 all_gather_single: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""All-gather into one tensor: (output, input, group, async_op)."""
+"""torch's all-gather into one tensor, with parameters (output, input, group, async_op)."""
 reduce_scatter_single: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""Reduce-scatter of one tensor: (output, input, op, group, async_op)."""
+"""torch's reduce-scatter of one tensor, with parameters (output, input, op, group, async_op)."""
 _COUNTED_AS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         torch.ops.aten._scaled_dot_product_flash_attention
@@ -83,12 +86,12 @@ _COUNTED_AS = {
 
 
 def flop_formula(operation: Any) -> Callable[..., Any] | None:
-    """Return torch's FLOP formula of an operation, for all overloads; None if it has none."""
+    """Return torch's FLOP formula for all overloads of an operation; None if there is none."""
     return flop_registry.get(operation) or flop_registry.get(_COUNTED_AS.get(operation))
 
 
 def set_timeouts(groups: Sequence[dist.ProcessGroup | None], timeout: float) -> None:
-    """Set the timeout in seconds of the collectives of these groups."""
+    """Set the timeout of the collectives of these groups, in seconds; None is the default group."""
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
         change(timedelta(seconds=timeout), group)
@@ -103,13 +106,14 @@ def backward_for_inputs(
     """Run the part of a stage's backward pass that computes the gradients of its inputs.
 
     Args:
-        roots: the stage's outputs, which are detached, or their gradient edges.
-        gradients: one per root; None if the root is a loss.
+        roots: the stage's outputs, which are detached in place, or their gradient edges.
+        gradients: the gradient of each root; None if the root is a loss.
         inputs: the inputs of the stage; their gradients are written to `grad`.
         parameters: the parameters of the stage.
 
     Returns:
-        The gradients of the inputs, and the groups that `backward_for_weights` continues from.
+        The gradients of the inputs, and groups of parameters with intermediate results, which
+        `backward_for_weights` needs.
     """
     from torch.distributed.pipelining import _backward
 
@@ -124,7 +128,7 @@ def backward_for_inputs(
 def backward_for_weights(
     parameters: Iterator[nn.Parameter], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Compute the gradients of the weights, from the groups of `backward_for_inputs`."""
+    """Add the gradients of the weights to `grad`, from the groups of `backward_for_inputs`."""
     from torch.distributed.pipelining import _backward
 
     split: Any = _backward.stage_backward_weight
@@ -142,4 +146,4 @@ class _EdgeRoot(GradientEdge):
         return self.node
 
     def detach_(self) -> None:
-        """Do nothing: torch detaches an output here, and an edge has none."""
+        """Do nothing: torch detaches an output here, and an edge has no tensor."""

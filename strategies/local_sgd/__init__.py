@@ -2,19 +2,21 @@
 
 `outer: average` replaces the parameters by their average over the replicas. `outer: nesterov`
 (DiLoCo) uses the average change of the replicas since the last synchronization as a gradient, the
-outer gradient, for a step of SGD with Nesterov momentum. Every replica keeps the state of its inner
-optimizer: it is neither averaged nor reset. The learning rate's schedule counts inner steps.
+outer gradient, for a step of SGD with Nesterov momentum. Every replica has its own state of the
+inner optimizer, which is neither averaged nor reset. The learning rate's schedule counts inner
+steps.
 
-Memory: as one process. `nesterov` adds two copies of the trained parameters: their values at the
-last synchronization, and a momentum. `delay` adds the messages in flight.
-Communication: the parameters, 2 (n-1)/n times, once in `every` steps; in each step three numbers
-(targets, loss, a signal to stop). With `fragments` the same bytes are sent a fragment at a time;
-with `delay` a fragment is sent while that many steps are computed.
-Constraints: the numbers are not those of one process, except for `every: 1` with SGD, no clipping
-and `average`, which is `ddp`. Gradients are clipped by the norm of each replica. Whole models only.
-BatchNorm statistics, and weights in a validation, differ between the replicas. A checkpoint has the
-first replica's model and optimizer state under the usual names, and those of the others in
-addition, so a resumed run continues bit for bit.
+Memory: that of one process. `nesterov` adds two copies of the trained parameters: their values at
+the last synchronization, and a momentum. `delay` adds the messages in flight.
+Communication: an all-reduce of the parameters once in `every` steps, for which each rank sends and
+receives 2 (n-1)/n of their bytes; in each step three numbers (targets, loss, a signal to stop).
+With `fragments` the same bytes are sent a fragment at a time. With `delay` a fragment is sent while
+that many steps are computed.
+Constraints: the results are not those of one process, except for `every: 1` with SGD, no clipping
+and `average`, which is `ddp`. Gradients are clipped by the norm of each replica. The model is not
+cut into stages. BatchNorm statistics, and weights in a validation, differ between the replicas. A
+checkpoint has the first replica's model and optimizer state under the usual names, and those of the
+other replicas in addition, so a resumed run continues bit for bit.
 Example: bigtrain train -n 2 --strategy diloco strategy.replicate.every=50
 
 Source: Stich 2019, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767), algorithm
@@ -42,7 +44,7 @@ from bigtrain.strategies.local_sgd.outer import Outer, OuterSettings, Replica
 
 
 class LocalSGD(Strategy):
-    """Averaging every k steps, or DiLoCo."""
+    """Independent replicas that average their parameters every k steps, or DiLoCo."""
 
     name: ClassVar[str] = "local_sgd"
     role: ClassVar[Role] = "replicate"
@@ -57,15 +59,15 @@ class LocalSGD(Strategy):
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """The Nesterov momentum of the outer optimizer."""
     fragments: int = Field(1, ge=1)
-    """Parts of the parameters, synchronized one after the other within `every` steps."""
+    """The number of parts of the parameters; each is synchronized once in `every` steps."""
     delay: int = Field(0, ge=0)
-    """Steps that are computed while a fragment is sent; it is applied after them."""
+    """Steps that are computed while a fragment is sent; the fragment is applied after them."""
     mixing: float = Field(0.5, ge=0, le=1)
     """With `delay`: the weight of the replica's own parameters when a fragment is applied."""
 
     @property
     def need(self) -> Need:
-        """See `Strategy.need`: replicas exchange once in many steps."""
+        """See `Strategy.need`: replicas communicate once in many steps."""
         return "slow links"
 
     @property
@@ -77,7 +79,7 @@ class LocalSGD(Strategy):
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """Return none: only the user chooses a technique that changes the numbers."""
+        """Return no variant: only the user chooses a technique that changes the results."""
         del shape
         return ()
 
@@ -86,7 +88,7 @@ class LocalSGD(Strategy):
         return f"local_sgd: {self.traits.inexact_reason}"
 
     def check(self, plan: Plan) -> None:
-        """Refuse fragments or a delay that do not fit into `every` steps, and cut models."""
+        """Refuse fragments or delays that do not fit into `every`, cut models, offloaded state."""
         if self.fragments > self.every:
             raise ConfigError(
                 f"strategy.replicate.fragments={self.fragments} are more than "
@@ -156,7 +158,7 @@ class LocalSGD(Strategy):
         return replace(forecast, states=states)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the all-reduce of the parameters, its bytes divided over `every` steps."""
+        """Return the all-reduce of the parameters, with its bytes divided by `every`."""
         if plan.dp == 1:
             return ()
         nbytes = round(profile.gradient_bytes / self.every)
@@ -166,7 +168,7 @@ class LocalSGD(Strategy):
         return (Traffic("all_reduce", nbytes, calls, "step", overlaps, plan.dp, stride),)
 
     def apply(self, assembly: Assembly) -> None:
-        """Synchronize with the other replicas after each step of the plain loop."""
+        """Let the replicas synchronize after the steps of the plain loop."""
         if assembly.plan.dp > 1:
             outer = Outer(assembly.trained(), assembly.context, self._settings)
             assembly.after_update.append(outer.after_step)

@@ -19,12 +19,12 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
 
 PREFIX = f"{REPLICAS}.outer."
-"""The names of the outer state begin with it in a checkpoint."""
+"""The prefix of the names of the outer state in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """See the options of `LocalSGD`."""
+    """The settings of the synchronization; see the options of `LocalSGD`."""
 
     every: int
     learning_rate: float | None
@@ -35,7 +35,10 @@ class OuterSettings:
     mixing: float
 
     def due(self, step: int) -> int | None:
-        """Return the fragment to synchronize after so many steps; the same on every replica."""
+        """Return the fragment to synchronize after so many steps; None if there is none.
+
+        The result is the same on every replica.
+        """
         stride = self.every // self.fragments
         fragment, rest = divmod(step % self.every, stride)
         return fragment if rest == 0 and fragment < self.fragments else None
@@ -43,7 +46,7 @@ class OuterSettings:
 
 @dataclass
 class _Sent:
-    """An outer gradient in flight: its sum over the replicas, once `work` is done."""
+    """An outer gradient in flight; `flat` is its sum over the replicas once `work` is done."""
 
     fragment: int
     step: int
@@ -52,13 +55,13 @@ class _Sent:
 
 
 class Outer:
-    """The synchronization of the trained parameters.
+    """Synchronizes the trained parameters of the replicas.
 
-    With an outer optimizer each parameter has two more tensors: the anchor, its value at the last
-    synchronization, which is the same on all replicas, and a momentum.
+    With an outer optimizer each parameter has two more tensors. The anchor is its value at the last
+    synchronization, which is the same on all replicas. The other tensor is a momentum.
 
     Args:
-        parameters: the trained ones by their plain names.
+        parameters: the trained parameters by plain name.
         context: the replicas are the ranks of its dp axis.
         settings: the settings of the technique.
     """
@@ -67,7 +70,7 @@ class Outer:
         self, parameters: Mapping[str, nn.Parameter], context: RunContext, settings: OuterSettings
     ) -> None:
         self.steps = 0
-        """Inner steps done; they decide which fragment is synchronized."""
+        """The number of inner steps done, which decides the fragment to synchronize."""
         self._settings, self._context = settings, context
         self._parameters = parameters
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
@@ -85,21 +88,21 @@ class Outer:
 
     @property
     def differs(self) -> bool:
-        """Whether the parameters of replicas may differ."""
+        """Whether the parameters may differ between replicas after the steps done."""
         settings = self._settings
         is_plain = settings.fragments == 1 and settings.delay == 0
         return not is_plain or self.steps % settings.every != 0
 
     def resident_tensors(self) -> Iterable[Tensor]:
-        """The anchors and momenta."""
+        """Yield the anchors and momenta."""
         yield from self._anchors.values()
         yield from self._momenta.values()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Synchronize the fragment that is due after an inner step. Collective."""
+        """Count an inner step, and synchronize the fragments that are then due. Collective."""
         self.steps += 1
-        # Several are due at once after a resume with a smaller delay.
+        # Several fragments are due at once after a resume with a smaller delay.
         while self._sent and self.steps >= self._sent[0].step + self._settings.delay:
             self._arrive(self._sent.pop(0))
         fragment = self._settings.due(self.steps)
@@ -132,18 +135,19 @@ class Outer:
         gradients = [p.view_as(self._parameters[n]) for n, p in zip(names, parts, strict=True)]
         self._step(names, gradients)
         for name in names:
-            # The replica has trained on since then: it keeps a share of its own parameters.
+            # The replica has trained on while the fragment was in flight, so its parameters are
+            # mixed with the anchors.
             self._parameters[name].detach().lerp_(self._anchors[name], 1 - self._settings.mixing)
 
     def _wait(self, sent: _Sent) -> None:
-        """Wait for the sum, and make it the average."""
+        """Wait for the sum over the replicas, and divide it to get the average."""
         if sent.work is not None:
             sent.work.wait()
             sent.flat /= self._context.dp_size
             sent.work = None
 
     def _step(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Update the anchors by SGD with Nesterov momentum; overwrites the gradients."""
+        """Update the anchors by SGD with Nesterov momentum; overwrite the outer gradients."""
         rate, momentum = self._settings.learning_rate or 0.0, self._settings.momentum
         for name, gradient in zip(names, gradients, strict=True):
             average = self._momenta[name].mul_(momentum).add_(gradient)
@@ -170,7 +174,7 @@ class Outer:
 
         If the checkpoint has no outer state, the count of steps starts at 0. A parameter without a
         saved anchor gets its loaded value as the anchor, and a momentum of zeros. An outer gradient
-        in flight is restored only if its fragment has the same number of elements as now.
+        in flight is restored only if its fragment has as many elements in this run.
 
         Args:
             saved: all tensors of the checkpoint, by name.
@@ -202,7 +206,7 @@ class Replica(LoopRunner):
 
     Args:
         assembly: its `after_update` calls `outer.after_step`.
-        outer: the agreement with the other replicas; its state is saved with this one's.
+        outer: the synchronization of the replicas; its state is saved with this replica's.
     """
 
     def __init__(self, assembly: Assembly, outer: Outer) -> None:
@@ -213,8 +217,8 @@ class Replica(LoopRunner):
     def state(self) -> dict[str, StateTensor]:
         """Return this replica's state, named by `replica_state`, and the outer state.
 
-        The outer state is the same on all replicas. Where the parameters are too, right after an
-        agreement, only the first replica saves them.
+        The outer state is the same on all replicas. If the parameters are the same too, as they are
+        right after a synchronization, only the first replica saves them.
         """
         state = super().state()
         replica = self.context.dp_rank

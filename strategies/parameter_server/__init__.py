@@ -1,15 +1,15 @@
 """Servers hold the parameters and the optimizer's state; workers compute, push and pull.
 
 The first `servers` ranks of the job are servers, the others workers. Workers push gradients. Each
-server sums those of its share in the order of the workers, clips them by the global norm and
-updates its share, and the workers pull the parameters: the numbers are those of one process.
+server sums the gradients of its share in the order of the workers, clips them by the global norm
+and updates its share. Then the workers pull the parameters. The results are those of one process.
 
 Memory: a worker has parameters, gradients and activations, and no optimizer state. A server has its
 share of the parameters, gradients and optimizer state, and 4 MiB for every worker but the first
 while it receives gradients.
 Communication: every worker sends all gradients and receives all parameters once a step. A server
-receives and sends its share once for each worker, which is the bottleneck: with n workers and k
-servers, n/k times the parameters pass its link in each direction.
+receives and sends its share once for each worker. Its link is the bottleneck: with n workers and k
+servers, n/k times the parameters pass it in each direction.
 Constraints: at least one server and one worker; no pipeline; no offload of the optimizer's state.
 BatchNorm statistics are those of the first worker.
 Example: bigtrain train -n 3 --strategy parameter_server
@@ -59,22 +59,22 @@ _INEXACT_REASON = (
 
 
 class ParameterServer(Strategy):
-    """Some ranks have the state, the others compute."""
+    """Servers, which have the optimizer's state, and workers, which compute gradients."""
 
     name: ClassVar[str] = "parameter_server"
     role: ClassVar[Role] = "replicate"
     summary: ClassVar[str] = "servers hold parameters and optimizer state, workers push and pull"
 
     servers: int = Field(1, ge=1)
-    """How many ranks, starting with the first, have shards of the parameters and the state."""
+    """The number of servers, which have shards of parameters and state: the first ranks."""
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Whether a push waits for those of the other workers, or is applied when it arrives."""
+    """Whether a push waits for the other workers' pushes, or is applied when it arrives."""
     staleness: int = Field(2, ge=0)
     """Asynchronous: steps that the fastest worker may be ahead of the slowest."""
     divide_rate: bool = False
     """Asynchronous: divide the learning rate of a gradient by its staleness."""
     replay: str | None = None
-    """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`) whose order is repeated."""
+    """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`), to repeat its order of pushes."""
 
     @property
     def need(self) -> Need:
@@ -107,7 +107,7 @@ class ParameterServer(Strategy):
         return f"parameter_server: {_INEXACT_REASON}" if self._asynchronous else None
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """Return none: ranks that compute nothing never make the fastest plan."""
+        """Return no variant: a plan with ranks that compute nothing is never the fastest."""
         del shape
         return ()
 
@@ -151,7 +151,10 @@ class ParameterServer(Strategy):
             )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Return the forecast of rank `plan.dp_rank`; if None, of the role with the higher peak."""
+        """Return the forecast of `plan.dp_rank`: a worker or a server.
+
+        If the rank is None, it is the forecast with the higher peak of the two.
+        """
         worker = replace(
             forecast,
             states=replace(forecast.states, optimizer=0),
@@ -168,7 +171,8 @@ class ParameterServer(Strategy):
         number_bytes = profile.gradient_bytes / max(1, profile.trained_elements)
         longest = max(map(math.prod, parameter_shapes(profile)), default=0)
         longest = min(longest, math.ceil(profile.trained_elements / self.servers), MESSAGE_ELEMENTS)
-        others = 0 if self._asynchronous else plan.batch.dp_size - 1  # a push of one at a time
+        # An asynchronous server receives one push at a time, into the gradients themselves.
+        others = 0 if self._asynchronous else plan.batch.dp_size - 1
         waiting = round(others * longest * number_bytes)
         phases: tuple[tuple[int, Phase], ...] = ((0, "backward"),)
         arriving = Span(waiting, "temporary", 0, 1)
@@ -195,7 +199,7 @@ class ParameterServer(Strategy):
         return f"a worker is predicted to need {roles[0]}, {each} {roles[1]}"
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the messages of rank `plan.dp_rank`: gradients to servers, parameters back.
+        """Return the messages of `plan.dp_rank`: gradients to servers, and parameters to workers.
 
         The bytes are exact for an elementwise optimizer. If the rank is None, the messages are
         those of the rank with the most: a server, unless there are as many servers as workers.
@@ -220,7 +224,7 @@ class ParameterServer(Strategy):
     def _statistics(
         self, profile: Profile, workers: int, worker: int | None, stride: int
     ) -> tuple[Traffic, ...]:
-        """Return the messages of the first worker's buffers to each of the others."""
+        """Return the messages by which each other worker gets the first worker's buffers."""
         if self._asynchronous or not profile.buffer_bytes or worker is None or workers == 1:
             return ()
         nbytes = profile.buffer_bytes * (workers - 1 if worker == 0 else 1)
@@ -247,7 +251,7 @@ class ParameterServer(Strategy):
             return
         assembly.materialize(names_of(assembly.model))
         for parameter in assembly.trained().values():
-            parameter.data = parameter.data.contiguous()  # flat slices of it are sent
+            parameter.data = parameter.data.contiguous()  # flat slices are sent
         assembly.runner = self._make_worker
 
     def _make_worker(self, assembly: Assembly) -> Runner:
@@ -266,7 +270,7 @@ class ParameterServer(Strategy):
         return Server(assembly, update)
 
     def _spare_workers(self, assembly: Assembly) -> None:
-        """Continue the run if a worker dies: no other worker waits for it. Collective."""
+        """Let the run continue if a worker dies, as no other worker waits for it. Collective."""
         servers, size = self.servers, assembly.context.world_size
         names = [f"server {n}" for n in range(servers)]
         names += [f"worker {n}" for n in range(size - servers)]

@@ -1,16 +1,16 @@
 """Workers that do not wait for each other: each push is applied when it arrives.
 
 A server's version is the number of pushes that it has applied. A worker gets parameters with their
-version and sends it with its next push. The staleness of a push is the number of others that were
-applied in between. A worker that is more than `staleness` steps ahead of the slowest one gets its
-answer when the slowest has caught up (Stale Synchronous Parallel, Ho et al. 2013, section 3). With
-n workers no push is then more than (n - 1)(2 staleness + 1) versions old.
+version, and sends the version with its next push. The staleness of a push is the number of other
+pushes that were applied in between. A worker that is more than `staleness` steps ahead of the
+slowest worker gets its answer when the slowest has caught up (Stale Synchronous Parallel, Ho et al.
+2013, section 3). With n workers no push is then more than (n - 1)(2 staleness + 1) versions old.
 
-If a worker dies, nobody waits for it: its pushes stay applied, it no longer bounds the others, and
-its samples of each batch are skipped from then on.
+If a worker dies, the run continues. The worker's pushes stay applied, the other workers do not wait
+for it, and its samples of the following batches are skipped.
 
-A server logs the order in which it took pushes and sent answers. With that log the same run can be
-repeated bit for bit.
+A server logs the order in which it applied pushes and sent answers. With the log the same run can
+be repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ LOG = "pushes.jsonl"
 
 @dataclass(frozen=True)
 class Push:
-    """One line of the log."""
+    """A push that a server has applied: one line of the log."""
 
     server: int
     version: int
-    """The server's version when it is applied: the number of pushes before it."""
+    """The server's version before the push: the number of pushes applied earlier."""
     worker: int
     pulled: int
     """The version of the parameters with which the worker computed."""
     staleness: int
     answers: tuple[int, ...]
-    """The workers that are sent parameters right after it, in this order."""
+    """The workers to which parameters are sent right after the push, in this order."""
 
 
 @dataclass(frozen=True)
 class AsyncSettings:
-    """See the options of `ParameterServer`."""
+    """The settings of an asynchronous run; see the options of `ParameterServer`."""
 
     servers: int
     staleness: int
@@ -77,12 +77,15 @@ def read_pushes(location: str, workers: int, servers: int) -> list[Push]:
     """Read the log of a run.
 
     Args:
-        location: the path of the file, or of the run's folder.
-        workers: their number in the run that repeats it.
-        servers: their number in that run.
+        location: the path of the log, or of the run's folder.
+        workers: the number of workers of the run that repeats the log.
+        servers: the number of servers of the run that repeats the log.
+
+    Returns:
+        The pushes of all servers, in the order of the log.
 
     Raises:
-        ConfigError: there is no such log, it is of another number of ranks, or its run lost a
+        ConfigError: there is no log, it has another number of workers or servers, or its run lost a
             worker or was resumed.
     """
     path = Path(location) / LOG if os.path.isdir(location) else Path(location)
@@ -113,7 +116,7 @@ def read_pushes(location: str, workers: int, servers: int) -> list[Push]:
             f"{key} is the log of a run that lost a worker, which a replay cannot repeat. Give "
             "the log of a run that lost none, or leave it out."
         )
-    if len(heads) > servers:  # each server writes one when it starts, with versions from 0
+    if len(heads) > servers:  # each start of a server writes one, and counts versions from 0
         raise ConfigError(
             f"{key} is the log of a run that was resumed, which a replay cannot repeat. Give the "
             "log of a run that was not, or leave it out."
@@ -122,7 +125,7 @@ def read_pushes(location: str, workers: int, servers: int) -> list[Push]:
 
 
 class AsyncPulledUpdate(PulledUpdate):
-    """Pushes to every server, then waits for the answer of each."""
+    """Pushes gradients to every server, then waits for the answer of each server."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], assembly: Assembly, servers: int
@@ -131,7 +134,7 @@ class AsyncPulledUpdate(PulledUpdate):
         self._context = assembly.context
         self._versions = [0.0] * servers
         self.own_loss = 0.0, 0.0
-        """This worker's summed loss of the step, and the number of targets."""
+        """The loss of this worker in the step, summed over targets, and the number of targets."""
         self.own_norm = 0.0
         self.mean_loss = 0.0
         """The mean loss over the last pushes, as many pushes as there are workers."""
@@ -160,7 +163,7 @@ class AsyncPulledUpdate(PulledUpdate):
         self.mean_loss = float(answers[0][2])
 
     def leave(self) -> None:
-        """Tell the servers that this worker will push no more."""
+        """Send each server a header by which it knows that this worker will push no more."""
         heads = Heads(self._context)
         with suppress(RuntimeError):  # a server may have ended
             for server in range(len(self._versions)):
@@ -169,7 +172,7 @@ class AsyncPulledUpdate(PulledUpdate):
 
 
 class AsyncWorker(Worker):
-    """Computes, pushes and pulls without exchanges with other workers; clips by its own norm."""
+    """A worker without exchanges with other workers, which clips by the norm of its gradient."""
 
     def __init__(self, assembly: Assembly, pulled: AsyncPulledUpdate) -> None:
         super().__init__(assembly, pulled)
@@ -177,11 +180,14 @@ class AsyncWorker(Worker):
 
     @property
     def figures(self) -> dict[str, float]:
-        """More figures for the metrics of a step."""
+        """Additional metrics of a step: the staleness of this worker's last push."""
         return {"staleness": self._exchange.staleness}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
-        """See `Runner.forward_backward`; the loss is over the last pushes, known after `update`."""
+        """See `Runner.forward_backward`.
+
+        The loss is the mean over the last pushes of all workers, which is known after `update`.
+        """
         count = float(sum(m.count for m in micro_batches))
         for micro_batch in micro_batches:
             self.label_batch(micro_batch)
@@ -225,7 +231,7 @@ class AsyncServer(Server):
         self._waiting: list[int] = []
         self._version = 0
         self._heads: list[tuple[float, ...]] = []
-        """(summed loss, targets, norm, staleness) of each of the last pushes."""
+        """(summed loss, targets, norm, staleness) of the last pushes, one for each worker left."""
         self._staleness = [0] * workers
         recorded: Iterator[Push] = iter(())
         if settings.replay is not None:
@@ -237,15 +243,18 @@ class AsyncServer(Server):
 
     @property
     def figures(self) -> dict[str, float]:
-        """More figures for the metrics of a step: the mean staleness of the last pushes."""
+        """Additional metrics of a step: the mean staleness of the last pushes."""
         return {"staleness": self._last(3) / max(1, len(self._heads))}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
-        """Serve until the workers have made as many pushes as steps, on average.
+        """Serve pushes until each worker has pushed once for each step so far, on average.
 
-        So when all workers have done their last step, no push of theirs is left.
+        So no push is left when all workers have done their last step.
+
+        Raises:
+            LaunchError: all workers were lost, or the connection to a live worker broke.
         """
-        del micro_batches  # padding
+        del micro_batches  # a server's batch is padding
         self._steps += 1
         while sum(self._clocks.values()) < self._steps * len(self._clocks):
             self._serve()
@@ -266,7 +275,7 @@ class AsyncServer(Server):
         return self._last(2) / max(1, len(self._heads))
 
     def _serve(self) -> None:
-        """Take the next push, apply it, and answer the workers that may continue."""
+        """Receive and apply the next push, then answer the workers that may continue."""
         recorded = next(self._recorded, None)
         self.meter.phase("backward")
         slowest = min(self._clocks, key=self._clocks.__getitem__)
@@ -294,7 +303,7 @@ class AsyncServer(Server):
         self._answer(answers)
 
     def _answer(self, workers: Sequence[int]) -> None:
-        """Send the parameters to workers that wait for them."""
+        """Send the parameters to those of the workers that wait for an answer."""
         for worker in workers:
             if worker in self._waiting:
                 self._waiting.remove(worker)
@@ -319,9 +328,9 @@ class AsyncServer(Server):
         return done
 
     def _lose(self, worker: int) -> None:
-        """Continue without a worker: nobody waits for it, and an incomplete push is dropped.
+        """Continue without a worker: drop its incomplete push, and do not wait for it.
 
-        A log that is being repeated no longer applies.
+        A log that is being repeated is not followed after that.
         """
         for shard in self._trained:
             shard.grad = None
@@ -357,7 +366,7 @@ class AsyncServer(Server):
         return tuple(worker for worker in self._waiting if self._clocks[worker] <= last)
 
     def _mean(self) -> float:
-        """The mean loss of the last pushes."""
+        """Return the mean loss of the last pushes."""
         return self._last(0) / max(1.0, self._last(1))
 
     def _last(self, figure: int) -> float:

@@ -27,11 +27,11 @@ from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
 
 
 class ServerUpdate:
-    """The optimizer on this server's pieces, each its own tensor.
+    """An `Update` with the optimizer on this server's pieces, each of which is a tensor.
 
     Args:
-        assembly: its model has no values yet. The pieces get theirs one parameter after the other,
-            so no server ever has the whole model.
+        assembly: its model has no values yet. The pieces get their values one parameter after the
+            other, so no server ever has the whole model.
         servers: the number of servers.
     """
 
@@ -94,13 +94,13 @@ class ServerUpdate:
         self.messages.finish()
 
     def send_to(self, worker: int) -> None:
-        """Begin to send one worker all pieces."""
+        """Begin to send all pieces to one worker."""
         for shard in self.pieces.values():
             for part in messages_of(shard.detach().view(-1)):
                 self.messages.send(part, self.messages.worker_place(worker))
 
     def step(self) -> None:
-        """See `Update.step`: update, and send the pieces to every worker."""
+        """See `Update.step`: update the pieces, and send them to every worker."""
         self.optimizer.step()
         for worker in range(self.messages.num_workers):
             self.send_to(worker)
@@ -111,11 +111,11 @@ class ServerUpdate:
         return optimizer_tensors(self.optimizer)
 
     def parts(self, name: str) -> list[tuple[Slice, nn.Parameter]]:
-        """Return the pieces of a parameter on this server."""
+        """Return the pieces of a parameter on this server, each with its tensor."""
         return [(piece, shard) for piece, shard in self.pieces.items() if piece.name == name]
 
     def joined(self, name: str, values: Sequence[tuple[Slice, Tensor]]) -> StateTensor:
-        """Return values for the pieces of a parameter as one tensor of the state."""
+        """Return one tensor of the state, from a value for each piece of a parameter."""
         extents = tuple(Extent(piece.start, piece.stop - piece.start) for piece, _ in values)
 
         def read() -> Tensor:
@@ -173,15 +173,15 @@ class Server(StepRunner):
     """The runner of a server: it receives gradients in place of a forward and backward pass.
 
     Args:
-        assembly: gets `update`.
-        update: exchanges with the workers.
+        assembly: an assembly, which gets `update` as its update.
+        update: the pieces and their optimizer, and the messages to and from the workers.
     """
 
     def __init__(self, assembly: Assembly, update: ServerUpdate) -> None:
         assembly.update = update
         shards = {f"{p.name}.{p.start}": shard for p, shard in update.pieces.items()}
         assembly.meter.label(shards.values(), "parameters")
-        # All names of tied parameters: a checkpoint has each of them.
+        # All names of each parameter: a checkpoint has a tied parameter under each name.
         self._names: dict[str, list[str]] = {}
         first: dict[int, str] = {}
         for name, parameter in assembly.model.named_parameters(remove_duplicate=False):
@@ -191,7 +191,7 @@ class Server(StepRunner):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`: receive the gradients of the workers and sum them."""
-        del micro_batches  # padding
+        del micro_batches  # a server's batch is padding
         self.meter.phase("backward")
         total = sum(self.context.all_gather_numbers(0, "dp"))
         self.average_gradients()
@@ -199,7 +199,10 @@ class Server(StepRunner):
         return self.step_loss(None, lambda own: self.mean_loss(own, total))
 
     def average_gradients(self) -> None:
-        """Receive the sum and divide it: workers multiply their loss by the size of the dp axis."""
+        """Receive the sum, and divide it by the size of the dp axis.
+
+        Workers multiply their loss by this size, which includes the servers.
+        """
         rows = self.context.all_gather_rows([0.0] * len(self._server.names), "dp")
         wanted = [any(column) for column in zip(*rows, strict=True)]
         self._server.receive_gradients(dict(zip(self._server.names, wanted, strict=True)))

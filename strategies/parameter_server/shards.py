@@ -1,7 +1,7 @@
 """The pieces of parameters that each server has, and the messages that carry them.
 
 The trained parameters, one after the other in the model's order, are cut into equal shares, one for
-each server; an optimizer that needs whole tensors gets whole ones. A piece is the part of one
+each server. An optimizer that needs whole tensors gets whole parameters. A piece is the part of one
 parameter in one share. Workers and servers compute the same pieces, so they need not exchange them.
 """
 
@@ -28,9 +28,9 @@ def pieces_of(
     """Return the pieces in the order in which they are sent; `owner` is the server, from 0.
 
     Args:
-        parameters: the trained ones by their plain names, on any device.
-        servers: their number.
-        may_split: whether a parameter may be cut, as the optimizer is elementwise.
+        parameters: the trained parameters by plain name, on any device.
+        servers: the number of servers.
+        may_split: whether a parameter may be cut, which needs an elementwise optimizer.
     """
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     cuts = partition_evenly(sizes, servers, may_split)
@@ -40,12 +40,12 @@ def pieces_of(
 
 
 def messages_of(flat: Tensor) -> Sequence[Tensor]:
-    """Return views of a flat tensor, one for each message."""
+    """Return views of a flat tensor, one for each message that carries it."""
     return torch.split(flat, MESSAGE_ELEMENTS)
 
 
 def piece_view(whole: Tensor, piece: Slice) -> Tensor:
-    """Return a piece of a whole tensor, 1-dim: a view if the tensor is dense."""
+    """Return a piece of a whole tensor as a 1-dim tensor: a view if the whole tensor is dense."""
     return flat_view(whole)[piece.start : piece.stop]
 
 
@@ -53,8 +53,8 @@ class Messages:
     """Point-to-point messages along the dp axis, received in the order in which they are sent.
 
     Args:
-        context: the dp group; its first ranks are the servers.
-        servers: their number.
+        context: the rank and its dp group, of which the first ranks are the servers.
+        servers: the number of servers.
     """
 
     def __init__(self, context: RunContext, servers: int) -> None:
@@ -73,15 +73,15 @@ class Messages:
         self._sent.append(tensor)
 
     def receive(self, tensor: Tensor, index: int) -> dist.Work | None:
-        """Begin to receive from a dp rank."""
+        """Begin to receive a tensor from a dp rank; return the work to wait for."""
         return dist.irecv(tensor, self._ranks[index], self._group)
 
     def receive_later(self, tensor: Tensor, index: int) -> None:
-        """Begin to receive a tensor that is complete after `finish`."""
+        """Begin to receive a tensor from a dp rank; it is complete after `finish`."""
         self._waiting.append(self.receive(tensor, index))
 
     def finish(self) -> None:
-        """Wait for all messages that have begun."""
+        """Wait for all messages begun by `send` and `receive_later`."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             if work is not None:
@@ -89,6 +89,6 @@ class Messages:
         self._sent.clear()
 
     def forget(self) -> None:
-        """Stop waiting for messages: the other rank may be lost."""
+        """Drop all messages that have begun, without waiting: their other rank may be lost."""
         self._waiting.clear()
         self._sent.clear()

@@ -30,7 +30,7 @@ class PulledUpdate:
         self.messages = Messages(assembly.context, servers)
         optimizer = WholeOptimizer.of(assembly.make_optimizer, parameters)
         self.pieces = pieces_of(parameters, servers, may_split=optimizer.kind.elementwise)
-        # It has no parameters; a schedule sets its learning rate as that of any other.
+        # The optimizer has no parameters, but schedules set and read its learning rate.
         self.optimizer = optimizer.put_on({})
 
     def push(self, gradients: Mapping[str, Tensor]) -> None:
@@ -39,7 +39,7 @@ class PulledUpdate:
         self.messages.finish()
 
     def begin_push(self, gradients: Mapping[str, Tensor]) -> None:
-        """Begin to send gradients."""
+        """Begin to send gradients; they must not change until `messages.finish`."""
         for piece in self.pieces:
             if piece.name in gradients:
                 gradient = gradients[piece.name]
@@ -53,7 +53,7 @@ class PulledUpdate:
         self.messages.finish()
 
     def begin_pull(self) -> None:
-        """Begin to receive."""
+        """Begin to receive every parameter in place; `messages.finish` waits for them."""
         for piece in self.pieces:
             parameter = self.parameters[piece.name].detach()
             for part in messages_of(piece_view(parameter, piece)):
@@ -85,8 +85,8 @@ class Worker(LoopRunner):
     """The plain loop; servers sum its gradients and update its parameters.
 
     Args:
-        assembly: gets `pulled` as its `update`.
-        pulled: exchanges with the servers.
+        assembly: an assembly, which gets `pulled` as its update.
+        pulled: the update, which exchanges messages with the servers.
     """
 
     def __init__(self, assembly: Assembly, pulled: PulledUpdate) -> None:
@@ -96,7 +96,7 @@ class Worker(LoopRunner):
         self._buffers = list(assembly.model.buffers())
 
     def average_gradients(self) -> None:
-        """Push the gradients, and zeros for those that only other workers have."""
+        """Push the gradients, with zeros for gradients that only other workers have."""
         wanted_anywhere = self.has_gradient_anywhere()
         gradients = {}
         for (name, parameter), is_wanted in zip(
@@ -120,11 +120,11 @@ class Worker(LoopRunner):
         messages.finish()
 
     def own_norm(self) -> Tensor:
-        """The norm of this worker's gradients."""
+        """Return the norm of this worker's gradients."""
         return super().norm()
 
     def norm(self) -> Tensor:
-        """Return the norm of the summed gradients, which the servers know. Collective."""
+        """Return the norm of the summed gradients, from the norms of the servers. Collective."""
         squares = self.context.all_gather_numbers(0.0, "dp")
         return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
 

@@ -1,11 +1,12 @@
 """The model cut into stages, one or more on each rank; micro-batches pass through them.
 
 Memory: parameters, gradients and optimizer state of the rank's stages, and the activations of the
-micro-batches in flight there: all m with `gpipe`, at most p - stage with `1f1b`, one with `naive`,
-where one stage computes at a time.
+micro-batches in flight there. Of m micro-batches on p stages these are all m with `gpipe`, at most
+p - s on stage s with `1f1b`, and one with `naive`, where one stage computes at a time.
 Communication: the tensors that cross a cut, forward and backward, for each micro-batch.
-Constraints: the model runs on tensors without values; idle time (p-1)/(m+p-1) for m micro-batches
-on p stages, less with several stages on a rank. Schedules and replicas depend on the engine.
+Constraints: the model has to run on tensors without values. With m micro-batches on p stages a rank
+is idle for (p-1)/(m+p-1) of the time, or less with several stages on a rank. Schedules and replicas
+depend on the engine.
 Example: deepspeed --num_accelerators 2 bigtrain/train.py --strategy 1f1b
 
 Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021, Megatron-LM (arXiv
@@ -55,15 +56,17 @@ _OFFERED = {
     "zbv_zero_bubble": "zbv",
     "interleaved_zero_bubble": "zero_bubble",
 }
-"""The schedules that are offered to the planner, each best in time or in memory somewhere, and the
-words of their presets."""
+"""The schedules that the planner chooses from, with the words of their presets.
+
+Each of them needs the least time or the least memory for some jobs.
+"""
 
 
 class Pipeline(CutStrategy):
-    """Stages on the pp axis of the mesh, or on the devices of a process, by engine.
+    """A model in stages, on the ranks of the pp axis or on the devices of a process.
 
-    The keys, and the code that engines share. A subclass for each engine runs the stages
-    (`registry.TECHNIQUES`).
+    This class has the keys, and the code that all engines share. A subclass for each engine runs
+    the stages; `registry.TECHNIQUES` lists the subclasses.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -85,21 +88,23 @@ class Pipeline(CutStrategy):
     engine: Literal["torch", "fairscale", "deepspeed"] = "torch"
     """The implementation: torch.distributed.pipelining, fairscale's Pipe, DeepSpeed's engine."""
     devices: int | None = Field(None, ge=2)
-    """Devices of one process for the stages: with schedule naive, or with engine fairscale, which
-    needs it."""
+    """The number of devices of one process that have the stages.
+
+    Only for schedule naive, and for engine fairscale, which requires it.
+    """
     stages_per_rank: int | None = Field(None, ge=1)
-    """Stages on each rank; by default 1 or 2, as the schedule needs."""
+    """The number of stages on each rank; by default 1 or 2, as the schedule needs."""
     at: tuple[str, ...] = ()
     """Modules at which the second and later stages begin; by default the stages are balanced."""
     checkpoint: StageRecompute = "never"
-    """Micro-batches that save only a stage's inputs and recompute the rest (GPipe)."""
+    """Micro-batches for which a stage saves only its inputs and recomputes the rest (GPipe)."""
     batch_norm: Literal["micro_batch", "deferred"] = "micro_batch"
-    """Running statistics follow each micro-batch, or the whole batch at the end of a step."""
+    """Whether running statistics follow each micro-batch, or the whole batch at a step's end."""
     memory: Bytes | None = Field(None, gt=0)
-    """Bytes for the states and activations of a rank, a limit when the stages are chosen."""
+    """The most bytes of states and activations on a rank, when the stages are chosen."""
 
     def per_rank(self) -> int:
-        """Stages on each rank."""
+        """Return the number of stages on each rank."""
         return self.stages_per_rank or (1 if self.schedule in SINGLE_STAGE_SCHEDULES else 2)
 
     @property
@@ -139,7 +144,7 @@ class Pipeline(CutStrategy):
 
     @property
     def place(self) -> str:
-        """The engine, or `devices` for stages on the devices of a process with torch."""
+        """The key of the subclass: the engine, or `devices` for torch on devices of a process."""
         on_devices = (
             self.engine == "torch" and self.schedule == "naive" and self.devices is not None
         )
@@ -150,7 +155,7 @@ class Pipeline(CutStrategy):
         return 1 if self.schedule == "naive" else 4 * (self.devices or pp)
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
-        """The pp rank, or device, of each stage."""
+        """Return the pp rank, or the number of the device, of each stage."""
         return tuple(range(plan.pp))
 
     def lay_out(self, workload: Workload, plan: Plan) -> Layout:
@@ -180,10 +185,10 @@ class Pipeline(CutStrategy):
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Boundary tensors of a stage for each micro-batch, and tied gradients once a step.
+        """Return the messages of a stage: boundary tensors, and once a step tied gradients.
 
-        Empty for a stage without either. Gradients of tied parameters are sent in the shards that
-        replicas have of them.
+        The result is empty for a stage without either. If replicas have shards of the gradients of
+        tied parameters, the shards are sent.
         """
         crossing, messages = profile.crossing, []
         tied = sum(gradient.received(*plan.gradient_shard) for gradient in crossing.tied)
@@ -199,12 +204,15 @@ class Pipeline(CutStrategy):
         return tuple(messages)
 
     def _changes_statistics(self, model: nn.Module) -> bool:
-        """Whether BatchNorm statistics differ from those of one process."""
+        """Return whether BatchNorm statistics of the model differ from those of one process."""
         usual = self.schedule == "naive" and self.batch_norm == "micro_batch"
         return not usual and has_running_statistics(model)
 
     def apply(self, assembly: Assembly) -> None:
-        """Update deferred statistics at the end of each step; called when the stages exist."""
+        """Let deferred BatchNorm statistics be updated at the end of each step.
+
+        A subclass calls this method after it has made the stages.
+        """
         if self.batch_norm == "deferred":
             assembly.before_update.append(DeferredBatchNorm(assembly.roots).commit)
 
@@ -235,8 +243,8 @@ def refuse_wrong_places(options: Pipeline, stages: int, where: str) -> None:
 
     Args:
         options: the keys of the technique.
-        stages: the number of stages.
-        where: the key that sets this number, for the message.
+        stages: the number of stages, one more than the cuts.
+        where: the key and value that set this number, for the message.
 
     Raises:
         ConfigError: `at` names another number of modules.
@@ -252,7 +260,7 @@ def refuse_missing_devices(devices: int, plan: Plan) -> None:
     """Refuse more devices than the machine has.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: the machine has fewer GPUs than `devices`.
     """
     available = devices if plan.device_type == "cpu" else device_count()
     if available < devices:
@@ -263,7 +271,11 @@ def refuse_missing_devices(devices: int, plan: Plan) -> None:
 
 
 def local_devices(assembly: Assembly, count: int) -> list[torch.device]:
-    """The devices of this process, whose memory is then measured: each rank has `count` GPUs."""
+    """Return `count` devices of this process, and let the meter measure their memory.
+
+    Each rank has `count` GPUs of its own. Without GPUs the result has the same device `count`
+    times.
+    """
     device = assembly.context.device
     if not is_accelerator(device):
         return [device] * count

@@ -1,8 +1,8 @@
-"""Boundary tensors in the form that another library's pipeline takes.
+"""Boundary tensors in the form in which another library's pipeline sends tensors.
 
-Such a library gives a gradient to every floating-point tensor and to no other. So tensors that need
-a gradient come first, as floating point. The others follow with their bits unchanged, in a type
-that the library passes on untouched.
+Such a library gives a gradient to every floating-point tensor and to no other tensor. So tensors
+that need a gradient come first, as floating point. The other tensors follow with their bits
+unchanged, in a dtype that the library sends without a change.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class BoundaryFormat:
     """Packs the tensors that cross one cut, and unpacks them on its other side.
 
     Args:
-        metas: the tensors on the meta device: shape, type, whether they need a gradient.
-        untrained: the kind of type in which tensors without a gradient are sent.
+        metas: the tensors on the meta device, with shape, dtype and `requires_grad`.
+        untrained: the kind of dtype in which tensors without a gradient are sent.
     """
 
     def __init__(
         self, metas: Sequence[Tensor], untrained: Literal["float", "integer"] = "float"
     ) -> None:
         self._metas, self._untrained = metas, untrained
-        # Stable: those with a gradient in their order, then the others.
+        # The sort is stable: tensors with a gradient come first, each kind in its order.
         self._order = sorted(range(len(metas)), key=lambda n: not metas[n].requires_grad)
 
     def pack(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of the stage before the cut as they are sent."""
+        """Return the outputs of the stage before the cut in the form and order of sending."""
         return [self._packed(outputs[n], self._metas[n]) for n in self._order]
 
     def unpack(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs of the stage after the cut."""
+        """Return the inputs of the stage after the cut, from the tensors that `pack` returned."""
         tensors = {
             n: self._unpacked(tensor, self._metas[n])
             for n, tensor in zip(self._order, sent, strict=True)
@@ -57,7 +57,7 @@ class BoundaryFormat:
             return tensor.contiguous().view(INTEGERS[size])
         if tensor.is_floating_point() and size > 1:
             return tensor
-        # A byte fits into a half, every one of the 256.
+        # fp16 represents each of the 256 values of a byte exactly.
         small = tensor.contiguous().view(torch.uint8).half() if size == 1 else tensor.contiguous()
         return small.view(FLOATS[small.element_size()])
 

@@ -3,18 +3,19 @@
 DeepSpeed's schedule orders the instructions; its engine computes, sends, reduces and steps. The
 methods here replace instructions of DeepSpeed 0.19 (`runtime/pipe`), for these reasons:
 
-* It tells the next stage the shapes at the first send only, so a smaller micro-batch hangs or is
-  misread. Here every rank knows the shapes of every micro-batch, and none are sent.
-* It sends a gradient for every floating-point tensor, asserts that each exists, and sends none for
-  complex numbers. Here a boundary tensor has a gradient if the loss depends on it, whatever its
-  type.
-* It reuses receive buffers by position and size, not by type: an integer that is received into a
-  floating-point buffer is misread. Here each micro-batch has buffers of its own.
-* It runs a stage's backward pass once for each tensor that was sent, with the graph retained; here
-  one pass serves all of them. It also copies a stage's inputs, and keeps its outputs until the
-  backward pass.
-* Only its first and last stage see the batch; here all do.
-* It averages losses over micro-batches as if all had the same number of targets, in fp32.
+* DeepSpeed sends the shapes to the next stage with the first micro-batch only, so a smaller
+  micro-batch hangs or is misread. Here every rank computes the shapes of every micro-batch, and no
+  shapes are sent.
+* DeepSpeed sends a gradient for every floating-point tensor, asserts that each exists, and sends
+  none for complex numbers. Here a boundary tensor of any dtype has a gradient if the loss depends
+  on it.
+* DeepSpeed reuses receive buffers by position and size, not by dtype: an integer that is received
+  into a floating-point buffer is misread. Here each micro-batch has separate buffers.
+* DeepSpeed runs a stage's backward pass once for each tensor that was sent, with the graph
+  retained. It also copies a stage's inputs, and holds its outputs until the backward pass. Here one
+  backward pass serves all tensors, and gradient edges replace the outputs.
+* Only DeepSpeed's first and last stage get the batch. Here all stages get it.
+* DeepSpeed averages losses over micro-batches in fp32, as if all had the same number of targets.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
 class _StageLayer(nn.Module):
-    """A stage as DeepSpeed calls it: from its inputs to its outputs, or to the loss."""
+    """A stage as a layer of DeepSpeed, which maps inputs to outputs, or to the loss."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -66,24 +67,24 @@ class _StageLayer(nn.Module):
 
 
 class ShardedUpdate(Update, Protocol):
-    """An update whose states are in shards over the replicas, the gradients as well."""
+    """An `Update` whose states and gradients are sharded over the replicas."""
 
     def clip(self, elsewhere: Collection[str]) -> float:
-        """Return the gradient norm over all stages, by which the next step clips.
+        """Return the gradient norm over all stages, by which the next step clips. Collective.
 
         Args:
-            elsewhere: names of tied parameters that another stage counts.
+            elsewhere: names of tied parameters whose gradients another stage counts.
         """
 
     def gradients(self) -> dict[str, StateTensor]:
         """Return the gradients, or shards of them, that this rank has, by name."""
 
     def update_parameters(self) -> None:
-        """Copy a loaded state into the parameters."""
+        """Copy the loaded values of the shards into the parameters. Collective."""
 
 
 class _EngineUpdate(WholeUpdate):
-    """The optimizer as DeepSpeed's engine steps it."""
+    """An `Update` whose optimizer is stepped by DeepSpeed's engine."""
 
     engine: Any = None
 
@@ -93,13 +94,14 @@ class _EngineUpdate(WholeUpdate):
 
 
 class DeepSpeedPipelineRunner(PipelineRunner):
-    """See `bigtrain.core.strategy.Runner`.
+    """The runner of a pipeline with one stage on each rank, on DeepSpeed's engine.
 
     Args:
-        assembly: `shard` is set where the optimizer's state is sharded over the replicas.
-        stage: this rank's.
-        config: DeepSpeed's, without what shards.
-        ties: parameters that several stages use.
+        assembly: the assembly; it has `shard` if the optimizer's state is sharded over the
+            replicas.
+        stage: the stage of this rank.
+        config: DeepSpeed's configuration without sharding; `shard` adds the section for ZeRO.
+        ties: the parameters that several stages use.
     """
 
     def __init__(
@@ -160,7 +162,8 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             "RecvGrad": self._receive_gradients,
             "BackwardPass": self._backward_pass,
             "SendGrad": self._send_gradients,
-            # Done when all ranks know that the losses are finite, and in `update`.
+            # Gradients are reduced when all ranks know that the losses are finite, and `update`
+            # steps the optimizer.
             "ReduceTiedGrads": nothing,
             "ReduceGrads": nothing,
             "OptimizerStep": nothing,
@@ -188,7 +191,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         return self._part.stage
 
     def _shapes(self, buffer_id: int) -> StageShapes:
-        """The stage's inputs and outputs for the micro-batch in a buffer, on the meta device."""
+        """Return the stage's inputs and outputs for a buffer's micro-batch, on the meta device."""
         micro_batch = self._batches[self._micro_batch_of[buffer_id]]
         return self._worker.shapes(micro_batch)[self._stage.index]
 
@@ -236,7 +239,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
     def _send(self, engine: Any, buffer_id: int) -> None:
         outputs = engine.pipe_buffers["outputs"][buffer_id]
         self._send_to(outputs, engine.next_stage)
-        # The edges are enough for the backward pass, so that the outputs are released.
+        # The backward pass needs only the gradient edges, so the outputs can be freed.
         edges = [get_gradient_edge(out) for out in outputs if out.requires_grad]
         engine.pipe_buffers["outputs"][buffer_id] = edges
 
@@ -251,8 +254,8 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         with self._worker.backward_pass():
             if engine.is_last_stage():
                 if outputs.requires_grad:
-                    # A new tensor: DeepSpeed's hook on the output itself would not know this call,
-                    # and divide by the number of micro-batches.
+                    # A new tensor: DeepSpeed's hook on the output itself would not recognize this
+                    # call, and would divide by the number of micro-batches.
                     backward_loss(engine, outputs * 1.0)
             elif outputs:
                 gradients, self._output_gradients = self._output_gradients, ()
@@ -295,7 +298,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             return
         reduce_pipeline_gradients(self._engine)
         if self._average is not None:
-            self._average([])  # for buffers: they follow the first replica
+            self._average([])  # broadcasts the buffers of the first replica
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -314,15 +317,16 @@ def _make_engine(
 ) -> Any:
     """Let DeepSpeed make its engine around this rank's stage. Collective over all ranks.
 
-    DeepSpeed makes a grid of its own. Rank r is (r // pp, r % pp) on (dp, pp) here, so its axes are
-    named in that order: by default it places the replicas of a stage on neighbouring ranks.
+    DeepSpeed makes a separate grid of ranks. Rank r of the mesh is (r // pp, r % pp) on (dp, pp),
+    so the axes of the grid are given in this order. By default DeepSpeed would place the replicas
+    of a stage on neighbouring ranks.
 
     Args:
-        part: the layer of this rank; DeepSpeed is told of one layer for each stage.
-        optimizer: the optimizer over its trained parameters.
+        part: the layer of this rank, one of as many layers as there are stages.
+        optimizer: the optimizer over the trained parameters of the layer.
         config: DeepSpeed's configuration.
-        context: the mesh.
-        closing: takes the callbacks that undo this at the end.
+        context: this rank and the mesh.
+        closing: takes the callbacks that undo the changes to DeepSpeed at the end.
 
     Raises:
         RuntimeError: DeepSpeed's grid differs from the mesh.
@@ -362,10 +366,10 @@ class _ExistingLayer(nn.Module):
         self.part = part
 
     def forward(self, inputs: Any) -> Any:
-        """Call it."""
+        """Call the existing module."""
         return self.part(inputs)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: not every backend can send every type."""
+    """Return a contiguous tensor as bytes, because not every backend can send every dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,24 +1,25 @@
 """Stages inside fairscale's Pipe, and the runner that calls it once a step.
 
-Facts of fairscale 0.4.13 under torch 2.15 that this answers:
+The code here works around these facts of fairscale 0.4.13 under torch 2.15:
 
-* `Pipe.forward` splits a batch along dim 0 and concatenates the outputs: one more copy of the batch
-  and of all outputs, and one size of micro-batch in a step. Here the micro-batches, which exist
-  already, are passed to its pipeline directly, and the last stage computes the loss.
-* Its worker threads have none of the caller's modes (no autocast, no tracked memory), and draw
+* `Pipe.forward` splits a batch along dim 0 and concatenates the outputs. This needs another copy of
+  the batch and of all outputs, and all micro-batches of a step have one size. Here the existing
+  micro-batches are passed to Pipe's pipeline directly, and the last stage computes the loss.
+* Pipe's worker threads have none of the caller's modes (no autocast, no tracked memory), and draw
   random numbers in no fixed order. Here each task runs in the calling thread, in the order of the
-  clock. The kernels of several GPUs overlap all the same, because they are asynchronous.
-* Its checkpointing pairs gradients with outputs by position, and skips those without a gradient on
-  one side only: integers and untrained tensors fail. After a first output without a gradient it
-  recomputes too late. So all boundary tensors are floating point, those with a gradient come first,
-  and in a recomputing pass the others require one, too.
+  clock cycles. The kernels of several GPUs still overlap, because they are asynchronous.
+* Pipe's checkpointing pairs gradients with outputs by position, and skips tensors without a
+  gradient on one side only: integers and untrained tensors fail. If the first output has no
+  gradient, Pipe recomputes too late. So all boundary tensors are floating point, tensors with a
+  gradient come first, and in a recomputing pass the other tensors require a gradient, too.
 * The recomputing pass updates BatchNorm's running statistics a second time, and does not enter
-  autocast: see `_Part`.
-* The first pass of a recomputed stage runs without gradients: programs that depend on gradients
-  must exist before.
-* The destructor of its Pipeline waits for its workers, so the queues here answer its last message.
-* Its DeferredBatchNorm is another module with other buffers, has the biased variance, and waits for
-  a fixed number of micro-batches, also in a step with fewer. It is not used.
+  autocast. `_Part` freezes the statistics and enters autocast.
+* The first pass of a recomputed stage runs without gradients. Programs that depend on gradients
+  have to be traced before it.
+* The destructor of Pipe's Pipeline waits for its workers, so the queues here answer its last
+  message.
+* fairscale's DeferredBatchNorm is another module with other buffers. It uses the biased variance,
+  and waits for a fixed number of micro-batches, also in a step with fewer. It is not used.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class _StepState:
 
 
 class _Part(nn.Module):
-    """A stage as Pipe calls it: from one tuple of tensors to another.
+    """A stage as a layer of Pipe, which maps a tuple of tensors to another tuple.
 
-    The last tensor is a marker without elements: the length of its first dim is the number of the
-    micro-batch, which needs no read from a device.
+    The last tensor is a marker without elements. The length of its first dim is the number of the
+    micro-batch, so that the number is known without a read from a device.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class _Part(nn.Module):
         self._device, self._step, self._around = device, step, around
 
     def forward(self, boundary: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the stage's part of the micro-batch of the marker."""
+        """Compute the stage's part of the micro-batch whose number the marker has."""
         stage, recomputing = self.stage, is_second_pass()
         *sent, marker = boundary
         batch = self._step.batches[marker.shape[0]].to(self._device, non_blocking=True)
@@ -92,9 +93,9 @@ class PipedStages(StageChain):
 
     Args:
         stages: the stages of the whole model; their parameters are moved to their devices.
-        devices: one for each stage.
-        model: the whole model with these tensors.
-        chunks: the most micro-batches of a step.
+        devices: the device of each stage.
+        model: the whole model, with the parameters of the stages.
+        chunks: the largest number of micro-batches in a step.
         checkpoint: the micro-batches that Pipe recomputes.
         autocast: whether stages compute in bf16.
     """
@@ -121,9 +122,8 @@ class PipedStages(StageChain):
             for stage, device in zip(stages, devices, strict=True)
         ]
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # it says that it has moved to torch, which has dropped it
+            # fairscale warns that Pipe has moved to torch, which has dropped it.
+            warnings.simplefilter("ignore")
             pipe = Pipe(
                 nn.Sequential(*parts),
                 balance=[1] * len(parts),
@@ -141,11 +141,14 @@ class PipedStages(StageChain):
         return self
 
     def forward(self, inputs: Any, scale: float | None = None) -> Any:
-        """Compute the losses of micro-batches, or without a scale the model's output.
+        """Compute the losses of micro-batches or, without a scale, the model's output.
 
         Args:
-            inputs: the micro-batches of a step; without a scale the inputs of one.
-            scale: what summed losses are multiplied by.
+            inputs: the micro-batches of a step; without a scale, the inputs of one micro-batch.
+            scale: the factor by which each summed loss is multiplied.
+
+        Returns:
+            The scaled loss of each micro-batch, as a 1-dim tensor; without a scale, the output.
         """
         if scale is None:
             return super().forward(inputs)
@@ -160,7 +163,7 @@ class PipedStages(StageChain):
 
 
 class FairscaleRunner(LoopRunner):
-    """Runs all micro-batches of a step by one call of `PipedStages`, wrapped or not."""
+    """Runs all micro-batches of a step by one call of `PipedStages`, which DDP may wrap."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""

@@ -1,7 +1,7 @@
 """One stage on each rank under DeepSpeed's pipeline engine (PipelineModule), in 1F1B order.
 
-Memory: as `1f1b` on torch; with ZeRO stage 1 the optimizer state is sharded over the replicas.
-Communication: the tensors that cross a cut; the replicas' gradients once a step, after all of its
+Memory: that of `1f1b` on torch; with ZeRO stage 1 the optimizer state is sharded over the replicas.
+Communication: the tensors that cross a cut; the replicas' gradients once in a step, after all
 micro-batches.
 Constraints: one stage on a rank; fp64 only without ZeRO. DeepSpeed refuses ZeRO stages 2 and 3 in a
 pipeline: they shard gradients in each micro-batch, while its pipeline sums whole gradients and
@@ -30,7 +30,7 @@ class DeepSpeedPipeline(Pipeline):
 
     @property
     def traits(self) -> CutTraits:
-        """See `Strategy.traits`: ZeRO on DeepSpeed shares the engine."""
+        """See `Strategy.traits`: ZeRO on DeepSpeed runs in the same engine."""
         others: frozenset[Oddity] = frozenset({"gradient_hooks", "accumulate_hooks", "packed"})
         traits = super().traits
         return replace(
@@ -84,14 +84,15 @@ class DeepSpeedPipeline(Pipeline):
             )
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """The number of stages from this one to the last, with 1F1B."""
+        """See `CutStrategy.in_flight`: 1F1B has one for each stage from this one to the last."""
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:
-        """DeepSpeed's TrainSchedule: rank s of p runs F at the ticks 2i + s, B at 2i + 2p - 1 - s.
+        """Return the passes in the order of DeepSpeed's TrainSchedule.
 
-        That is the order of 1F1B, also with fewer micro-batches than stages.
+        Rank s of p runs the forward pass of micro-batch i at tick 2i + s, and its backward pass at
+        tick 2i + 2p - 1 - s. This is the order of 1F1B, also with fewer micro-batches than stages.
         """
         steps, stages = plan.batch.accumulation_steps, plan.pp
         ticks = [(2 * number + pp_rank, Action(pp_rank, "F", number)) for number in range(steps)]
@@ -121,13 +122,13 @@ class DeepSpeedPipeline(Pipeline):
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's settings; clipping is done here over all stages, and bf16 by autocast."""
+    """Return DeepSpeed's configuration, without clipping and bf16, which the runner does."""
     batch = plan.batch
     return {
         "train_batch_size": batch.micro_size * batch.accumulation_steps * plan.dp,
         "train_micro_batch_size_per_gpu": batch.micro_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
-        "gradient_clipping": 0.0,  # its default clips at 1
+        "gradient_clipping": 0.0,  # DeepSpeed's default clips at 1
         "steps_per_print": None,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},

@@ -1,9 +1,10 @@
 """Stages on several devices of one process, one computing at a time: naive model parallelism.
 
-The plain loop calls a chain of them, so every kind of replica of a whole model is possible.
+The plain loop calls a chain of the stages like a whole model. So replicas of every kind are
+possible on a CPU. With stages on several GPUs there is one replica.
 
-Source: Krizhevsky et al. 2012 put layers on two GPUs; Huang et al. 2019 (arXiv 1811.06965),
-figure 2b, shows the idle time.
+Source: Krizhevsky et al. 2012, who put layers on two GPUs; Huang et al. 2019 (arXiv 1811.06965),
+figure 2b, which shows the idle time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DevicePipeline(Pipeline):
         return replace(super().traits, owns_step=False, is_distributed=False)
 
     def check(self, plan: Plan) -> None:
-        """Refuse more devices than the machine has, and options of stages on ranks."""
+        """Refuse options of stages on ranks, replicas on GPUs, and more GPUs than there are."""
         for key, neutral in (("stages_per_rank", None), ("checkpoint", "never")):
             value = getattr(self, key)
             if value != neutral:
@@ -53,7 +54,7 @@ class DevicePipeline(Pipeline):
             refuse_wrong_places(self, self.devices, where)
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """One stage on each device."""
+        """Return the number of the device of each stage: one stage is on each device."""
         return tuple(range(self.devices or 1))
 
     def apply(self, assembly: Assembly) -> None:

@@ -2,7 +2,7 @@
 
 Memory: all states of the model, those of a stage on its device; the activations of all
 micro-batches of a step, or, with `checkpoint`, boundary tensors and the activations of one stage.
-Communication: copies between the devices of the process; over replicas, DDP's.
+Communication: copies between the devices of the process, and DDP's all-reduce between replicas.
 Constraints: the schedule gpipe; replicas by `single` or, on the CPU, `ddp`.
 
 Source: fairscale 0.4.13, nn/pipe; Kim et al. 2020, torchgpipe (arXiv 2004.09910).
@@ -89,23 +89,27 @@ class FairscalePipe(Pipeline):
             )
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """One stage on each device."""
+        """Return the number of the device of each stage: one stage is on each device."""
         return tuple(range(self.devices or 1))
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:
-        """All micro-batches of a step."""
+        """See `CutStrategy.in_flight`: all micro-batches of a step, on each stage."""
         return (plan.batch.accumulation_steps,) * (self.devices or 1)
 
     def predicts_by_stage(self, plan: Plan) -> bool:
-        """See `CutStrategy.predicts_by_stage`: boundary tensors are in the process once."""
+        """See `CutStrategy.predicts_by_stage`.
+
+        Without recomputation and replicas the whole model is predicted as one stage, because the
+        stages of a process share the boundary tensors.
+        """
         return self.checkpoint != "never" or plan.dp > 1
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
         """Add the sums of gradients, or with `checkpoint` the recomputation of each stage.
 
         One backward call runs all micro-batches. While tensors are tracked, autograd sums two
-        gradients into a new tensor, so three are alive. A recomputed stage has a backward call of
-        its own, which adds in place.
+        gradients into a new tensor, so three are alive. A recomputed stage has a separate backward
+        call, which adds gradients in place.
         """
         if self.checkpoint == "never":
             return forecast.with_passes(later=_with_sums(forecast.passes))
@@ -113,9 +117,10 @@ class FairscalePipe(Pipeline):
         return forecast.with_passes(**recomputed)
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:  # noqa: ARG002
-        """The order of Pipe's clock cycles: all forward, then all backward in reverse.
+        """Return the passes in the order of Pipe's clock cycles.
 
-        All stages of a cycle are recomputed before the backward pass of any of them.
+        All forward passes come first, then all backward passes in the reverse order. All stages of
+        a cycle are recomputed before the backward pass of any of them.
         """
         num_micro_batches = plan.batch.accumulation_steps
         stages = (self.devices or 1) if self.predicts_by_stage(plan) else 1
@@ -139,7 +144,7 @@ class FairscalePipe(Pipeline):
         return RankActions(actions)
 
     def apply(self, assembly: Assembly) -> None:
-        """Put Pipe around the stages, before a replicate technique wraps all of it."""
+        """Put the stages into a Pipe, which a replicate technique then wraps."""
         if assembly.layout is None or self.devices is None:
             return
         from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedStages
@@ -156,7 +161,7 @@ class FairscalePipe(Pipeline):
 
 
 def _with_sums(passes: Passes) -> Timeline:
-    """The pass of a later micro-batch, with a new sum at the moment when each gradient is added."""
+    """Return the pass of a later micro-batch, with a new tensor for each sum of two gradients."""
     first, later = (sorted(passes[w].spans, key=lambda s: s.birth) for w in ("first", "later"))
     if [span.nbytes for span in first] != [span.nbytes for span in later]:
         return passes["later"]  # the gradients cannot be recognised
@@ -169,12 +174,12 @@ def _with_sums(passes: Passes) -> Timeline:
 
 
 def _cut_at_highest(timeline: Timeline) -> Timeline:
-    """Split the backward pass at its peak, when all activations are recomputed."""
+    """Return the pass with a second backward phase, which begins at the peak of the first."""
     return replace(timeline, phases=(*timeline.phases, (_highest(timeline), "backward")))
 
 
 def _highest(timeline: Timeline) -> int:
-    """The tick of the backward pass with the most bytes alive."""
+    """Return the tick of the backward pass with the most bytes alive."""
     begin = timeline.phases[-1][0]
     changes: dict[int, int] = {}
     for span in timeline.spans:

@@ -1,7 +1,7 @@
 """Stages on the ranks of the pp axis, on the schedules of torch.distributed.pipelining.
 
-One stage on a rank, or several with the interleaved and the V-shaped schedules. Replicas of every
-kind are possible: DDP's averaging, and ZeRO on torch at every stage.
+There is one stage on a rank, or several with the interleaved and the V-shaped schedules. Replicas
+may average gradients as DDP does, or use ZeRO on torch at any of its stages.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 
 
 class TorchPipeline(Pipeline):
-    """Runs stages by `PipelineRunner`."""
+    """Runs the stages of a rank by `PipelineRunner`, on a schedule of torch."""
 
     @cached_property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
         splits = self.schedule in SPLIT_BACKWARD_SCHEDULES
-        # Whole backward passes leave a stage's gradients as autograd makes them.
+        # In whole backward passes autograd makes the gradients of a stage, which may be sparse.
         sparse = SPARSE if splits else frozenset[Oddity]({"sparse_shared"})
         others: frozenset[Oddity] = frozenset({"writes", "graph_in_loss"})
         return replace(super().traits, splits_backward=splits, cannot_hold=sparse | others)
 
     def check(self, plan: Plan) -> None:
-        """Refuse no pp axis, a wrong number of micro-batches, a torch with wrong gradients."""
+        """Refuse a mesh without pp, wrong numbers of micro-batches, and a torch that is too old."""
         refuse_no_ranks(self, plan)
         per_rank = self.per_rank()
         if self.traits.splits_backward and not SPLITS_BACKWARD:

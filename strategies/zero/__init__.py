@@ -1,13 +1,15 @@
 """ZeRO: optimizer state, gradients and parameters sharded over the replicas, by stages.
 
 Memory: for P parameters on N ranks in fp32 (bf16), stage 1 has 8P/N (12P/N) bytes of optimizer
-state on a rank, and whole parameters and gradients. Stage 2 shards the gradients too, stage 3
-everything: 16P/N. Activations are not sharded. A layer that computes is whole for that time.
-Communication: stages 1 and 2 as DDP, each parameter's bytes twice per rank and step. Stage 3
-gathers the parameters for the forward pass and again for the backward pass, which is half as much
-more. So is stage 1 on torch and fairscale, where DDP averages whole gradients. With accumulation,
-stages 2 and 3 reduce gradients after every micro-batch; on torch they also gather for each.
-Constraints: saves memory from two ranks on. Options and precisions depend on the engine.
+state on a rank, and whole parameters and gradients. Stage 2 also shards the gradients. Stage 3
+shards all three, 16P/N bytes, and a layer's parameters are whole only while the layer computes.
+Activations are not sharded.
+Communication: stages 1 and 2 send as much as DDP: each rank sends the bytes of the parameters twice
+in a step. Stage 3 gathers the parameters for the forward pass and again for the backward pass, and
+sends 1.5 times as much. So does stage 1 on torch and fairscale, where DDP averages whole gradients
+and the updated parameters are broadcast. With accumulation, stages 2 and 3 reduce gradients after
+every micro-batch; on torch they also gather parameters for every micro-batch.
+Constraints: memory is saved on two ranks or more. Options and precisions depend on the engine.
 Example: deepspeed --num_accelerators 2 bigtrain/train.py --strategy zero2
 
 Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
@@ -31,18 +33,18 @@ from bigtrain.job.schema import Bytes, Role
 from bigtrain.units import format_bytes
 
 ACTIVATION_DOMINANCE = 0.6
-"""If activations are more than this share of the peak, ZeRO is not the remedy."""
+"""The share of activations in the peak above which a smaller micro-batch is advised."""
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
 _ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
-"""The presets that the planner chooses from."""
+"""The presets on DeepSpeed and fairscale that the planner chooses from, in addition."""
 
 
 class Zero(Strategy):
-    """Sharded data parallel: the stage, and the engine that does the work.
+    """Sharded data parallelism by ZeRO.
 
-    These are the options. A subclass for each engine and stage does the work; the table
-    `registry.TECHNIQUES` chooses it.
+    This class has the options. A subclass for each engine and stage does the work; the table
+    `registry.TECHNIQUES` has the subclasses.
     """
 
     name: ClassVar[str] = "zero"
@@ -50,14 +52,16 @@ class Zero(Strategy):
     summary: ClassVar[str] = "optimizer state, gradients, parameters sharded over the replicas"
 
     stage: int = Field(2, ge=0, le=3)
-    """1 shards the optimizer state, 2 the gradients too, 3 the parameters too; 0 nothing."""
+    """1 shards the optimizer state, 2 also the gradients, 3 also the parameters; 0 nothing."""
     engine: Literal["deepspeed", "torch", "fairscale"] = "deepspeed"
-    """The library that implements it."""
+    """The library that implements the stage."""
     bucket_size: Bytes | None = Field(None, gt=0)
-    """Bytes of one message. Left out: derived from the model's size."""
+    """Bytes of gradients that are reduced at once; the default depends on engine and model."""
     shard_ranks: int | None = Field(None, ge=1)
-    """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many consecutive
-    ranks; groups of them are replicas of each other."""
+    """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many adjacent ranks.
+
+    The groups of so many ranks are replicas of each other.
+    """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""
 
@@ -69,11 +73,11 @@ class Zero(Strategy):
 
     @property
     def effective_stage(self) -> int:
-        """The stage that runs; a DeepSpeed file may set it."""
+        """The stage of the run; a DeepSpeed file may set another one than the option."""
         return self.stage
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: the torch engine with a cut, every engine without one."""
+        """See `Strategy.variants`: the torch engine with a cut, every engine without a cut."""
         if shape.dp == 1:
             return
         for preset in (*_ON_TORCH, *(_ON_OTHERS if shape.pp == 1 else ())):
@@ -86,7 +90,7 @@ class Zero(Strategy):
             yield Variant(f"hybrid_{node}", options)  # parameters are gathered inside a node
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
-        """See `Strategy.remedies`: shard states of which every replica has a copy."""
+        """See `Strategy.remedies`: shard the states, if every replica has a copy of them."""
         is_whole = "cut" not in plan.techniques and plan.replicate.sharded_states == 0
         if plan.dp == 1 or not is_whole:
             return ()
@@ -117,7 +121,7 @@ class Zero(Strategy):
         return None
 
     def check(self, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse a stage that no engine has."""
+        """Refuse stage 0, which shards nothing."""
         if self.stage == 0:
             raise ConfigError(
                 "strategy.replicate.stage=0 shards nothing, and "
@@ -129,7 +133,7 @@ class Zero(Strategy):
         """Refuse a DeepSpeed file for another engine.
 
         Raises:
-            ConfigError: `config` is given.
+            ConfigError: `config` is set.
         """
         if self.config is not None:
             raise ConfigError(

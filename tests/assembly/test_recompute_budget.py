@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from support.recomputed import RECOMPUTE, gpt, gpt_without, text
 from torch import nn
 
 from bigtrain.assembly.make_plan import describe_plan, make_plan
+from bigtrain.assembly.recompute_budget import _BudgetTask
 from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Peak
 from bigtrain.units import format_bytes
 
 
@@ -49,6 +53,14 @@ def test_the_smallest_peak_is_named_and_reached():
     assert f"budget {format_bytes(least)}" in resolved_plan(least).notes[0]
     with pytest.raises(ConfigError, match="smallest peak"):
         resolved_plan(least - 1)
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_a_budget_that_is_too_small_names_a_fix_for_each_kind_of_memory(kind):
+    peak = Peak("forward", replace(Breakdown(), **{kind: 1000}))
+    search: Any = SimpleNamespace(limit=10, plan=SimpleNamespace(pp=1))
+    text = _BudgetTask._too_small(search, peak, 0)
+    assert f"of which {kind} are 1000 B. Use strategy.recompute.budget=1000, or " in text
 
 
 def test_a_share_of_the_device_is_a_budget():

@@ -174,6 +174,23 @@ def test_diff_says_how_far_two_are_apart(tmp_path, capsys):
     assert run(capsys, "diff", first, tmp_path / "a", "--exit-code")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "others", "absolute"),
+    [
+        (torch.tensor([2**53, 1]), torch.tensor([2**53 + 1, 1]), 1.0),  # equal in fp64
+        (torch.tensor([1, 5]), torch.tensor([1, 2]), 3.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1.0),
+        (torch.tensor([1 + 1j, 2]), torch.tensor([1 + 3j, 2]), 2.0),
+    ],
+)
+def test_diff_of_numbers_that_fp64_cannot_hold(values, others, absolute, tmp_path, capsys):
+    first, second = write(tmp_path / "a", x=values), write(tmp_path / "b", x=others)
+    (difference,) = run_json(capsys, "diff", first, second)[1]["different"]
+    assert (difference["name"], difference["elements"]) == ("model.x", 1)
+    assert difference["absolute"] == absolute
+    assert run_json(capsys, "diff", first, first)[1]["different"] == []
+
+
 def test_diff_of_what_is_no_number_of_other_shapes_and_of_other_types(tmp_path, capsys):
     weight = TENSORS["model.a.weight"]
     same = {"nan": torch.tensor([math.nan, 1.0]), "inf": torch.tensor([-math.inf])}

@@ -12,7 +12,7 @@ import yaml
 from bigtrain.errors import ConfigError
 from bigtrain.explain.read_request import read_request
 from bigtrain.explain.request import ToolRequest
-from bigtrain.explain.settle import settle_batch, settle_ranks, settle_strategy
+from bigtrain.explain.settle import command, settle_batch, settle_ranks, settle_strategy
 from bigtrain.explain.tools import accelerate_file, axolotl_keys, trl_file
 from bigtrain.explain.tools.key_rules import fits
 from bigtrain.machine.cluster import load_cluster
@@ -537,6 +537,15 @@ def test_words_follow_the_ranks_of_a_node(tmp_path):
         request = read(tmp_path, ACCELERATE, fsdp_config=hybrid)
         settle_strategy(request, ranks, cluster)
         assert request.words == word
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "ranks_of_a_node"), [(16, 2, 8), (9, 3, 3), (12, 2, 6), (11, 11, 1)]
+)
+def test_the_command_for_several_nodes_starts_all_ranks(ranks, nodes, ranks_of_a_node):
+    words = command(ranks, load_cluster("h100-node"), ["--strategy", "ddp"]).split()
+    assert f"--nnodes={nodes}" in words
+    assert f"--nproc-per-node={ranks_of_a_node}" in words
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.job.schema import OptimConfig
+from bigtrain.job.optim_keys import OptimConfig
 from bigtrain.optim.factory import learning_rate, optimizer_factory
 
 

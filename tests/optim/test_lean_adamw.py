@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.job.schema import OptimConfig
+from bigtrain.job.optim_keys import OptimConfig
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.optim.lean_adamw import CHUNK_ELEMENTS, LeanAdamW, stochastically_rounded

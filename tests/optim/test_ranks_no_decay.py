@@ -10,7 +10,7 @@ from support.nets import TinyLM, tokens
 from support.parity import Record, largest_difference, train
 from support.ranks import run_ranks
 
-from bigtrain.job.schema import OptimConfig
+from bigtrain.job.optim_keys import OptimConfig
 from bigtrain.optim.factory import optimizer_factory
 
 

@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
-from bigtrain.job.schema import OptimConfig
+from bigtrain.job.optim_keys import OptimConfig
 from bigtrain.optim.factory import learning_rate, optimizer_factory
 
 CASES = {

@@ -70,6 +70,17 @@ def test_a_chain_is_followed_to_its_end():
     assert headline(WAITED, first, middle, last).endswith("; the ranks wait for each other")
 
 
+@pytest.mark.parametrize("word", ["send to", "receive from"])
+def test_a_message_that_is_waited_for_is_described_by_its_direction(word):
+    """gloo's messages are in the recorder's own events only."""
+    stack = ["/bigtrain/pipeline/transport.py:110 wait_sends"]
+    waits = record(0, stack=stack, events=[(99.0, "forward", f"{word} rank 1, 64 bytes", 1, 3)])
+    kind, preposition = ("send", "to") if word == "send to" else ("recv", "from")
+    assert headline(WAITED, waits, record(1, phase="step")).startswith(
+        f"rank 0 waits for a message {preposition} rank 1 ({kind}, 64 B) for 30 s; "
+    )
+
+
 def test_a_broken_exchange_is_still_waited_for_until_its_error_has_come():
     stack = ["/v/lib/python3/site-packages/torch/distributed/distributed_c10d.py:9 all_reduce"]
     broken = record(1, stack=stack, exchanges=[exchange(5, done=True)])

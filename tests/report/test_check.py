@@ -93,7 +93,7 @@ def test_what_grew_is_named(
         ([], "there is no limit to check. Add --peak SIZE, such as --peak 22GiB"),
         (["--peak", "much"], "'much' is not a size in bytes"),
         (["--peak", "1GiB", "-n", "0"], "-n 0: at least 1 is needed"),
-        (["--against", "none.json"], "none.json"),
+        (["--against", "none.json"], "--against: none.json cannot be read: "),
         (["--against", "other.json"], "it is no forecast of this version"),
         (["--against", "short.json"], "ranks is missing, or is not what a forecast has"),
         (["--against", "text.json"], "peak_bytes is missing, or is not what a forecast has"),

@@ -23,7 +23,7 @@ from bigtrain.units import format_bytes
 
 HEAD = """# Every key of a job
 
-Made from the types in `bigtrain/job/schema.py` and of the techniques under `strategies/`; do not
+Made from the types in `bigtrain/job/schema.py`, `optim_keys.py` and `strategies/`; do not
 edit it by hand. How a job is written, with examples: [jobs.md](jobs.md). How strategies are named:
 [strategies.md](strategies.md). Write a key in a YAML file (`train: {steps: 100}`), on the command
 line (`train.steps=100`), or, if your own loop can follow it, in `bigtrain.prepare`

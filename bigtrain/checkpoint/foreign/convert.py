@@ -1,6 +1,6 @@
 """Conversion of another library's checkpoint, or of an older format, tensor by tensor.
 
-Memory holds the tensor that is being read and three pieces of the file that is being written.
+At any time, memory holds the tensor that is read and three pieces of the file that is written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Conversion:
     """The new checkpoint's folder."""
     source: ForeignState
     step: int
+    """Optimizer steps done, according to the new checkpoint."""
     samples_seen: int
+    """Global samples seen, according to the new checkpoint."""
 
 
 def open_source(path: Path, *, key: str | None = None, strip: str | None = None) -> ForeignState:
@@ -88,11 +90,12 @@ def _without_key(path: Path, key: str | None) -> Path:
 
 
 def with_prefix_stripped(source: ForeignState, prefix: str) -> ForeignState:
-    """Keep the tensors whose names begin with a prefix, and remove the prefix.
+    """Return only the tensors whose names begin with a prefix, without the prefix in their names.
 
     Args:
         source: the opened source.
-        prefix: such as `model.`; the prefixes of DDP and torch.compile are already removed.
+        prefix: the prefix, such as `model.`. The names of `source` have no prefixes of DDP and
+            torch.compile; these are also removed from the beginning of `prefix`.
 
     Raises:
         ConfigError: no name begins with the prefix.
@@ -137,7 +140,7 @@ def _open_own(path: Path) -> ForeignState:
 
 
 def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
-    """Add further names for tensors, as files of the Hub leave out tied tensors.
+    """Return the source with further names of tensors: files of the Hub leave out tied tensors.
 
     Args:
         source: the opened source.
@@ -164,13 +167,14 @@ def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
 def convert(
     source: ForeignState, target: Path, step: int | None = None, samples_seen: int | None = None
 ) -> Conversion:
-    """Write a checkpoint, and point the `latest` next to it at it.
+    """Write a checkpoint of the source's state, and point the file `latest` at it.
 
     Args:
-        source: read while the checkpoint is written.
+        source: the opened source; its tensors are read while the checkpoint is written.
         target: the folder `step-N` itself, a run's folder, or the folder that will hold `step-N`.
-        step: N, to replace the source's number or if it has none.
-        samples_seen: the position in the data, likewise.
+        step: N; None for that of `target` or of the source, or else 0.
+        samples_seen: the position in the data, in global samples; None for that of the source, or
+            else 0.
 
     Raises:
         ConfigError: a checkpoint of that step exists already, or another process writes there.

@@ -61,9 +61,10 @@ def is_dcp_folder(path: Path) -> bool:
 
 
 def open_dcp_folder(folder: Path) -> ForeignState:
-    """Describe a checkpoint of torch.distributed.checkpoint.
+    """Return the state in a folder of torch.distributed.checkpoint; tensors are read on demand.
 
-    A tensor below `state` is optimizer state (PARAMETER, KEY); any other belongs to the model.
+    A tensor at state, PARAMETER, KEY belongs to the optimizer. Other tensors belong to the model,
+    or only those below a key of `MODEL_KEYS` if there are any.
 
     Raises:
         CheckpointError: the folder is not readable, or holds more than data.
@@ -112,7 +113,7 @@ def open_dcp_folder(folder: Path) -> ForeignState:
 def _of_model(
     folder: Path, tensors: Mapping[_Path, StateTensor]
 ) -> tuple[dict[str, StateTensor], list[str]]:
-    """Return the model's tensors by name, and the names of the other entries."""
+    """Return the model's tensors by name, and the top keys of the other tensors."""
     marked = {path for path in tensors if {*path[:-1]} & {*MODEL_KEYS}} or {*tensors}
     named: dict[str, StateTensor] = {}
     for path, tensor in tensors.items():
@@ -148,13 +149,13 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 def _number(
     folder: Path, name: str, path: _Path, storage: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, int]:
-    """Return a count of steps or samples that is stored with the tensors; None if there is none."""
+    """Return a stored count of steps or samples, by its key; empty if the entry is not one."""
     if path[-1] not in ("step", "global_step", "samples_seen") or len(path) > 2:
         return {}
     location = storage[name, ()]
     try:
         value = read_torch_file(_file(folder, location), location["offset"], location["length"])
-    except CheckpointError:  # an instance of a foreign class: the count is unknown
+    except CheckpointError:  # an instance of another library's class: the count is unknown
         return {}
     return {str(path[-1]): int(value)} if isinstance(value, int | float) else {}
 
@@ -165,7 +166,7 @@ def _chunked(
     entry: Mapping[str, Any],
     storage: Mapping[Any, Mapping[str, Any]],
 ) -> StateTensor:
-    """Return a tensor that is stored as several boxes."""
+    """Return a tensor that is stored as several boxes, each in a file."""
     shape, dtype = tuple(entry["size"]), entry["properties"].state[0]
     extents: list[Extent] = []
     reads: list[Callable[[], Tensor]] = []
@@ -200,7 +201,7 @@ def _piece_reader(
 
 
 def _file(folder: Path, location: Mapping[str, Any]) -> Path:
-    """Return a file of the folder. Names that lead out of the folder are refused."""
+    """Return the path of a file in the folder. Names that lead out of the folder are refused."""
     relative = Path(str(location["relative_path"]))
     if relative.is_absolute() or ".." in relative.parts:
         raise CheckpointError(f"{folder / _METADATA} names the file {relative}, outside of it")

@@ -1,4 +1,4 @@
-"""The state that is converted from another library's checkpoint."""
+"""The state that is read from another library's checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import StateTensor, whole_extents
 
 MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module", "weights")
-"""Keys under which trainers keep the model."""
+"""Keys under which trainers store the model."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ForeignState:
     step: int | None = None
     """Optimizer steps done; None if the source does not record them."""
     samples_seen: int | None = None
+    """Global samples seen; None if the source does not record them."""
     notes: tuple[str, ...] = ()
     """Sentences about the parts that were left out."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class ForeignState:
 
 
 def untried(library: str, version: object, tried: str) -> tuple[str, ...]:
-    """Return a note if the library's version differs from the one that the tests read.
+    """Return a note if the library's version differs from the tested version; else empty.
 
     Args:
         library: name of the library that wrote the checkpoint.
@@ -55,10 +56,10 @@ def untried(library: str, version: object, tried: str) -> tuple[str, ...]:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Map a model's tensor names to those without the prefixes of wrappers.
+    """Map the names of a model's tensors to names without the prefixes of DDP, FSDP and others.
 
     Raises:
-        CheckpointError: two names become the same.
+        CheckpointError: two names are equal without the prefixes.
     """
     plain_names = {name: name for name in names}
     for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
@@ -103,5 +104,5 @@ def joined_tensor(
 
 
 def number_tensor(number: float) -> StateTensor:
-    """Return a step count in the form of torch's optimizers."""
+    """Return a step count as a 0-dim fp32 tensor, the form in which torch's optimizers store it."""
     return StateTensor(torch.float32, (), whole_extents(()), lambda: torch.tensor([float(number)]))

@@ -18,7 +18,7 @@ from bigtrain.files.regular import is_regular, open_regular, read_text
 from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".checkpoint", ".safetensors")
-"""Suffixes that decide the kind even of a damaged file; other files are judged by content."""
+"""Suffixes of state dicts, for damaged files; other files are recognized by their content."""
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
 _LARGEST_HEADER = 100_000_000
 _FOLDER_FILES = (
@@ -43,7 +43,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def _is_torch(path: Path) -> bool:
-    """Whether `torch.save` may have written the file, in its format since torch 1.6 or before."""
+    """Whether `torch.save` may have written the file, in its ZIP format or in its older format."""
     return _beginning(path).startswith((_ZIP, _PICKLE))
 
 
@@ -56,7 +56,7 @@ def _is_safetensors(path: Path) -> bool:
 def open_state_dict(
     path: Path, *, key: str | None = None, strip: str | None = None
 ) -> ForeignState:
-    """Describe the weights in a file, or in a folder of files with an index.
+    """Return the state in a file, or in a folder in the Hub's layout; tensors are read on demand.
 
     Args:
         path: the path of the file or folder.
@@ -92,7 +92,7 @@ def open_state_dict(
 
 
 def _files_of(path: Path) -> list[str]:
-    """Return the files that an index names, or the single file itself."""
+    """Return the names of the files in an index, or the name of the single file itself."""
     if not path.name.endswith(".index.json"):
         return [path.name]
     try:
@@ -112,7 +112,7 @@ def _files_of(path: Path) -> list[str]:
 
 
 def _tensors(path: Path, key: str | None, strip: str | None) -> TrainerState:
-    """Read the description of one file's tensors, by plain names."""
+    """Describe one file's tensors, by names without prefixes of wrappers."""
     if _is_safetensors(path) or (path.suffix == ".safetensors" and not _is_torch(path)):
         if key is not None:
             raise ConfigError(
@@ -129,8 +129,8 @@ def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTe
     """Return a tensor of a safetensors file in the form that a save takes.
 
     Args:
-        tensor: the name of a tensor in the file.
-        dtype: type to save floating-point numbers in; None keeps the tensor's type.
+        tensor: the tensor in the file.
+        dtype: the dtype in which floating-point numbers are saved; None for that of the tensor.
     """
     saved_dtype = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 

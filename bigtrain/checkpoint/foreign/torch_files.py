@@ -30,11 +30,11 @@ _HOLDERS = (
     *("deepspeed.", "argparse.Namespace", "pathlib."),
     *("numpy.core.multiarray.", "numpy._core.multiarray.", "numpy.ndarray", "numpy.dtype"),
 )
-"""Packages whose classes trainers store next to tensors; see `Inert`."""
+"""Beginnings of the names of classes that trainers store next to tensors; see `Inert`."""
 
 
 class Inert:
-    """Replaces a class of another library: stores its arguments, and runs no code."""
+    """Replaces a class of another library: it stores its arguments, and runs none of their code."""
 
     state: Any = None
 
@@ -50,18 +50,19 @@ class TorchTensor:
     """A tensor in a file of `torch.save`."""
 
     stored: FileTensor
-    """One-dimensional view of the file: the tensor's elements, and any between them."""
+    """A one-dimensional range of the file: the tensor's elements, and any others between them."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    """The stride of each dim in elements, as of torch's tensors."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which it was saved."""
+        """The saved dtype."""
         return self.stored.dtype
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def values(self) -> Tensor:
@@ -89,7 +90,7 @@ class TorchTensor:
 
 
 def _other_kind(path: Path, begins: bytes) -> str:
-    """Describe a file that is not a complete ZIP, by its first bytes, with advice."""
+    """Return the message for a file that is not a complete ZIP, by its first bytes."""
     if begins == b"PK":
         return (
             f"{path} begins like a file of torch.save, but its end is missing or damaged. Copy it "

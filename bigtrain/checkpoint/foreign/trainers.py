@@ -1,4 +1,4 @@
-"""Finding the model, the optimizer's state and the step in a trainer's file."""
+"""Finds the model, the optimizer's state and the step in a trainer's file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Tree = Mapping[Any, Any]
 
 @dataclass
 class TrainerState:
-    """The state that is converted from a file."""
+    """The state that is found in a file."""
 
     model: dict[str, StateTensor]
     """The model's tensors by plain names."""
@@ -35,9 +35,11 @@ class TrainerState:
     step: int | None = None
     samples_seen: int | None = None
     own: list[str] = field(default_factory=list)
-    """Names of the model's tensors in the file's order; of tied ones only the first."""
+    """Names of the model's tensors in the file's order; of tied tensors, only the first name."""
     left_out: list[str] = field(default_factory=list)
+    """Names of entries that are not converted."""
     notes: list[str] = field(default_factory=list)
+    """Sentences about names and parts that were changed or left out."""
 
 
 def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> TrainerState:
@@ -45,8 +47,9 @@ def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> 
 
     Args:
         saved: the object that `read_torch_file` returned.
-        path: the path in messages.
-        key: the model's key if there are several models; dots separate the keys of nested dicts.
+        path: the file, for messages.
+        key: the model's key if there are several models, else None. Dots separate the keys of
+            nested dicts.
         strip: a prefix that the caller will remove; None to detect Lightning's.
 
     Raises:
@@ -83,17 +86,17 @@ def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> 
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of a file."""
+    """Whether a value is a tensor in a file of `torch.save`."""
     return isinstance(value, TorchTensor)
 
 
 def _model_below(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
-    """Return the model's dict below a key, and the names of its sibling entries."""
+    """Return the dict of the model in nested dicts, and the names of entries next to it."""
     left_out: list[str] = []
     while True:
         inner = {k: v for k, v in tree.items() if _holds_model(v) and not _is_extra(k)}
         known = [key for key in MODEL_KEYS if key in inner]
-        # A few tensors next to dicts of many are counts and similar, not a model.
+        # A few tensors next to dicts of many tensors are counts and similar, not a model.
         loose_tensors = sum(map(is_tensor, tree.values()))
         choice = known or [key for key in inner if _count(inner[key]) > loose_tensors]
         if not choice:
@@ -108,7 +111,7 @@ def _model_below(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[
 
 
 def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
-    """Return the dict under a key, and the names of its sibling entries."""
+    """Return the dict of the model under a key, and the names of entries next to it."""
     left_out: list[str] = []
     rest = key
     while rest:
@@ -183,7 +186,7 @@ def _number(tree: _Tree, keys: Sequence[str]) -> int | None:
 
 
 def _without_attribute(names: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Remove from names the attribute under which a Lightning module keeps its only model."""
+    """Remove from names the attribute under which a Lightning module has its only model."""
     first = {plain.partition(".")[0] for plain in names.values()}
     if len(first) != 1 or not all("." in plain for plain in names.values()):
         return names, []
@@ -193,7 +196,7 @@ def _without_attribute(names: dict[str, str]) -> tuple[dict[str, str], list[str]
 
 
 def _take_optimizer(tree: _Tree, state: TrainerState, names: dict[str, str]) -> str:
-    """Convert an optimizer's state if its tensors can be assigned to parameters; return its key."""
+    """Add the optimizer's state if its tensors can be assigned to parameters; return its key."""
     for key in _OPTIMIZERS:
         saved: Any = tree.get(key)
         if isinstance(saved, Sequence) and not isinstance(saved, str) and len(saved) == 1:
@@ -243,7 +246,7 @@ def _names_of_slots(
     optimizer: _Tree, slots: Mapping[Any, Any], state: TrainerState, names: dict[str, str]
 ) -> dict[Any, str] | str:
     """Return the plain name of each parameter that has state, or the reason why it is unknown."""
-    if all(isinstance(number, str) for number in slots):  # FSDP's, and get_optimizer_state_dict's
+    if all(isinstance(number, str) for number in slots):  # as of FSDP and get_optimizer_state_dict
         plain = unwrapped_names(slots)
         by_number = {number: names.get(number, plain[number]) for number in slots}
         strange = next((name for name in by_number.values() if name not in state.model), None)
@@ -275,7 +278,7 @@ def _names_of_slots(
 def _with_equal_shapes(
     of_number: dict[Any, str], slots: Mapping[Any, Mapping[str, Any]], state: TrainerState
 ) -> dict[Any, str] | str:
-    """Return the names if every moment has the shape of its parameter, else the reason."""
+    """Return the names if each moment has the shape of its parameter; otherwise the reason."""
     for number, values in slots.items():
         name = of_number.get(number)
         if name is None or name not in state.model:
@@ -290,7 +293,7 @@ def _with_equal_shapes(
 
 
 def _steps_of(slots: Mapping[Any, Mapping[str, Any]]) -> int | None:
-    """Return the number of steps done, as the optimizer counted them."""
+    """Return the number of steps that the optimizer counted; None if it counted none."""
     counts = []
     for values in slots.values():
         value = values.get("step")

@@ -2,8 +2,8 @@
 
 Each rank's file has its partition of the fp32 parameters and of the optimizer's state as flat
 tensors. Up to stage 2, the concatenated partitions are the concatenated parameters of a group. In
-stage 3, every parameter is split into one equal piece per rank (the last ones padded), and a rank's
-flat tensors hold its pieces.
+stage 3, every parameter is split into one equal piece per rank (the last pieces are padded), and a
+rank's flat tensors consist of its pieces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FlatSlice = tuple[TorchTensor, int, int]
 
 
 def find_zero_folder(path: Path) -> Path | None:
-    """Return the folder with DeepSpeed's files: this one, or the one that its `latest` names."""
+    """Return `path`, or the folder that its `latest` names, if DeepSpeed wrote it; else None."""
     pointer = path / "latest"
     inner = read_pointer(pointer)
     for folder in (path, path / inner):
@@ -44,10 +44,11 @@ def find_zero_folder(path: Path) -> Path | None:
 
 
 def open_zero_folder(folder: Path) -> ForeignState:
-    """Describe a checkpoint of DeepSpeed's engine.
+    """Return the state in a folder of DeepSpeed's engine; tensors are read on demand.
 
     Raises:
-        CheckpointError: a pipeline or tensor parallelism wrote it, or it is incomplete or damaged.
+        CheckpointError: the folder is incomplete or damaged, or was written by a pipeline or with
+            tensor parallelism.
     """
     models = _in_order(folder, _MODEL)
     _check_layout(folder, models)
@@ -112,7 +113,7 @@ def _number(value: Any) -> int:
 
 
 def _without_zero(folder: Path, described: Mapping[str, Any]) -> ForeignState:
-    """Describe stage 0: every rank has the whole state, and the optimizer's has numbers."""
+    """Return the model's state of stage 0, in which every rank has the whole model."""
     module: Mapping[str, TorchTensor] = described["module"]
     if any(not t.numel and math.prod(t.shape) for t in module.values()):
         raise CheckpointError(f"{folder} has no {_OPTIMIZER}, which hold the parameters.")
@@ -148,7 +149,7 @@ def _tied_to(
 
 
 def _frozen(described: Sequence[Mapping[str, Any]], stage: int) -> dict[str, StateTensor]:
-    """Return the frozen parameters."""
+    """Return the frozen parameters by name."""
     shapes: Mapping[str, Sequence[int]] = described[0].get("frozen_param_shapes") or {}
     frozen = {}
     for name, shape in shapes.items():

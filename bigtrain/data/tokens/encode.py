@@ -1,4 +1,4 @@
-"""From files to the tokens of documents, with a mark on each token of an answer."""
+"""Encodes files as documents of tokens, with a mark on each token of an answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bigtrain.data.tokens.tokenizer import TemplateError, TextSpan, TextTokenize
 from bigtrain.errors import ConfigError
 
 ANSWER = np.uint32(1 << 31)
-"""The bit of a token that the model learns to write; the others are the token's number."""
+"""The bit that marks a token of an answer, which the model learns; the lower bits are its id."""
 Tokens = npt.NDArray[np.uint32]
 _BATCH = 256
-"""Records that are encoded in one call: the tokenizer uses several threads for them."""
+"""Number of records that are encoded in one call, for which the tokenizer uses several threads."""
 Item = TypeVar("Item")
 PLAIN_FILES = "files of plain text"
-"""This and the next two are names in `Encoder.counts`."""
+"""This name and the next two are keys of `Encoder.counts`."""
 MARKED_ANSWERS = "answers marked by the chat template"
 RENDERED_ANSWERS = "answers found by rendering each turn"
 
@@ -30,18 +30,20 @@ RENDERED_ANSWERS = "answers found by rendering each turn"
 class Encoder:
     """Turns files into documents of tokens.
 
-    * Plain text, and a record of `text`: every token is an answer.
-    * `prompt` and `response`: each is encoded alone, as a prompt is when the model is used; the
-      answer is the response and the token that ends a text.
-    * `messages`: by the chat template. The answers are what the template marks with
-      `{% generation %}`; if it marks nothing, they are found by rendering the conversation up to
-      each turn of the assistant: the text that the turn adds is its answer, without the white
-      space after the token that ends it.
+    * Plain text, and records with `text`: every token is part of an answer.
+    * Records with `prompt` and `response`: the two are encoded separately, because a prompt is
+      encoded alone when the trained model is used. The answer is the response and the token that
+      ends a text.
+    * Records with `messages`: they are encoded by the chat template. If the template marks answers
+      with `{% generation %}`, these are the answers. Otherwise the conversation is rendered up to
+      each message of the assistant. The answer is the text that the message adds, without the white
+      space after the token that ends the answer.
 
     Args:
         tokenizer: the tokenizer.
         ignored: fields of records that are left out.
-        lenient: whether bytes of plain text that are not UTF-8 are replaced.
+        lenient: whether bytes of plain text that are not UTF-8 are replaced; otherwise they are
+            refused.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Encoder:
         self._tokenizer, self._ignored, self._lenient = tokenizer, ignored, lenient
         self._prefix = list(tokenizer.prefix)
         end = [] if tokenizer.end is None else [tokenizer.end]
-        # Some tokenizers end each text themselves, by this token or by another.
+        # Some tokenizers end each text themselves, by `end` or by another token.
         self._suffix = list(tokenizer.suffix) or end
         self.counts: Counter[str] = Counter()
         """Documents by form, and conversations by how their answers were found."""
@@ -58,15 +60,16 @@ class Encoder:
     def documents(
         self, path: Path, advance: Callable[[int], object]
     ) -> Iterator[tuple[Tokens, bool]]:
-        """Yield pieces of documents, each with whether it is a document's last.
+        """Yield pieces of documents, each with whether the piece is the last of its document.
 
         Args:
-            path: a file of JSON lines, by its suffix, or of plain text, which is one document.
-            advance: called with numbers of bytes that are done.
+            path: a file of JSON lines, recognized by its suffix, or of plain text. A file of plain
+                text is one document.
+            advance: called with the number of bytes that were encoded since the last call.
 
         Raises:
             ConfigError: the file cannot be read, a line is no record, or the tokenizer or its
-                template cannot encode it.
+                template cannot encode a record.
         """
         if not is_lines(path):
             yield from self._plain(path, advance)
@@ -109,7 +112,7 @@ class Encoder:
         """Return the tokens of each conversation.
 
         Raises:
-            ConfigError: there is no chat template, or it cannot show a conversation.
+            ConfigError: there is no chat template, or it cannot render a conversation.
         """
         if records and not self._tokenizer.has_template:
             raise ConfigError(
@@ -164,13 +167,13 @@ class Encoder:
             if text[slice(*spans[place])].strip():
                 break
             marks[place] = False
-        marks[list(inside)] = True  # nothing special ends the answer: the white space does
+        marks[list(inside)] = True  # no special token ends the answer: the white space does
 
     def _answers(self, record: TextRecord) -> tuple[str, list[TextSpan]]:
-        """Return the text of a conversation, and the characters of each turn of the assistant.
+        """Return the text of a conversation, and the span of each answer of the assistant.
 
         Raises:
-            TemplateError: the text of a turn changes when others follow.
+            TemplateError: the text of a message is different if further messages follow.
         """
         messages, tools = record.messages, record.tools
         render = self._tokenizer.render
@@ -183,7 +186,7 @@ class Encoder:
             if turn:
                 before = render(messages[:turn], tools, asks=True)
                 begin = len(before) if until.startswith(before) else -1
-            else:  # no template shows a conversation without messages
+            else:  # no template renders a conversation without messages
                 begin = until.find(str(message.get("content") or ""))
             if begin < 0 or not whole.startswith(until):
                 raise TemplateError(

@@ -1,4 +1,4 @@
-"""Which inputs a model needs for windows of tokens, and whether it may have them."""
+"""The inputs that a model needs for windows of tokens, and checks that it supports them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ _NO_PACKING = "Set data.args.packing=false"
 def masks_for(
     model: nn.Module, *, packs: bool, length: int, tokens: int
 ) -> tuple[Masks, int | None]:
-    """Return the inputs of a model, and the sliding window that its mask must have.
+    """Return the form of a model's inputs, and the sliding window that its mask must have.
 
-    A causal model needs no mask of padding: padding is on the right, where no token that counts
-    sees it. So it gets none, which saves the mask's seq x seq bytes and keeps fused attention.
+    A causal model gets no mask of padding: padding is on the right, so no token of a document
+    attends to it. Without a mask, attention needs no seq x seq bytes for it and may use fused
+    kernels.
 
     Args:
-        model: the described model, whose forward takes the tokens.
+        model: the model, whose forward takes the tokens; its parameters need no values.
         packs: whether windows have several documents.
-        length: the tokens of a window.
-        tokens: the size of the vocabulary.
+        length: number of tokens in a window.
+        tokens: number of tokens in the tokenizer's vocabulary.
+
+    Returns:
+        The form of the inputs, and the sliding window in tokens; None for no sliding window.
 
     Raises:
-        ConfigError: the vocabulary or the window is too large for the model, or it cannot be
-            given a mask of documents.
+        ConfigError: the vocabulary or the window is too large for the model, or the model does not
+            support a mask of documents.
     """
     _check_sizes(model, length, tokens)
     taken = _taken(model)
@@ -48,7 +52,7 @@ def masks_for(
 
 
 def tokens_name(model: nn.Module) -> str:
-    """Return the name of the parameter that takes the tokens: `input_ids`, or else the first."""
+    """Return the parameter of `forward` that takes the tokens: `input_ids`, or else the first."""
     taken = _taken(model)
     return "input_ids" if "input_ids" in taken or not taken else taken[0]
 
@@ -62,7 +66,7 @@ def _taken(model: nn.Module) -> list[str]:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether every attention layer that says so is causal, as those of transformers do."""
+    """Whether `is_causal` is true of all modules that have it, as attention of transformers has."""
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
     return bool(flags) and all(flags)
 
@@ -73,10 +77,10 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _check_sizes(model: nn.Module, length: int, tokens: int) -> None:
-    """Refuse a vocabulary or a window that the model has no rows for.
+    """Refuse more tokens than the embedding has rows, and a window longer than the positions.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: one of these; the message has both numbers.
     """
     config = _text_config(model)
     rows = _vocabulary(model, config)
@@ -104,17 +108,17 @@ def _vocabulary(model: nn.Module, config: Any) -> int | None:
 
 
 def _sliding_window(model: nn.Module, length: int) -> int | None:
-    """Return the window of a model's sliding attention, if it is shorter than the sequence.
+    """Return the window of a model's sliding attention, if it is shorter than `length`.
 
-    A mask that is given replaces the one that the model of transformers makes itself, so it must
-    have the model's own rule as well; only such models have layers that could not follow it.
+    A mask that is passed to a model of transformers replaces the mask that the model would make, so
+    it has to apply the model's sliding window as well. Other models are not checked.
 
     Raises:
-        ConfigError: a layer is no attention, or layers need different masks, or the attention
+        ConfigError: a layer is not causal attention, layers need different masks, or the attention
             does not take masks of bool.
     """
     if not any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
-        return None  # a user's model takes the mask as the documentation says
+        return None  # a user's model is expected to use the mask as documented
     name, config = type(model).__name__, _text_config(model)
     kind = getattr(config, "_attn_implementation", None)
     if kind != "sdpa":

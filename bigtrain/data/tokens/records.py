@@ -1,4 +1,4 @@
-"""Files of plain text and of JSON lines, as records of known fields."""
+"""Readers of files of plain text and of JSON lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMS = {
     "prompt": (("prompt", "response"), ()),
     "messages": (("messages",), ("tools",)),
 }
-"""For each form of a record its fields, needed and optional; the first field decides the form."""
+"""By the field that decides the form of a record, its required and its optional fields."""
 _ALIASES = {"completion": "response"}
 
 
@@ -40,30 +40,31 @@ class TextRecord:
     """A line of a file of JSON lines."""
 
     place: str
-    """File and line, for messages."""
+    """The file and the number of the line, for messages."""
     text: str | None = None
-    """A document whose tokens are all learned; or the answer, if there is a prompt."""
+    """The document, of which every token is learned; or the answer, if there is a prompt."""
     prompt: str | None = None
     messages: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     tools: Any = None
 
 
 def is_lines(path: Path) -> bool:
-    """Whether a file has JSON lines, by its suffix."""
+    """Whether the suffix of a file is that of JSON lines."""
     return path.suffix.lower() in LINE_SUFFIXES
 
 
 def read_text_parts(
     path: Path, *, lenient: bool, part_bytes: int = MIB
 ) -> Iterator[tuple[TextPart, int]]:
-    """Yield the parts of a file of plain text, each with its bytes.
+    """Yield the parts of a file of plain text, each with its number of bytes.
 
-    A part ends with a line, or before a space, so that no word is cut.
+    A part ends after a line, or else before a space, so that no word is cut. A part without either
+    ends between two characters.
 
     Args:
         path: the file.
         lenient: whether bytes that are not UTF-8 are replaced; otherwise they are refused.
-        part_bytes: the bytes of a part, about.
+        part_bytes: approximate number of bytes in a part.
 
     Raises:
         ConfigError: the file cannot be read, or is not UTF-8.
@@ -90,7 +91,7 @@ def read_parts(path: Path) -> Iterator[bytes]:
 
 
 def _last_cut(data: bytes) -> int:
-    """Return the place after the last line, else before the last space or the last character."""
+    """Return the offset after the last line, else before the last space or the last character."""
     cut = data.rfind(b"\n") + 1 or max(data.rfind(b" "), 0)
     if cut:
         return cut
@@ -115,7 +116,9 @@ def _decoded(path: Path, data: bytes, lenient: bool) -> str:
 
 
 def read_records(path: Path, ignored: Collection[str]) -> Iterator[tuple[TextRecord, int]]:
-    """Yield the records of a file of JSON lines, each with the bytes of its line.
+    """Yield the records of a file of JSON lines, each with the number of bytes of its line.
+
+    Empty lines are skipped.
 
     Args:
         path: the file.

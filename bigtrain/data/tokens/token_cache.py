@@ -1,9 +1,10 @@
 """The file that caches tokens: written once on a node, memory-mapped by all of its ranks.
 
 The parts of the file, in order: the tokens (uint32, the highest bit marks an answer); padding to a
-multiple of 8 bytes; the first token of each document and the number of all tokens (int64); the
-targets of each document that are answers (int64); a footer (JSON: the sizes, the counts, a hash of
-all bytes before it); the bytes of the footer (uint64, little-endian); 8 bytes that end the file.
+multiple of 8 bytes; the index of the first token of each document, then the number of all tokens
+(int64); the number of targets in each document that are answers (int64); a footer (JSON: the sizes,
+the counts, a hash of all bytes before it); the length of the footer in bytes (uint64,
+little-endian); 8 fixed bytes that mark the end of the file.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ _HASHED_AT_ONCE = 16 * MIB
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The arrays of a cache, mapped."""
+    """The memory-mapped arrays of a cache."""
 
     path: Path
     tokens: Tokens
+    """The ids of all tokens; the bit `ANSWER` marks tokens of answers."""
     starts: npt.NDArray[np.int64]
+    """Index of the first token of each document, then the number of all tokens."""
     answers: npt.NDArray[np.int64]
+    """Number of targets in each document that are answers."""
     counts: Mapping[str, int]
     """Documents by form; see `Encoder.counts`."""
     digest: str
-    """The hash of the contents."""
+    """A hash of the tokens, `starts` and `answers`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loading process maps the file again; pickling the arrays would send the tokens.
@@ -54,23 +58,23 @@ class TokenFile:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The tokens of each document."""
+        """Number of tokens of each document."""
         return np.diff(self.starts)
 
 
 class DamagedError(Exception):
-    """A cache is not what was written; the text says how."""
+    """A cache does not have the contents that were written; the message describes the damage."""
 
 
 def map_tokens(path: Path, *, checked: bool = True) -> TokenFile:
-    """Map a cache.
+    """Memory-map a cache, and check that it is complete.
 
     Args:
         path: the file.
-        checked: whether the contents are compared with their hash.
+        checked: whether the contents are also compared with their hash, which reads all of them.
 
     Raises:
-        DamagedError: they are not what was written.
+        DamagedError: the contents are not those that were written.
         OSError: the file cannot be read.
     """
     if not path.stat().st_size:
@@ -120,7 +124,7 @@ class _Writer:
     """Writes a cache to an open file.
 
     Args:
-        file: the file, at its start.
+        file: an empty file, open for writing.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -129,7 +133,7 @@ class _Writer:
         self._count = 0
 
     def add(self, tokens: Tokens, *, ends: bool) -> None:
-        """Add tokens to the last document, and begin a new one if it ends."""
+        """Append tokens to the current document; after `ends`, the next tokens begin a new one."""
         self._put(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
         # The first token of a document is no target.
         targets = tokens[1:] if self._count == self._starts[-1] else tokens
@@ -162,8 +166,8 @@ class Documents:
     """Pieces of documents to be cached, as an iterable that is read once.
 
     Args:
-        pieces: tokens, and whether they end a document.
-        counts: read when all pieces are.
+        pieces: pairs of tokens, and whether they end a document.
+        counts: see `TokenFile.counts`; complete once all pieces have been read.
     """
 
     def __init__(self, pieces: Iterable[tuple[Tokens, bool]], counts: Mapping[str, int]) -> None:
@@ -173,18 +177,18 @@ class Documents:
 def cached_tokens(
     name: str, make: Callable[[], Documents], source_bytes: int, shown: str
 ) -> TokenFile:
-    """Return the cache of this name, and make it if it is missing or damaged.
+    """Return the cache with a name, which is written first if it is missing or damaged.
 
-    Of several processes that need it, one makes it and the others wait for its lock.
+    If several processes need the cache, one of them writes it and the others wait for its lock.
 
     Args:
         name: the file's name, without a folder.
-        make: returns the `Documents`; called only if they are needed.
-        source_bytes: bytes of the source, to judge the room on a disk.
+        make: returns the `Documents`; called only if the cache has to be written.
+        source_bytes: bytes of the source files, an estimate of the cache's size.
         shown: the source's name, for messages.
 
     Raises:
-        ConfigError: no folder can take the file, or the documents cannot be made.
+        ConfigError: the file cannot be written to any folder, or `make` raised this error.
     """
     refused: list[str] = []
     for folder in cache_folders():

@@ -42,14 +42,14 @@ from bigtrain.losses.tasks import LanguageTask
 from bigtrain.machine.cache import Cache
 
 DEFAULT_LENGTH = 1024
-"""Tokens of a sample, if neither a key nor a built-in model says them."""
+"""Tokens per sample, if neither a key nor a built-in model sets them."""
 _SETTLED_S = 2.0
-"""A file that changed less than this before it was hashed may change again with the same time."""
+"""Seconds in which a file may change twice with the same modification time."""
 _REMEMBERED_BYTES = 64 << 20
-"""Smaller sets of files are hashed each time."""
+"""The hash of files with fewer bytes in total is not cached."""
 _MOST_REMEMBERED = 100
 TextFile = tuple[str, Path, os.stat_result]
-"""Name, path and state of a file."""
+"""The relative name, the path and the stat result of a file."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,30 @@ class _Part:
 
     documents: range
     begin: int | None = None
-    """The first token, if it is not the first document's."""
+    """Index of the first token, if the first document is cut."""
     end: int | None = None
-    """The token after the last, if it is not the last document's end."""
+    """Index after the last token, if the last document is cut."""
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where the held-out end of the documents begins.
+    """The cut between the documents for training and those that are held out.
 
     Records are held out whole. Files of plain text are few and long, so a fraction of their tokens
-    is held out, and the file that is cut there gives both parts a document.
+    is held out. If this cuts a file, training and validation each have a document of it.
     """
 
     num_documents: int
     num_before: int
-    """Documents for training; one that is cut is among them."""
+    """Number of documents for training, including a document that is cut."""
     first_after: int
+    """The number of the first held-out document, which may be one that is cut."""
     token: int | None
-    """The token where a document is cut; None if none is."""
+    """Index of the token at which a document is cut; None if no document is cut."""
 
     @classmethod
     def of(cls, file: TokenFile, fraction: float) -> _Cut:
-        """Return the cut that holds a fraction out."""
+        """Return the cut that holds out a fraction of the tokens of plain text, or of records."""
         number = len(file.answers)
         if set(file.counts) != {PLAIN_FILES}:
             before = number - round(number * fraction)
@@ -94,15 +95,15 @@ class _Cut:
 
     @property
     def num_after(self) -> int:
-        """Documents that are held out."""
+        """Number of documents that are held out."""
         return self.num_documents - self.first_after
 
     def before(self) -> _Part:
-        """The part for training."""
+        """Return the part for training."""
         return _Part(range(self.num_before), end=self.token)
 
     def after(self) -> _Part:
-        """The part that is held out."""
+        """Return the part that is held out."""
         return _Part(range(self.first_after, self.num_documents), begin=self.token)
 
 
@@ -120,13 +121,13 @@ class TokenOptions:
 
 
 class TokenText:
-    """Documents of files, as windows of tokens.
+    """Encodes files as documents, and arranges the documents in windows of tokens.
 
     Args:
         tokenizer: the tokenizer.
         options: see `TokenOptions`.
         shown: the name of the files, for messages.
-        lenient: whether bytes that are not UTF-8 are replaced.
+        lenient: whether bytes that are not UTF-8 are replaced; otherwise they are refused.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class TokenText:
         self._lenient = lenient
 
     def tokens(self, files: Sequence[TextFile]) -> TokenFile:
-        """Return the tokens of the files from the cache, which is made if it is missing."""
+        """Return the tokens of the files from the cache, which is written if it is missing."""
         contents = _contents_hash(files)
         key = hashlib.sha256()
-        # The order of documents follows from names; a suffix says how a file is read.
+        # Names determine the order of documents, and suffixes how files are read.
         for part in (
             contents,
             self._tokenizer.fingerprint,
@@ -168,10 +169,11 @@ class TokenText:
 
         Args:
             files: the files.
-            held_out: the files for validation; None to hold the last documents out.
+            held_out: the files for validation; None to hold out the last documents of `files`.
 
         Raises:
-            ConfigError: a file, a line or the tokenizer is wrong, or no document fits a window.
+            ConfigError: a file or a line is wrong, the tokenizer cannot encode it, or no document
+                fits a window.
         """
         options = self._options
         file = self.tokens(files)
@@ -275,7 +277,7 @@ class TokenText:
 
 
 def _line(samples: TokenSamples, left_out: LeftOut, options: TokenOptions) -> str:
-    """Return the windows, how full they are, and the documents that are in none."""
+    """Describe the number of windows, how full they are, and the documents that are in none."""
     length, windows = options.length, len(samples)
     share = samples.num_inputs / max(1, windows * length)
     kind = "packed" if options.packing else "padded"
@@ -307,7 +309,7 @@ def _figures(samples: TokenSamples, left_out: LeftOut, documents: int) -> dict[s
 
 
 def _how(file: TokenFile) -> list[str]:
-    """Return how answers of conversations were found."""
+    """Describe how the answers of conversations were found; empty without conversations."""
     return [
         f"{file.counts[key]:,} conversations with {key}"
         for key in (MARKED_ANSWERS, RENDERED_ANSWERS)
@@ -318,8 +320,8 @@ def _how(file: TokenFile) -> list[str]:
 def _contents_hash(files: Sequence[TextFile]) -> str:
     """Return a hash of the bytes of the files.
 
-    Hashing large files again in each process would take long, so the hash is remembered by their
-    paths, sizes, times and inodes, unless one has changed just now.
+    Hashing large files in every process would take long. So their hash is cached under their paths,
+    sizes, modification times and inodes, unless a file changed less than `_SETTLED_S` ago.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -359,9 +361,14 @@ def _hash_of(files: Sequence[TextFile]) -> str:
 
 @contextmanager
 def tokenizing_bar(shown: str, size: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar on a terminal inside a `with` block, which calls the result with bytes done.
+    """Show a progress bar inside a `with` block, if standard error is a terminal.
 
-    On standard error, so that a command's JSON on standard output stays alone.
+    The block calls the yielded function with the number of bytes that were done since its last
+    call. The bar is on standard error, because standard output may be a command's JSON.
+
+    Args:
+        shown: the name of the files.
+        size: bytes of all files.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

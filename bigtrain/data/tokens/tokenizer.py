@@ -18,42 +18,42 @@ from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_there, names_in
 
 MODEL_PREFIX = "hf:"
-"""Begins a `model.name` that is a folder or an id of the hub."""
+"""The prefix of a `model.name` that is a folder or an id of the hub."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 _FILES = re.compile(r"tokenizer.*\.json|tokenizer\.model|spiece\.model|vocab\..*|tekken\.json")
-"""At least one of them makes a folder one with a tokenizer."""
+"""Names of files; the folder of a tokenizer has at least one of them."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _EXTRA = "pip install 'bigtrain[hub]'"
 
 Message = Mapping[str, Any]
 TextSpan = tuple[int, int]
-"""Begin and end of a part of a text, in characters."""
+"""Begin and end of a part of a text, in characters; the end is exclusive."""
 
 
 class TemplateError(Exception):
-    """A chat template cannot show a conversation; the text says why."""
+    """A chat template cannot render a conversation; the message has the reason."""
 
 
 class TextTokenizer:
-    """A tokenizer with the facts that training needs.
+    """A tokenizer of transformers, with the operations that training needs.
 
     Args:
-        name: the folder or id that it is from.
-        inner: a tokenizer of transformers.
+        name: the folder or id that the tokenizer was loaded from.
+        inner: the tokenizer of transformers.
     """
 
     def __init__(self, name: str, inner: Any) -> None:
         self.name, self._inner = name, inner
         self.size = len(inner)
-        """The number of tokens, added ones included."""
+        """Number of tokens in the vocabulary, including added tokens."""
         self.end: int | None = inner.eos_token_id
-        """The token that ends a text."""
+        """Id of the token that ends a text; None if there is no such token."""
         self._special = frozenset(inner.all_special_ids)
         self.prefix, self.suffix = self._around()
 
     @property
     def padding(self) -> int:
-        """The token that fills a window; its targets are ignored."""
+        """Id of the token that fills a window; targets there are ignored."""
         of_padding = self._inner.pad_token_id
         return int(of_padding if of_padding is not None else self.end or 0)
 
@@ -71,23 +71,23 @@ class TextTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether it has a chat template."""
+        """Whether the tokenizer has a chat template."""
         return bool(self._inner.chat_template)
 
     def marks_answers(self, tools: Any) -> bool:
-        """Whether the chat template marks answers itself, by `{% generation %}`."""
+        """Whether the chat template for these tools marks answers, by `{% generation %}`."""
         return _GENERATION.search(self._inner.get_chat_template(None, tools)) is not None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, without `prefix` and `suffix`."""
+        """Return the token ids of each text, without `prefix` and `suffix`."""
         found: list[list[int]] = self._call(texts)["input_ids"]
         return found
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[TextSpan]]]:
-        """Return the tokens of each text, and the characters that each token stands for.
+        """Return the token ids of each text, and the span of characters of each token.
 
         Raises:
-            TemplateError: the tokenizer does not tell them.
+            TemplateError: the tokenizer does not provide these spans.
         """
         if not self._inner.is_fast:
             raise TemplateError(
@@ -100,9 +100,10 @@ class TextTokenizer:
         """Return a conversation as text by the chat template.
 
         Args:
-            messages: with `role` and `content`.
-            tools: descriptions of functions, if the record has some.
-            asks: whether the text goes on with the beginning of an answer.
+            messages: mappings with `role` and `content`.
+            tools: descriptions of functions; None if the record has none.
+            asks: whether the text ends with the beginning of an answer (transformers'
+                add_generation_prompt).
 
         Raises:
             TemplateError: the template refuses these messages.
@@ -113,7 +114,9 @@ class TextTokenizer:
     def encode_with_marks(
         self, messages: Sequence[Message], tools: Any
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens of a conversation, and 1 for each that the template calls an answer.
+        """Return the token ids of a conversation, and 1 for each token of an answer, else 0.
+
+        The answers are those that the template marks.
 
         Raises:
             TemplateError: the template refuses these messages.
@@ -123,7 +126,7 @@ class TextTokenizer:
         return found["input_ids"], found["assistant_masks"]
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is no text, such as one that ends an answer."""
+        """Whether a token is special, not text, such as the token that ends an answer."""
         return token in self._special
 
     def _call(self, texts: Sequence[str], **options: Any) -> Any:
@@ -132,7 +135,7 @@ class TextTokenizer:
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # a text may be longer than what the model takes: windows are
+            verbose=False,  # a text may be longer than the model takes: it is cut into windows
             **options,
         )
 
@@ -143,7 +146,7 @@ class TextTokenizer:
             raise TemplateError(plain_text(error) or type(error).__name__) from None
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that the tokenizer puts before and after every text."""
+        """Return the ids of the tokens that the tokenizer adds before and after every text."""
         plain = self.encode(["a"])[0]
         whole = list(self._inner("a", add_special_tokens=True)["input_ids"])
         for start in range(len(whole) - len(plain) + 1):
@@ -153,10 +156,14 @@ class TextTokenizer:
 
 
 def check_tokenizer(name: str) -> None:
-    """Refuse a tokenizer that cannot be there, without importing transformers.
+    """Check that a tokenizer may be loaded, without importing transformers.
+
+    Args:
+        name: see `load_tokenizer`.
 
     Raises:
-        ConfigError: transformers is missing; the folder is, or it has no tokenizer's files.
+        ConfigError: transformers is not installed, the name is neither a folder nor an id, or the
+            folder has no files of a tokenizer.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
@@ -167,15 +174,16 @@ def check_tokenizer(name: str) -> None:
 
 
 def load_tokenizer(name: str) -> TextTokenizer:
-    """Load a tokenizer; a second call for unchanged files returns the same.
+    """Load a tokenizer; a second call for unchanged files returns the same object.
 
     Args:
         name: a folder with a tokenizer's files, or an id of the hub (`OWNER/NAME` or
-            `OWNER/NAME@REVISION`); both may begin with `hf:`. An id goes through the hub's cache,
-            and only there if HF_HUB_OFFLINE is set.
+            `OWNER/NAME@REVISION`); both may begin with `hf:`. The files of an id come from the
+            hub's cache or, unless HF_HUB_OFFLINE is set, are downloaded.
 
     Raises:
-        ConfigError: see `check_tokenizer`; or the files cannot be had, or are no tokenizer's.
+        ConfigError: see `check_tokenizer`; or the files are not available, or transformers cannot
+            make a tokenizer of them.
     """
     check_tokenizer(name)
     place = _located(_plain(name))
@@ -183,10 +191,12 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def positions_beside(name: str) -> int | None:
-    """Return the positions of the model in a tokenizer's folder; None if there is no such figure.
+    """Return the number of positions in the config.json next to a tokenizer's files.
+
+    None if there is no such file or number, or if `name` is an id.
 
     Args:
-        name: see `load_tokenizer`; of an id nothing is read.
+        name: see `load_tokenizer`.
     """
     try:
         config = read_json_object(Path(_located(_plain(name))) / "config.json")
@@ -204,7 +214,7 @@ def _located(name: str) -> str:
     """Return the folder with `~` replaced, or the id.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the name is neither a folder with a tokenizer nor an id.
     """
     try:
         folder = Path(name).expanduser()
@@ -227,7 +237,7 @@ def _located(name: str) -> str:
 
 
 def _state_of(place: str) -> tuple[tuple[str, int, int], ...]:
-    """Return names, sizes and times of a tokenizer's files; empty for an id."""
+    """Return names, sizes and modification times of a tokenizer's files; empty for an id."""
     if not os.path.isdir(place):
         return ()
     found = []
@@ -240,7 +250,7 @@ def _state_of(place: str) -> tuple[tuple[str, int, int], ...]:
 
 @lru_cache(maxsize=4)
 def _loaded(place: str, state: tuple[tuple[str, int, int], ...]) -> TextTokenizer:
-    del state  # only a key: files that change are read again
+    del state  # only a part of the cache's key: files that changed are read again
     from transformers import AutoTokenizer
 
     is_folder = os.path.isdir(place)
@@ -249,7 +259,7 @@ def _loaded(place: str, state: tuple[tuple[str, int, int], ...]) -> TextTokenize
         inner = AutoTokenizer.from_pretrained(
             repository, revision=revision or None, local_files_only=is_folder
         )
-    except Exception as error:  # the library raises errors of any kind for files that do not fit
+    except Exception as error:  # transformers raises errors of any kind for wrong files
         if not is_folder and isinstance(error, OSError):
             offline = "HF_HUB_OFFLINE" in os.environ
             reason = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"

@@ -1,4 +1,4 @@
-"""How documents fill windows of one length, and the samples that the windows give."""
+"""Assigns documents to windows of one length, and reads the windows as samples."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from bigtrain.data.tokens.encode import ANSWER
 from bigtrain.data.tokens.token_cache import TokenFile
 
 IGNORED_TARGET = -100
-"""A target that no loss counts."""
+"""The value of a target that no loss counts: the default `ignore_index` of torch."""
 Masks = Literal["none", "padding", "documents"]
-"""The inputs besides tokens: none; a mask of padding; a mask of documents and positions.
-"""
+"""The inputs in addition to the tokens: none, a padding mask, or a document mask and positions."""
 Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents that a window takes whole: a target follows each of their inputs.
+    """Parts of documents, each of which is in one window.
 
-    Places are indices of tokens; a piece of n inputs reads n + 1 tokens.
+    A piece of n inputs reads n + 1 tokens, because the target of an input is the next token.
     """
 
     starts: Places
+    """Index of the first token of each piece."""
     sizes: Places
-    """The inputs of each piece, at least 1."""
+    """Number of inputs of each piece, at least 1."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -41,14 +41,18 @@ class Pieces:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The documents and pieces that no window has."""
+    """Numbers of documents and pieces that are in no window, and lengths of documents."""
 
     too_long: int = 0
+    """Documents that are longer than a window and are not split."""
     longest: int = 0
-    """The tokens of the longest document."""
+    """Tokens of the longest document."""
     shortest: int = 0
+    """Tokens of the shortest document that is not in `without_answer`; 0 if there is none."""
     without_answer: int = 0
+    """Documents without a target, or without an answer if only answers are learned."""
     pieces_without_answer: int = 0
+    """Pieces of split documents without an answer, if only answers are learned."""
 
 
 def document_pieces(
@@ -61,17 +65,18 @@ def document_pieces(
     begin: int | None = None,
     end: int | None = None,
 ) -> tuple[Pieces, LeftOut]:
-    """Return the pieces of some documents.
+    """Return the pieces of some documents, and what is left out.
 
     Args:
         file: the tokens.
-        documents: the numbers of the documents, in order.
-        length: the inputs of a window.
-        splits: whether a document that is longer is split; otherwise it is left out.
+        documents: consecutive numbers of documents in the file.
+        length: number of inputs in a window.
+        splits: whether a document with more inputs than a window is split; otherwise it is left
+            out.
         answers_only: whether documents and pieces without an answer among their targets are left
             out.
-        begin: the first token, if the first document is to be cut there.
-        end: the token after the last, if the last document is to be cut there.
+        begin: index of the token at which the first document begins; None for its own beginning.
+        end: index after the last token of the last document; None for its own end.
     """
     starts = file.starts[documents.start : documents.stop].copy()
     ends = file.starts[documents.start + 1 : documents.stop + 1].copy()
@@ -112,7 +117,7 @@ def document_pieces(
 
 
 def _split(starts: Places, inputs: Places, length: int) -> Pieces:
-    """Cut documents into pieces of `length` inputs, and one of the rest."""
+    """Cut documents into pieces of `length` inputs; the last piece of each has the rest."""
     numbers = -(-inputs // length)
     owner = np.repeat(np.arange(len(starts)), numbers)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
@@ -122,7 +127,7 @@ def _split(starts: Places, inputs: Places, length: int) -> Pieces:
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Which pieces are in which window: those of window w are `order[bounds[w]:bounds[w + 1]]`."""
+    """The pieces of each window: those of window w are `order[bounds[w]:bounds[w + 1]]`."""
 
     order: Places
     bounds: Places
@@ -132,15 +137,20 @@ class WindowLayout:
 
 
 def one_each(pieces: Pieces) -> WindowLayout:
-    """Give each piece a window."""
+    """Return a layout with one piece in each window."""
     return WindowLayout(np.arange(len(pieces)), np.arange(len(pieces) + 1))
 
 
 def packed(pieces: Pieces, length: int) -> WindowLayout:
-    """Fill windows with several pieces: best fit decreasing, the same on every machine.
+    """Return a layout with several pieces in a window, by best-fit-decreasing bin packing.
 
-    The longest piece comes first; each goes into the fullest window that still takes it. Windows
-    are then ordered by their first piece, so that the order of documents stays roughly theirs.
+    The pieces are placed from the longest to the shortest, each in the fullest window that has room
+    for it. Windows are then ordered by their first piece, so that documents stay roughly in their
+    order. The same pieces give the same layout on every machine.
+
+    Args:
+        pieces: the pieces, none of which has more than `length` inputs.
+        length: number of inputs in a window.
     """
     windows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(length + 1)]
@@ -168,13 +178,15 @@ def packed(pieces: Pieces, length: int) -> WindowLayout:
 
 
 class TokenSamples(Dataset[tuple[Any, Tensor]]):
-    """Windows as samples: inputs and the tokens that follow, int64 (seq,), padded on the right.
+    """Windows as samples: tokens and targets, each int64 (seq,), padded on the right.
 
-    With `masks="none"` inputs are the tokens. Otherwise they are a mapping for a model's forward:
+    The target of a token is the next token of its document. With `masks="none"` the inputs are the
+    tokens. Otherwise they are a mapping of arguments of a model's forward:
 
-    * "padding": `input_ids`, and `attention_mask` (seq,), int64, 0 for padding;
-    * "documents": `input_ids`; `attention_mask` (1, seq, seq), bool, true where a token may see
-      another: one before it, of its own document; `position_ids` (seq,), from 0 in each document.
+    * "padding": `input_ids`; `attention_mask` (seq,), int64, 0 for padding;
+    * "documents": `input_ids`; `attention_mask` (1, seq, seq), bool, true where a token may attend
+      to another, which is itself or an earlier token of its document; `position_ids` (seq,), int64,
+      from 0 in each document.
 
     Padding is a document of its own, so that no row of a mask is empty.
 
@@ -182,12 +194,13 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
         file: the tokens.
         pieces: the pieces of documents.
         layout: which pieces are in which window.
-        length: the inputs of a window.
-        padding: the token that fills a window.
+        length: number of inputs in a window, seq above.
+        padding: id of the token that fills a window.
         answers_only: whether a target that is no answer is ignored.
-        masks: the form of inputs; see above.
-        window: of a mask of documents, the tokens that a token sees at most; None for all.
-        tokens_name: the name of the tokens in a mapping, where a model does not call them
+        masks: the form of the inputs; see above.
+        window: for "documents", the largest number of tokens that a token attends to, including
+            itself; None for no limit.
+        tokens_name: the key of the tokens in the mapping, if a model does not call them
             `input_ids`.
     """
 
@@ -214,7 +227,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
     def with_masks(
         self, masks: Masks, window: int | None = None, tokens_name: str = "input_ids"
     ) -> TokenSamples:
-        """Return the same windows with other inputs; see the class."""
+        """Return the same windows with inputs of another form; see `TokenSamples`."""
         return TokenSamples(
             self.file,
             self.pieces,
@@ -229,7 +242,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
 
     @property
     def num_inputs(self) -> int:
-        """The inputs of all windows that are no padding."""
+        """Number of inputs in all windows, without padding."""
         return int(self.pieces.sizes.sum())
 
     def __len__(self) -> int:
@@ -261,7 +274,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
 
         Args:
             inputs: the tokens.
-            ends: 0, and the end of each document.
+            ends: 0, then the end of each piece in the window.
         """
         tokens = torch.from_numpy(inputs)
         if self.masks == "none":

@@ -1,1 +1,1 @@
-"""Additions to an engine: an average of its weights, and its model inside another loss."""
+"""Additions to an engine: an average of its weights, and its model in another engine's loss."""

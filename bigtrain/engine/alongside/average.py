@@ -1,4 +1,4 @@
-"""The average of an engine's weights; and the refusal to copy a model that a rank has in part."""
+"""The interface of an average of weights; and the refusal to copy a model that is divided."""
 
 from __future__ import annotations
 
@@ -13,27 +13,35 @@ from bigtrain.errors import BigtrainError
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 AVERAGE_SUFFIX = ".moving_average"
-"""The end of the names under which a checkpoint has averaged weights."""
+"""The end of the names of averaged weights in a checkpoint."""
 
 
 class WeightAverage(Protocol):
-    """An average of the weights: it follows each step, and checkpoints hold it."""
+    """An average of an engine's weights, which each step updates and each checkpoint contains."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes on this rank."""
+        """Bytes of the average on this rank."""
 
     def update(self) -> None:
-        """Follow a step that was taken."""
+        """Update the average after a step of the engine."""
 
     def check_step(self) -> None:
-        """Refuse a step that cannot be taken now."""
+        """Refuse a step of the engine while the average does not allow one.
+
+        Raises:
+            BigtrainError: the average does not allow a step.
+        """
 
     def state(self) -> dict[str, StateTensor]:
-        """The part on this rank, under the names of a checkpoint."""
+        """Return the part of the average on this rank, under the names of a checkpoint."""
 
     def load(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Read the part on this rank from a checkpoint, which may have no average."""
+        """Load the part of the average on this rank.
+
+        Args:
+            saved: the tensors of a checkpoint, by name; it may have no average.
+        """
 
 
 def holds_whole_model(plan: Plan) -> bool:
@@ -43,13 +51,16 @@ def holds_whole_model(plan: Plan) -> bool:
 
 @contextmanager
 def refuse_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Refuse a deep copy of a model of which this rank has a part, as AveragedModel makes one.
+    """Refuse deep copies of a model in a `with` block, if this rank has only a part of the model.
+
+    `torch.optim.swa_utils.AveragedModel`, for example, makes a deep copy.
 
     Args:
         model: an engine's model, after the strategy was applied.
         plan: the plan of the engine.
     """
-    if holds_whole_model(plan) or "__deepcopy__" in vars(model):  # an engine refuses it by itself
+    # With such an attribute of the instance, the engine in use refuses copies itself.
+    if holds_whole_model(plan) or "__deepcopy__" in vars(model):
         yield
         return
 

@@ -1,8 +1,8 @@
-"""An exponential moving average of the weights, held as each rank holds its weights.
+"""An exponential moving average of the weights, divided among ranks as the weights are.
 
-Under every strategy a rank averages the weights that it holds: shards under fsdp and ZeRO, its
-stages in a pipeline, its slices under tensor. An average takes the same memory as the rank's
-weights, and updating it sends nothing.
+A rank averages the weights that it has: shards with the strategies fsdp and ZeRO, its stages in a
+pipeline, its slices with the strategy tensor. The average takes as much memory as the rank's
+weights, and an update of the average sends nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ SLOT = AVERAGE_SUFFIX.removeprefix(".")
 
 
 def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
-    """Keep an exponential moving average of an engine's trained weights.
+    """Add an exponential moving average of the trained weights to an engine. Collective.
 
-    It starts at the current weights. After each step average = decay * average + (1 - decay) *
-    weight, in the precision in which weights are updated (fp32 where only the computation is in
-    bf16). Frozen parameters and buffers are not averaged. `engine.save` and `engine.load` include
-    the average in their checkpoints. Collective.
+    The average starts at the current weights. Each step sets average = decay * average +
+    (1 - decay) * weight, in the precision in which weights are updated (fp32 if only the
+    computation is in bf16). Frozen parameters and buffers are not averaged. The checkpoints of
+    `engine.save` and `engine.load` include the average.
 
     Args:
-        engine: an engine from `bigtrain.prepare`, before or after a checkpoint is loaded.
-        decay: in [0, 1); or a function from the step, counted from 1, to the decay.
+        engine: an engine of `bigtrain.prepare`, before or after a checkpoint is loaded.
+        decay: a number in [0, 1); or a function from the step, counted from 1, to such a number.
+
+    Returns:
+        The average; its method `swapped` puts it into the model.
 
     Raises:
         ConfigError: the decay is not in [0, 1), the engine already has an average, or its ranks do
@@ -74,7 +77,7 @@ class Ema:
         return sum(values.nbytes for values in self._values.values())
 
     def _tensors(self) -> dict[str, StateTensor]:
-        """The trained weights that this rank holds, each under its first name."""
+        """Return the trained weights on this rank; a tied weight under its first name only."""
         state, tensors = self._engine.runner.state(), {}
         for root in self._engine.runner.roots:
             for name, parameter in root.named_parameters():
@@ -85,7 +88,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average after a step; the engine calls it."""
+        """Update the average. The engine calls this after each step."""
         step = self._engine.steps_done
         decay = self._decay(step) if callable(self._decay) else self._decay
         for name, tensor in self._tensors().items():
@@ -100,7 +103,7 @@ class Ema:
         """Refuse a step while the averages are in the model.
 
         Raises:
-            BigtrainError: they are.
+            BigtrainError: the averages are in the model.
         """
         if self._swapped:
             raise BigtrainError(
@@ -110,10 +113,10 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the averages into the model, to evaluate, predict or save; then the weights again.
+        """Put the averages into the model in a `with` block, to evaluate, predict or save.
 
-        Inside the block the weights are held in addition, once more their bytes on this rank.
-        Collective.
+        At the end of the block the weights are put back. Inside the block a copy of the weights
+        takes as many bytes as the weights of this rank. Collective.
 
         Example:
             with average.swapped():
@@ -131,7 +134,7 @@ class Ema:
             self._put(weights)
 
     def _put(self, values: Mapping[str, Tensor]) -> None:
-        """Write these values into the parts of the model that this rank holds. Collective."""
+        """Write these values into the part of the model on this rank. Collective."""
         runner, context = self._engine.runner, self._engine.context
         model_state = {n: t for n, t in runner.state().items() if n.startswith("model.")}
         first = {
@@ -147,12 +150,12 @@ class Ema:
         elsewhere = {
             name for names in context.all_gather_objects(list(model_state)) for name in names or ()
         }
-        for name in elsewhere - saved.keys():  # tensors of other stages are named, and never read
+        for name in elsewhere - saved.keys():  # `load_state` needs all names, but reads only own
             saved[name] = _Held(name, _NOTHING, None)
         runner.load_state(saved)
 
     def state(self) -> dict[str, StateTensor]:
-        """The averages that this rank holds, under their names in a checkpoint."""
+        """Return the averages on this rank, under their names in a checkpoint."""
         saved = {}
         for name, tensor in self._tensors().items():
             average = self._values.get(name)
@@ -163,10 +166,10 @@ class Ema:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Read this rank's part of saved averages; a missing one starts at the weight.
+        """Load this rank's part of saved averages; an average that was not saved is the weight.
 
         Args:
-            saved: the average from a checkpoint whose weights the model has read already.
+            saved: the tensors of a checkpoint, by name. The model has loaded their weights already.
         """
         for name, tensor in self._tensors().items():
             key, values = f"optimizer.{name}.{SLOT}", tensor.values()
@@ -183,12 +186,12 @@ _NOTHING = StateTensor(torch.float32, (), (), lambda: torch.empty(0))
 
 @dataclass(frozen=True)
 class _Held:
-    """The part of a tensor on this rank, with the interface of a saved tensor."""
+    """The part of a tensor on this rank, with the interface of a `SavedTensor`."""
 
     name: str
     tensor: StateTensor
     values: Tensor | None
-    """Read instead of the tensor's values; None for those."""
+    """The values to read instead of those of `tensor`; None to read those of `tensor`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,7 +207,7 @@ class _Held:
         """Return these elements of the tensor as a flat copy.
 
         Raises:
-            BigtrainError: some of them are on other ranks.
+            BigtrainError: some of the elements are on other ranks.
         """
         values = self.tensor.values() if self.values is None else self.values
         if tuple(extents) == self.tensor.extents:
@@ -220,7 +223,7 @@ class _Held:
         return joined.clone()
 
     def _parts(self, wanted: Extent, values: Tensor) -> Iterator[Tensor]:
-        """The elements of one extent, run by run."""
+        """Yield the elements of one extent, in consecutive pieces."""
         for number in range(wanted.count):
             begin = wanted.start + number * wanted.pitch
             position = 0

@@ -1,4 +1,4 @@
-"""One engine's model inside another's loss, with constant weights: a GAN's discriminator."""
+"""One engine's model in another engine's loss, with constant weights, as a GAN's discriminator."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from bigtrain.errors import ConfigError
 
 
 def frozen(engine: Engine) -> Callable[..., Any]:
-    """The model of an engine as a function whose inputs get gradients and whose weights do not.
+    """Return the model of an engine as a function whose weights get no gradients.
 
-    The loss of another engine may call it. Gradients of the result reach the arguments; the weights
-    have the values of the time of the call, and get no gradient.
+    The loss of another engine may call the function. Gradients of the result reach the arguments.
+    The weights are constants with the values at the time of the call.
 
     Args:
-        engine: an engine whose strategy leaves a rank the whole model.
+        engine: an engine with the whole model on each rank.
+
+    Returns:
+        A function with the arguments and the result of the model.
 
     Raises:
-        ConfigError: a rank has a part of the model.
+        ConfigError: a rank has only a part of the model, or the model's blocks are recomputed.
     """
     plan = engine.plan
     reason = ""

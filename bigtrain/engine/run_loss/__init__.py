@@ -1,5 +1,5 @@
-"""The loss that a run is trained with: chosen, inferred from shapes, followed and tried.
+"""The loss of a run: its choice, and the divisors of a user's loss.
 
-Decides: whether the loss is chunked; which loss data without a task have; what a user's loss
-averages over.
+This package decides whether the loss is computed in chunks, and which loss data without a task get.
+It finds the counts over which a user's loss averages, and tests them.
 """

@@ -1,4 +1,4 @@
-"""The loss of a job: in chunks where that is asked for or safe, and the head that makes it."""
+"""Choose the loss of a job: the task's loss as it is, or computed in chunks at the model's head."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from bigtrain.tensors.fake_mode import FakeMode
 from bigtrain.tensors.tree import tree_tensors
 
 GPT_HEAD = "head"
-"""The head of bigtrain's own language models."""
+"""The name of the head of bigtrain's own language models."""
 
 
 def check_chunks(spec: ModelSpec) -> None:
-    """Refuse keys of the chunked loss that contradict others; needs no data and no model.
+    """Refuse keys of the chunked loss that contradict other keys.
+
+    Args:
+        spec: the specification of the model, with the job's section `model`.
 
     Raises:
-        ConfigError: with the key and the fix.
+        ConfigError: two keys contradict each other; the message names the keys and the fix.
     """
     config: ModelConfig = spec.config
     if config.chunked_loss and config.loss is not None:
@@ -65,23 +68,24 @@ def choose_loss(
     copies_modules: bool = False,
     device_type: str = "cpu",
 ) -> Loss:
-    """The task's loss, in chunks if the job asks for it.
+    """Return the task's loss, in chunks if `model.chunked_loss` is true or not set.
 
-    Without `model.chunked_loss` only bigtrain's own language models have a chunked loss, and those
-    of the Hub if a layer makes their logits: some change the logits after it.
+    If the key is not set, the loss is in chunks only for bigtrain's own language models, and for
+    language models of the Hub whose logits are the unchanged output of a linear layer.
 
     Args:
         spec: the specification of the model; its `config.loss` is None.
         task: the task of the data.
-        model: a model on any device, the meta device too; it is not changed.
-        example: one micro-batch, for a run on fake tensors that finds the head.
-        several_waiting: whether several micro-batches wait at the head for their backward passes
-            (GPipe). Each then holds a gradient of the head's weight, or without chunks its logits.
-        copies_modules: see `Traits.copies_modules`: the head of a copy has no targets.
-        device_type: the device type of the run; it decides the size of a chunk.
+        model: a model on any device, including the meta device; it is not changed.
+        example: one micro-batch, with which a run on fake tensors finds the head.
+        several_waiting: whether several micro-batches wait at the head (GPipe). With chunks each
+            has a gradient of the head's weight in memory, without chunks its logits.
+        copies_modules: see `Traits.copies_modules`. A copy of the head would have no targets.
+        device_type: the device type of the run, which decides the default size of a chunk.
 
     Raises:
-        ConfigError: a chunked loss is asked for, and this task, model or strategy has none.
+        ConfigError: `model.chunked_loss` is true, and the task, the model or the strategy allows
+            no chunked loss; or `model.auxiliary_weight` does not fit the loss.
     """
     config: ModelConfig = spec.config
     task_loss = task.loss()
@@ -129,10 +133,11 @@ def choose_loss(
 def find_head(model: nn.Module, example: MicroBatch) -> str:
     """Return the name of the linear layer whose output is, unchanged, the model's logits.
 
-    A copy with few of the equal blocks is run, if the head is outside of them: that is faster.
+    To save time, a copy with few of the model's equal blocks is run, and the whole model only if
+    that finds no head outside of the blocks.
 
     Args:
-        model: a model on any device, the meta device too; a copy is run once on fake tensors.
+        model: a model on any device, including the meta device. Copies run on fake tensors.
         example: one micro-batch; only its shapes matter.
 
     Raises:
@@ -182,10 +187,10 @@ def _head_of(model: nn.Module, example: MicroBatch) -> str:
 
 
 def _weighted(loss: Loss, spec: ModelSpec, model: nn.Module) -> CrossEntropy:
-    """The loss with the job's weight of auxiliary heads.
+    """Return the loss with the job's weight of auxiliary heads.
 
     Raises:
-        ConfigError: the loss has no such weight, or a built-in model has no such head.
+        ConfigError: the loss is no cross entropy, or a built-in model has no auxiliary head.
     """
     config: ModelConfig = spec.config
     key = f"model.auxiliary_weight={config.auxiliary_weight}"

@@ -1,7 +1,8 @@
-"""The divisors of a user's loss: the counts that its means average over, found before training.
+"""Find the divisors of a user's loss, which are the counts over which its means average.
 
-The loss is recorded twice on tensors without values (`losses.loss_trace`). The formula that
-follows (`losses.loss_formula`) composes the loss of the global batch from those of micro-batches.
+The loss is recorded on two batches without values (`losses.loss_trace`). From the two recordings
+follows a formula (`losses.loss_formula`). It composes the loss of the global batch from the losses
+of its micro-batches.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from bigtrain.tensors.tree import map_tensors, tree_tensors
 from bigtrain.tracing.call_hooks import pretend_compiling
 
 _MOST_INVENTED = 2**26
-"""The most elements of outputs that are made up for a loss that needs values."""
+"""The most elements of outputs for which values are made up, if a loss reads values."""
 
 
 def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -> Loss:
-    """A loss whose means are over the global batch, if its counts are not declared.
+    """Return a loss whose means are over the global batch.
 
     Nothing runs on real outputs, no random state changes, and no memory stays allocated. Modules of
-    the model that compute means of the loss themselves get hooks.
+    the model that compute means of the loss get hooks.
 
     Args:
-        loss: any; only a `MeanLoss` without declared counts changes.
-        model: a model on any device; it is not run itself.
+        loss: the user's loss. Only a `MeanLoss` without declared counts changes.
+        model: a model on any device. A copy without values is run, if the model can be copied.
         example: a micro-batch with its targets.
-        parts: micro-batches of a global batch, over all ranks; with 1 nothing changes.
+        parts: the number of micro-batches of a global batch, over all ranks. With 1 the loss does
+            not change.
+
+    Returns:
+        A `GlobalMeanLoss`, or `loss` if it does not change.
 
     Raises:
         ConfigError: the loss of a batch does not follow from the losses of its parts.
@@ -67,14 +72,18 @@ def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -
 def agree_on_loss(
     loss: Loss, model: nn.Module, example: MicroBatch | None, parts: int, context: RunContext
 ) -> Loss:
-    """Call `follow_loss`, with the same result on all ranks. Collective.
+    """Call `follow_loss` on every rank, and check that the results are equal. Collective.
 
-    Returns:
-        The loss; unchanged without an example.
+    Args:
+        loss: see `follow_loss`.
+        model: see `follow_loss`.
+        example: see `follow_loss`; None to leave the loss unchanged.
+        parts: see `follow_loss`.
+        context: this rank's context.
 
     Raises:
-        ConfigError: on all ranks; see `follow_loss`. Or the loss divides by other things on some
-            ranks than on others.
+        ConfigError: see `follow_loss`; or the loss divides by different counts on different ranks.
+            It is raised on all ranks.
     """
     followed, refusal = loss, None
     if example is not None and _is_to_follow(loss, parts):
@@ -82,7 +91,8 @@ def agree_on_loss(
             followed = follow_loss(loss, model, example, parts)
         except ConfigError as error:
             refusal = str(error)
-    elif not isinstance(loss, GlobalMeanLoss):  # followed before the ranks were connected
+    # A `GlobalMeanLoss` was found before the ranks connected, so it is still to be compared.
+    elif not isinstance(loss, GlobalMeanLoss):
         return loss
     layout = followed.layout if isinstance(followed, GlobalMeanLoss) else ""
     gathered = context.gather_objects((layout, refusal))
@@ -101,7 +111,7 @@ def agree_on_loss(
 
 
 def with_own_totals(loss: Loss, example: MicroBatch) -> MicroBatch:
-    """An example with the counts of this loss, as if it were the global batch."""
+    """Return an example with the counts of this loss, as if it were the global batch."""
     example = replace(example, count=loss.count(example.targets))
     if isinstance(loss, GlobalMeanLoss):
         (example,) = loss.with_totals([example], lambda totals: totals)
@@ -129,18 +139,18 @@ class _Finder:
     """Finds the formula of a loss for a micro-batch.
 
     Args:
-        loss: the user's.
-        model: without numbers, where it can be copied so.
+        loss: the user's loss.
+        model: a copy of the model without values; the model itself if it cannot be copied.
     """
 
     def __init__(self, loss: MeanLoss, model: nn.Module) -> None:
         self._loss, self._model = loss, model
 
     def __call__(self, micro_batch: MicroBatch) -> LossFormula:
-        """The formula; see `find_formula`.
+        """Return the formula; see `find_formula`.
 
         Raises:
-            NoFormulaError: there is none, or the loss cannot be recorded.
+            NoFormulaError: there is no formula, or the loss cannot be recorded.
         """
         on_cpu = micro_batch.to("cpu")
         batches = on_cpu, twice(on_cpu)
@@ -173,14 +183,23 @@ class _Finder:
     def _of_outputs(
         self, batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
     ) -> LossFormula:
-        """The formula of a loss, from outputs of these shapes."""
+        """Return the formula of a loss that is computed from the model's outputs.
+
+        Args:
+            batches: a micro-batch, and a micro-batch with each of its rows twice.
+            outputs: the model's outputs for both, as fake tensors.
+
+        Raises:
+            NoFormulaError: see `find_formula`; or a trial of the formula fails.
+            _LossInModelError: the model's forward pass computes the loss.
+        """
         pairs = enumerate(zip(batches, outputs, strict=True))
         try:
             traces = [self._loss_of(b, o, n) for n, (b, o) in pairs]
         except Exception:
             if sum(t.numel() for t in tree_tensors(outputs)) > _MOST_INVENTED:
                 raise
-            # It reads values, so outputs are made up; the second batch has each row twice.
+            # The loss reads values, so outputs are made up; the second batch has each row twice.
             first = map_tensors(outputs[0], _invented)
             rows = batches[0].rows
             seconds = first, map_tensors(first, lambda t: _twice(t, rows))
@@ -221,7 +240,7 @@ class _Finder:
             return record_loss(run, fakes=True, step=step)
 
     def _record_batch(self, batch: MicroBatch, step: int) -> Trace:
-        """Record the model's forward pass and the loss."""
+        """Record the model's forward pass together with the loss."""
 
         def run(recorder: CallRecorder) -> Any:
             with recorder.frames(model):
@@ -235,17 +254,17 @@ class _Finder:
 
 
 class _LossInModelError(Exception):
-    """The loss is computed in the model's forward pass."""
+    """The model's forward pass computes the loss."""
 
 
 @contextmanager
 def kept_modules(fn: Any) -> Iterator[None]:
-    """Restore tensors and attributes of the modules that a loss uses, at the end of the block.
+    """Restore tensors and attributes of the modules that a loss uses, at the end of a `with` block.
 
-    During a recording they may store tensors without values, for instance in running means.
+    During a recording the modules may store tensors without values, for instance in running means.
 
     Args:
-        fn: the loss: a module, a function that refers to some, a method, or a partial of one.
+        fn: the loss: a module, a function that refers to modules, a method, or a functools.partial.
     """
     modules = {id(m): m for module in _modules_of(fn) for m in module.modules()}
     places = [d for m in modules.values() for d in (m.__dict__, m._buffers, m._parameters)]
@@ -259,7 +278,7 @@ def kept_modules(fn: Any) -> Iterator[None]:
 
 
 def _modules_of(fn: Any) -> Iterator[nn.Module]:
-    """The modules that a function refers to, through its closure, its globals and its object."""
+    """Yield the modules to which a loss refers by its closure, its globals or its object."""
     referred, seen = [fn], set[int]()
     for _ in range(_MOST_STEPS):
         following: list[Any] = []
@@ -275,7 +294,7 @@ def _modules_of(fn: Any) -> Iterator[nn.Module]:
 
 
 _MOST_STEPS = 4
-"""From a loss to a module that it uses: a lambda, a function, its closure, the module."""
+"""The most references from a loss to a module: a lambda, a function, its closure, the module."""
 
 
 def _referred(value: Any) -> list[Any]:
@@ -289,7 +308,7 @@ def _referred(value: Any) -> list[Any]:
             return []
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # it is empty yet
+            with suppress(ValueError):  # the cell has no content yet
                 named.append(cell.cell_contents)
         return named
     if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
@@ -307,7 +326,7 @@ def _twice(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _invented(like: Tensor) -> Tensor:
-    """Made-up values for outputs, the same at every call."""
+    """Return made-up values for an output, equal in each call."""
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(like.shape, generator=generator)
     return values.to(like.dtype) if like.is_floating_point() else torch.zeros_like(values).long()

@@ -1,8 +1,8 @@
-"""The loss of a run whose data name no task, inferred from targets and outputs.
+"""Infer the loss of a run whose job and data name neither a loss nor a task.
 
-`model.loss` of the job comes first, then the `loss` of the data. Without both, a loss in the
-model's output is used; else integer targets are classes (cross entropy), and floating-point targets
-of the output's shape are values (mean squared error).
+If the model's output contains a loss, this loss is used. Otherwise integer targets are taken for
+classes (cross entropy), and floating-point targets of the output's shape for values (mean squared
+error).
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from bigtrain.tensors.fake import fake_model, run_without_numbers
 
 
 def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, str]:
-    """Infer a loss for data without one; returns it with a line on the choice.
+    """Infer a loss from the shapes and dtypes of targets and outputs.
 
     Args:
-        name: `data.name`, for the messages.
-        model: a model on any device, the meta device too; a copy is run once without numbers.
-        example: one micro-batch; only its shapes matter.
+        name: the key `data.name`, for the messages.
+        model: a model on any device, including the meta device. A copy runs once on fake tensors.
+        example: one micro-batch; only its shapes and dtypes matter.
+
+    Returns:
+        The loss, and a line on the choice.
 
     Raises:
-        ConfigError: no loss follows from targets and outputs, or the model does not run without
-            values.
+        ConfigError: no loss follows from targets and outputs, or the model does not run on fake
+            tensors.
     """
     way_out = (
         "Give Data(..., loss=...), a mean loss of (output, targets), or set "
@@ -66,7 +69,7 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
 
 
 def own_loss(output: Any, _targets: Any = None) -> Any:
-    """The loss in a model's output, a tensor without dims; None if there is none."""
+    """Return the loss in a model's output, a tensor without dims; None if there is none."""
     loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
@@ -77,7 +80,7 @@ def _output(model: nn.Module, example: MicroBatch, device: torch.device) -> Any:
 
 
 def _class_dim(logits: Tensor, targets: Tensor) -> Any:
-    """The class dim of the logits for integer targets; None if there is none."""
+    """Return the class dim of the logits for integer targets; None if there is none."""
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
         return None
     shape = tuple(logits.shape)

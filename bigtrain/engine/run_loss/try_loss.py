@@ -1,8 +1,8 @@
-"""A trial of a loss's formula on made-up outputs: two micro-batches must sum to the whole.
+"""Try a loss's formula on made-up outputs: the losses of two halves must sum to that of the whole.
 
-The formula follows from the functions that the loss calls (`losses.loss_formula`). A trial finds
-losses that it cannot see through: one that pairs the first half of the rows with the second, or
-that selects the rows with the highest losses.
+The formula follows from the functions that the loss calls (`losses.loss_formula`). For some losses
+these do not show that the formula is wrong, such as a loss that pairs the first half of the rows
+with the second half, or that selects the rows with the highest losses. A trial refuses such losses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from bigtrain.losses.loss_formula import LossFormula, NoFormulaError
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 _ROWS = 4
+"""The number of rows of a trial."""
 _MOST_NUMBERS = 2**24
-"""Outputs with more elements than this, in `_ROWS` rows, are not made up."""
+"""The most elements of the outputs of `_ROWS` rows for which a trial is made."""
 _SAME = 1e-4
-"""The largest relative difference that fp32 rounding explains."""
+"""The largest relative difference that rounding in fp32 explains."""
 
 _FormulaOf = Callable[[tuple[MicroBatch, MicroBatch], tuple[Any, Any]], LossFormula]
 
@@ -39,20 +40,21 @@ def try_formula(
     batches: tuple[MicroBatch, MicroBatch],
     outputs: tuple[Any, Any],
 ) -> None:
-    """Compare the loss of a few rows with the sum of its parts, on made-up outputs.
+    """Compare the loss of a few rows with the sum of the losses of two halves of these rows.
 
-    Nothing is compared if the loss does not run on them, draws random numbers, or changes tensors
-    that it stores; nor if no dim of the outputs has one entry for each row.
+    The outputs of the model are made up. Nothing is compared if the loss does not run on them, if
+    it draws random numbers, or if it changes tensors that it stores. Neither is anything compared
+    if no dim of the outputs has one entry for each row.
 
     Args:
-        loss: the user's; a module is copied, so that it keeps its state.
-        find: gives the formula for a micro-batch and its outputs, which have numbers; the second of
-            each has each row of the first twice.
+        loss: the user's loss. A module is copied, so that its state does not change.
+        find: (two batches, their outputs with values) -> the formula of the loss for the first. The
+            second batch and output have each row of the first twice.
         batches: two batches on the CPU; the second has each row of the first twice.
-        outputs: the outputs of both, without numbers.
+        outputs: the outputs for both batches, without values.
 
     Raises:
-        NoFormulaError: they differ.
+        NoFormulaError: the loss differs from the sum.
     """
     dims = _row_dims(batches, outputs)
     if dims is None:
@@ -113,7 +115,10 @@ def _added_up(
 def _row_dims(
     batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
 ) -> list[int | None] | None:
-    """The batch dim of each output, or None for it; None instead if a dim is unclear."""
+    """Return the batch dim of each output, which is None for an output without rows.
+
+    None instead of a list if a batch dim is not clear, or if no output has rows.
+    """
     dims: list[int | None] = []
     for first_tensor, second_tensor in zip(
         *(tree_tensors(output) for output in outputs), strict=True
@@ -167,7 +172,7 @@ def _narrowed(start: int, length: int, tensor: Tensor, dim: int) -> Tensor:
 
 
 def twice(batch: MicroBatch) -> MicroBatch:
-    """A batch with all rows, and all of them again."""
+    """Return a batch with all rows of a batch, followed by all of them again."""
     return replace(batch.map_rows(_both), rows=2 * batch.rows)
 
 
@@ -176,17 +181,17 @@ def _both(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """A copy, because a loss may change its arguments."""
+    """Return a copy of all tensors in a value, because a loss may change its arguments."""
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 class _KeepsItsTensors(TorchDispatchMode):
-    """Raises before a trial changes a tensor that was not made in it."""
+    """Raises an error before a trial of a loss changes a tensor that was not made in the trial."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: set[int] = set()
-        self._alive: list[Tensor] = []  # an address belongs to its storage as long as that lives
+        self._alive: list[Tensor] = []  # a freed storage could give its address to another
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None

@@ -1,1 +1,1 @@
-"""The files of other tools, one module a tool: what each key means, and what it contradicts."""
+"""The files of other tools, one module per tool: the meaning and the faults of each key."""

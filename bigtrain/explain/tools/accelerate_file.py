@@ -1,4 +1,4 @@
-"""The YAML that `accelerate config` writes, alone or named by another file."""
+"""Read the YAML that `accelerate config` writes, on its own or named by another file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigtrain.explain.tools.key_rules import KeyRule, KeyTable, apply_rules, sor
 from bigtrain.explain.tools.trainer_keys import read_fsdp
 
 ACCELERATE_MARKS = ("distributed_type", "compute_environment")
-"""Keys by which a file is known to be Accelerate's."""
+"""Keys that identify a file of Accelerate."""
 DISTRIBUTED_TYPES = (
     "NO",
     "MULTI_GPU",
@@ -23,7 +23,7 @@ DISTRIBUTED_TYPES = (
     "MEGATRON_LM",
 )
 ELSEWHERE = ("XLA", "TPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
-"""Kinds for devices without a counterpart."""
+"""Values of `distributed_type` for devices that bigtrain does not support."""
 
 
 def _lacks(kind: str) -> Any:
@@ -109,15 +109,15 @@ _IGNORED_WITH_FILE = (
     *("gradient_accumulation_steps", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
     "zero3_save_16bit_model",
 )
-"""Keys of the section that Accelerate refuses beside `deepspeed_config_file`."""
+"""Keys of the section that Accelerate refuses in addition to `deepspeed_config_file`."""
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "bf16", "no": "fp32"}
 
 
 def read_accelerate_file(file: ConfigFile) -> ToolRequest:
-    """Read a file whose loop calls `accelerator.prepare`.
+    """Read a file for a training loop that calls `accelerator.prepare`.
 
     Raises:
-        ConfigError: a value is impossible, or a file that it names is missing.
+        ConfigError: a value is impossible, or a file that the file names is missing.
     """
     request = ToolRequest("Accelerate", file)
     read_accelerate(request, file)
@@ -126,15 +126,15 @@ def read_accelerate_file(file: ConfigFile) -> ToolRequest:
 
 
 def read_accelerate(request: ToolRequest, file: ConfigFile, trained_by: str = "Accelerate") -> None:
-    """Add what a file asks for: the ranks, the strategy and the precision.
+    """Add the settings of a file of Accelerate: ranks, strategy, precision, batch and clipping.
 
     Args:
-        request: what a trainer asks for, if one names the file.
-        file: the file.
-        trained_by: the trainer.
+        request: the settings so far, such as the settings of a trainer that names this file.
+        file: the file of Accelerate.
+        trained_by: the name of the trainer.
 
     Raises:
-        ConfigError: see `read_accelerate_file`.
+        ConfigError: a value is impossible, or a file that the file names is missing.
     """
     section = FileSection(file, file.values)
     kind = _kind(section)
@@ -266,7 +266,7 @@ def _read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str)
 
 
 def _read_plugin(request: ToolRequest, part: FileSection, trained_by: str) -> None:
-    """Add what the section says without a DeepSpeed file: its keys are those of one."""
+    """Add the settings of a section without a DeepSpeed file, whose keys have the same meaning."""
     zero: dict[str, Any] = {
         "stage": 2 if part.get("zero_stage") is None else part.get("zero_stage")
     }
@@ -292,7 +292,7 @@ def _read_plugin(request: ToolRequest, part: FileSection, trained_by: str) -> No
 
 
 def _read_megatron(request: ToolRequest, section: FileSection) -> None:
-    """Add Megatron-LM's degrees as a pipeline and slices of layers."""
+    """Add Megatron-LM's degrees as pipeline and tensor parallelism."""
     part = section.inner("megatron_lm_config")
     words, keys = [], {"tensor": "megatron_lm_tp_degree", "1f1b": "megatron_lm_pp_degree"}
     for word, key in keys.items():
@@ -315,7 +315,7 @@ def _read_megatron(request: ToolRequest, section: FileSection) -> None:
 
 
 def _read_mesh(request: ToolRequest, section: FileSection) -> None:
-    """Add the sizes of `parallelism_config`."""
+    """Add the mesh sizes of `parallelism_config`."""
     part = section.inner("parallelism_config")
     if part is None:
         return

@@ -1,4 +1,4 @@
-"""axolotl's YAML."""
+"""Read a YAML file of axolotl."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_axolotl_file(file: ConfigFile) -> ToolRequest:
     """Read a file of axolotl.
 
     Raises:
-        ConfigError: a value is impossible, or a file that it names is missing.
+        ConfigError: a value is impossible, or a file that the file names is missing.
     """
     request, section = ToolRequest("axolotl", file), FileSection(file, file.values)
     if section.get("base_model") is not None:
@@ -57,7 +57,7 @@ def read_axolotl_file(file: ConfigFile) -> ToolRequest:
 
 
 def _read_batch(request: ToolRequest, section: FileSection) -> None:
-    """Add the ranks that the mesh names, and the accumulation by the older key `batch_size`."""
+    """Add the ranks from the mesh sizes, and the accumulation from the older key `batch_size`."""
     sizes = [
         asked
         for key in ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size")
@@ -92,7 +92,7 @@ def _read_warmup(request: ToolRequest, section: FileSection) -> None:
 
 
 def _read_precision(request: ToolRequest, section: FileSection) -> None:
-    """Add the precision: axolotl loads the weights in bf16 if the run is in bf16."""
+    """Add the precision. The default is bf16, as in axolotl."""
     low = [key for key in ("bf16", "bfloat16") if said_true(section.get(key))]
     half = [key for key in ("fp16", "float16") if said_true(section.get(key))]
     if low or (section.get("bf16") is None and not half and not section.is_on("float32")):
@@ -129,7 +129,7 @@ def _read_recompute(request: ToolRequest, section: FileSection) -> None:
 
 
 def _read_sharding(request: ToolRequest, section: FileSection) -> None:
-    """Add the strategy: DeepSpeed's file, FSDP's options, or replicas."""
+    """Add the strategy, from DeepSpeed's file or FSDP's options, if there are any."""
     deepspeed = section.get("deepspeed")
     if isinstance(deepspeed, str):
         found = find_referenced(deepspeed, section.file, "deepspeed")
@@ -165,7 +165,7 @@ def _read_fsdp(request: ToolRequest, section: FileSection) -> None:
 
 
 def _load_in_bf16(request: ToolRequest) -> None:
-    """Say that parameters are bf16 without masters, for optimizers that can have them so."""
+    """Set bf16 parameters without fp32 master weights, if the optimizer supports them."""
     if request.keys["optim.name"].value in ("adamw", "adamw_8bit", "adamw_4bit"):
         why = "axolotl loads the weights in bf16, and nothing keeps them in fp32"
         request.keys["optim.master_weights"] = Asked(False, why=why)
@@ -203,12 +203,11 @@ def _read_adapter(request: ToolRequest, section: FileSection) -> None:
 
 
 def _check_sharded_quantised(request: ToolRequest, section: FileSection) -> None:
-    """Report weights in 4 bits that the tool's sharding dotted_leaves whole on each rank."""
+    """Report 4-bit weights that ZeRO stage 3 leaves whole on each rank."""
     storage = (section.get("bnb_config_kwargs") or {}).get("bnb_4bit_quant_storage", "uint8")
     if storage != "uint8":
         return
-    sharded = request.strategy.value in ("zero3", "fsdp", "fsdp_zero2", "hybrid")
-    if sharded and request.strategy.value == "zero3":
+    if request.strategy.value == "zero3":
         request.find(
             "contradiction",
             [*section.written("load_in_4bit"), *request.strategy.written],

@@ -1,4 +1,4 @@
-"""The keys of axolotl: their meaning, and the ones that contradict each other or do nothing."""
+"""Tables of axolotl's keys: their meaning, and which contradict each other or do nothing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from bigtrain.explain.tools.key_rules import KeyRule, KeyTable
 from bigtrain.explain.tools.trainer_keys import FsdpOptions
 
 AXOLOTL_MARKS = ("base_model",)
-"""Keys by which a file is known to be axolotl's."""
+"""Keys that identify a file of axolotl."""
 ATTENTION = (
     *("flash_attention", "sdp_attention", "xformers_attention", "flex_attention"),
     *("s2_attention", "eager_attention", "sage_attention"),
 )
-"""Switches of the attention, of which one may be on."""
+"""Switches of the kind of attention. At most one may be on."""
 _ADAPTER = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_*", "lora_modules_to_save"),
     *("lora_fan_in_fan_out", "lora_qkv_kernel", "lora_mlp_kernel", "lora_o_kernel"),
     *("peft_*", "loraplus_*", "bnb_config_kwargs"),
 )
 CHUNKING = ("liger_fused_linear_cross_entropy", "chunked_cross_entropy", "cut_cross_entropy")
-"""Switches with which the logits never exist as a whole."""
+"""Switches of losses that never compute all logits at once."""
 
 
 def has_fsdp(section: FileSection) -> bool:
-    """Whether a file asks for FSDP."""
+    """Whether a file uses FSDP."""
     return bool(section.get("fsdp") or section.get("fsdp_config"))
 
 
@@ -40,7 +40,7 @@ def _offloads(section: FileSection) -> bool:
 
 
 def fsdp_version_of(section: FileSection) -> int:
-    """Return the version of FSDP; axolotl's default is 1."""
+    """Return the version of FSDP, 1 or 2; the default is 1, as in axolotl."""
     options = section.inner("fsdp_config")
     said = section.get("fsdp_version") or (options and FsdpOptions(options).get("version"))
     return 2 if str(said) == "2" else 1

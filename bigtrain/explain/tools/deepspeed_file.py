@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON, alone or as the file or section of another tool.
+"""Read DeepSpeed's JSON, on its own or as a file or section of another tool.
 
-Which keys a job supports is known to `bigtrain.job.deepspeed_sections`; here is which of the
-supported ones do nothing.
+`bigtrain.job.deepspeed_sections` decides which keys a job supports. This module decides which of
+the supported keys do nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bigtrain.job.deepspeed_sections import (
 
 AUTO = "auto"
 DEEPSPEED_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
-"""Keys by which a file is known to be DeepSpeed's."""
+"""Keys that identify a file of DeepSpeed."""
 DEEPSPEED_KEYS = {*COMPARED, *PASSED, *NOT_USED, *REFUSED}
 STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
-"""Our word for each ZeRO stage."""
+"""bigtrain's preset for each ZeRO stage."""
 STAGES_OF = {
     "allgather_bucket_size": (1, 2),
     "allgather_partitions": (1, 2),
@@ -48,20 +48,20 @@ STAGES_OF = {
     "offload_param": (3,),
     "sub_group_size": (3,),
 }
-"""The stages that read a key of `zero_optimization`; keys that begin with stage3_ are for 3."""
+"""By key of `zero_optimization`, the stages that read it. Only stage 3 reads stage3_ keys."""
 BATCH = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.accumulation_steps",
 }
 WHOLE_LOGITS = "as transformers computes it; a loss of your own may have chunks"
-"""Why the loss is of whole logits where a file does not say."""
+"""Why the loss is computed from whole logits if a file does not set it."""
 _OLD_NAMES = {
     "bf16": ("bfloat16",),
     "offload_optimizer": ("cpu_offload", "cpu_offload_use_pin_memory"),
     "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }
-"""Older names of keys, by which a file may have written them."""
+"""By key, its older names, which a file may contain."""
 _FP16_PARTS = (
     *("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"),
     *("hysteresis", "min_loss_scale", "consecutive_hysteresis"),
@@ -69,7 +69,11 @@ _FP16_PARTS = (
 
 
 def read_deepspeed_file(file: ConfigFile) -> ToolRequest:
-    """Read a DeepSpeed JSON that a user's own loop passes to `deepspeed.initialize`."""
+    """Read a DeepSpeed JSON that a custom training loop passes to `deepspeed.initialize`.
+
+    Raises:
+        ConfigError: a section is not an object, the stage is unknown, or a number is wrong.
+    """
     request = ToolRequest("DeepSpeed", file)
     section = FileSection(file, file.values)
     read_deepspeed(request, section, trained_by=None)
@@ -79,15 +83,15 @@ def read_deepspeed_file(file: ConfigFile) -> ToolRequest:
 
 
 def read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str | None) -> None:
-    """Add what a DeepSpeed configuration asks for.
+    """Add the settings of a DeepSpeed configuration.
 
     Args:
-        request: what was read before; its keys come from the trainer.
+        request: the settings so far; its keys come from the trainer.
         section: the configuration.
-        trained_by: the trainer that fills "auto" in; None if there is none.
+        trained_by: the name of the trainer, which replaces "auto"; None without a trainer.
 
     Raises:
-        ConfigError: a section is no object, or the stage is none.
+        ConfigError: a section is not an object, the stage is unknown, or a number is wrong.
     """
     written = dict(section.values)
     config = modern(section.file.path, written)
@@ -120,7 +124,7 @@ def read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str |
 
 
 def _names(section: FileSection, key: str) -> list[str]:
-    """The names by which a file has written a key: its own, its short or its older ones."""
+    """Return the names of a key that a file contains: its own, its short or its older names."""
     above, _, own = key.rpartition(".")
     candidates = [own, own.removeprefix("stage3_"), *_OLD_NAMES.get(own, ())]
     names = [f"{above}.{name}" if above else name for name in candidates]
@@ -132,7 +136,7 @@ def _written(section: FileSection, key: str) -> list[WrittenKey]:
 
 
 def _report_faults(request: ToolRequest, section: FileSection, config: Mapping[str, Any]) -> None:
-    """Report the keys that bigtrain does not support, and take them for left out."""
+    """Report the keys that bigtrain does not support. The forecast ignores them."""
     fp16, bf16 = (config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
     for fault in section_faults(config):
         if fault.key == "fp16.enabled":
@@ -176,7 +180,7 @@ def _stage(request: ToolRequest, section: FileSection, zero: Mapping[str, Any]) 
 def _read_offload(
     request: ToolRequest, section: FileSection, zero: dict[str, Any], stage: int
 ) -> None:
-    """Add the words for states on the host. Disks are forecast as the host."""
+    """Add the presets for states on the host. Disks are forecast as memory of the host."""
     words = {"offload_optimizer": "offload_cpu", "offload_param": "offload_parameters_cpu"}
     for key, word in words.items():
         part = zero.get(key)
@@ -229,7 +233,7 @@ def _read_precision(
 
 
 def _read_batch(request: ToolRequest, section: FileSection, trained_by: str | None) -> None:
-    """Add the keys of the batch and the clipping; compare them with those of a trainer."""
+    """Add the batch and the clipping; compare them with the values of the trainer."""
     for key, ours in {**BATCH, "gradient_clipping": "optim.clip_norm"}.items():
         is_clip = ours == "optim.clip_norm"
         asked = section.number(key) if is_clip else section.count(key)
@@ -302,7 +306,7 @@ def _report_unused(
 
 
 def _supported(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """The part of a configuration that a job can use, without the keys that no stage reads."""
+    """Return the part of a configuration that a job can use, without keys that do nothing."""
     faulty = {fault.key for fault in section_faults(config)}
     kept = {
         key: value
@@ -323,7 +327,7 @@ def _supported(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int) -
 def _read_optimizer(
     request: ToolRequest, section: FileSection, config: Mapping[str, Any], trained_by: str | None
 ) -> None:
-    """Add the optimizer that the file names; its schedule does not change memory or seconds."""
+    """Add the optimizer of the file. Its schedule changes neither the memory nor the seconds."""
     part = {key: value for key, value in config.items() if key == "optimizer"}
     try:
         said = said_of_values(part)
@@ -353,10 +357,10 @@ def _read_optimizer(
 
 
 def said_of_values(values: Mapping[str, Any]) -> dict[str, Said]:
-    """Return the values of a configuration by the keys of a job; see `said_of_job`.
+    """Return the values of a configuration by key of a job; see `said_of_job`.
 
     Raises:
-        ConfigError: a job does not have the optimizer or one of its parameters.
+        ConfigError: a job does not support the optimizer, one of its parameters, or another key.
     """
     from tempfile import TemporaryDirectory
 

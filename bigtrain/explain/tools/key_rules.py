@@ -1,4 +1,4 @@
-"""The form of the tables that say what the keys of a tool mean, and the loops that read them."""
+"""The types of the tables that define the keys of a tool, and the functions that apply them."""
 
 from __future__ import annotations
 
@@ -15,44 +15,54 @@ NumberKind = Literal["count", "number"]
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A finding about keys that are on while a test of the whole file holds."""
+    """A finding about keys that are on while a condition on the whole file is true."""
 
     kind: FindingKind
     keys: tuple[str, ...]
-    """Names or patterns."""
+    """The names of the keys, or patterns with * and ?."""
     test: Callable[[FileSection], bool]
+    """The condition on the file."""
     reason: str
+    """The fault, without a full stop."""
     fix: str
+    """The remedy, as a sentence."""
     even_off: bool = False
-    """Whether keys with the value false count, too."""
+    """Whether keys that are off count, too."""
 
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The keys of a tool at the top of its file."""
+    """The top-level keys in files of a tool."""
 
     tool: str
+    """The name of the tool."""
     numbers: Mapping[str, tuple[str, NumberKind]]
-    """By key: the key of a job that is the same number."""
+    """By key, the key of a job with the same number, and the kind of number."""
     read: frozenset[str]
-    """Keys that the tool's module reads itself."""
+    """Keys that the module of the tool reads itself."""
     outside: tuple[str, ...]
     """Keys or patterns that change neither the memory nor the seconds of a step."""
     not_forecast: Mapping[str, tuple[str, str]]
-    """By key or pattern: why there is no counterpart, and the fix."""
+    """By key or pattern, why the key has no counterpart, and the fix."""
     rules: tuple[KeyRule, ...] = field(default=())
+    """The rules about contradictions, and about keys that do nothing."""
 
     @property
     def known(self) -> set[str]:
-        """All keys, and the patterns."""
+        """All names and patterns of keys in the table."""
         return {*self.numbers, *self.read, *self.outside, *self.not_forecast}
 
 
 def read_numbers(request: ToolRequest, section: FileSection, table: KeyTable) -> None:
-    """Add the keys of a job that are the same numbers in the file.
+    """Add the numbers of the file that are also numbers of a job.
+
+    Args:
+        request: gets the keys of the job.
+        section: the file.
+        table: the keys of the tool.
 
     Raises:
-        ConfigError: a value is no number.
+        ConfigError: a value is not a number.
     """
     for key, (ours, kind) in table.numbers.items():
         asked = section.count(key) if kind == "count" else section.number(key)
@@ -61,7 +71,7 @@ def read_numbers(request: ToolRequest, section: FileSection, table: KeyTable) ->
 
 
 def apply_rules(request: ToolRequest, section: FileSection, rules: Iterable[KeyRule]) -> None:
-    """Add the findings of the rules whose test holds."""
+    """Add the findings of the rules whose keys are on and whose test is true."""
     for rule in rules:
         written = matching(section, rule.keys, even_off=rule.even_off)
         if written and rule.test(section):
@@ -71,7 +81,13 @@ def apply_rules(request: ToolRequest, section: FileSection, rules: Iterable[KeyR
 def matching(
     section: FileSection, patterns: Sequence[str], *, even_off: bool = False
 ) -> list[WrittenKey]:
-    """Return the keys of a section that fit a name or pattern and are on."""
+    """Return the keys of a section that match a name or pattern and are on.
+
+    Args:
+        section: the section.
+        patterns: names, or patterns with * and ?.
+        even_off: return keys that are off, too.
+    """
     names = [
         key
         for key in section.values
@@ -82,7 +98,7 @@ def matching(
 
 
 def sort_remaining(request: ToolRequest, section: FileSection, table: KeyTable) -> None:
-    """Sort the keys that nothing has read: without influence, not forecast, or unknown."""
+    """Report the keys that nothing has read: without influence, not forecast, or unknown."""
     for key in section.values:
         if key in table.numbers or key in table.read or section.get(key) is None:
             continue
@@ -106,7 +122,7 @@ def sort_remaining(request: ToolRequest, section: FileSection, table: KeyTable) 
 
 
 def fix_of_name(key: str, known: Iterable[str]) -> str:
-    """Return the fix for a key that is not known: the nearest one, or to look at it."""
+    """Return the fix for an unknown key: the nearest known key, or the advice to check its name."""
     hint = did_you_mean(key, known)
     if hint == ".":
         return "Check its name."
@@ -114,10 +130,17 @@ def fix_of_name(key: str, known: Iterable[str]) -> str:
 
 
 def fits(key: str, patterns: Iterable[str]) -> bool:
-    """Whether a key is one of some names, or fits one of some patterns."""
+    """Whether a key matches one of some names or patterns."""
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def default(request: ToolRequest, ours: str, value: object, why: str) -> None:
-    """Set a key that the file does not give to the tool's default."""
+    """Set a key of the job to the tool's default, unless the file has set it.
+
+    Args:
+        request: the settings so far.
+        ours: the key of the job.
+        value: the default.
+        why: the reason for the value, for the explanation.
+    """
     request.keys.setdefault(ours, Asked(value, why=why))

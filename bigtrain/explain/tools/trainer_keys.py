@@ -1,8 +1,7 @@
-"""The parts that the files of Accelerate, axolotl and TRL share: FSDP, adapters, optimizers."""
+"""Read the parts that files of Accelerate, axolotl and TRL share: FSDP, adapters, optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,10 @@ SHARDING = {
     "HYBRID_SHARD": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid",
 }
-"""Our word for each sharding strategy of FSDP 1. `hybrid` is settled with the ranks of a node."""
+"""bigtrain's preset for each sharding strategy of FSDP 1.
+
+`hybrid` becomes a preset with a number when the ranks of a node are known.
+"""
 _BY_NUMBER = {str(number): name for number, name in enumerate(SHARDING, start=1)}
 FSDP_OUTSIDE = (
     *("state_dict_type", "final_state_dict_type", "cpu_ram_efficient_loading"),
@@ -37,7 +39,7 @@ _FSDP_DEFAULTS = {
     **{"offload_params": False, "activation_checkpointing": False, "forward_prefetch": False},
     **{"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True},
 }
-"""The values that Accelerate takes where an option is left out."""
+"""Accelerate's defaults of options."""
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused", "adamw_apex_fused"), "adamw"),
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit"), "adamw"),
@@ -45,9 +47,9 @@ OPTIMIZERS = {
     **{"paged_adamw_8bit": "adamw_8bit", "adamw_torch_4bit": "adamw_4bit", "paged_adamw": "adamw"},
     **{"adafactor": "adafactor", "sgd": "sgd"},
 }
-"""Our optimizer for each name of transformers."""
+"""bigtrain's optimizer for each name of transformers."""
 _FOREACH = ("adamw_torch", "adamw_hf")
-"""Those for which torch updates all parameters at once, with temporary copies."""
+"""Optimizers for which torch updates all parameters at once, with temporary copies."""
 SCHEDULE_NAMES = {
     **{"cosine": "cosine", "linear": "linear", "constant": "constant", "polynomial": "poly"},
     "constant_with_warmup": "constant",
@@ -61,7 +63,7 @@ class FsdpOptions:
         self.section = section
 
     def key(self, name: str) -> str:
-        """Return the name under which an option is written."""
+        """Return the name under which an option is written; without prefix if it is not set."""
         prefixed = f"fsdp_{name}"
         return prefixed if self.section.get(prefixed) is not None else name
 
@@ -70,23 +72,23 @@ class FsdpOptions:
         return self.section.get(self.key(name))
 
     def is_on(self, name: str) -> bool:
-        """Whether an option switches something on."""
+        """Whether an option is on; see `FileSection.is_on`."""
         return self.section.is_on(self.key(name))
 
     def written(self, *names: str) -> list[WrittenKey]:
-        """Return those options that are written."""
+        """Return those of the options that are written."""
         return self.section.written(*map(self.key, names))
 
 
 def read_fsdp(
     request: ToolRequest, section: FileSection, version: int, extra: tuple[WrittenKey, ...] = ()
 ) -> None:
-    """Add what a section of FSDP options asks for.
+    """Add the settings of a section of FSDP options.
 
     Args:
-        request: gets the strategy and findings.
+        request: gets the strategy, other settings and findings.
         section: the options.
-        version: 1 or 2, if the section does not say.
+        version: the version of FSDP, 1 or 2, if the section does not set it.
         extra: the keys that switch FSDP on.
 
     Raises:
@@ -114,7 +116,7 @@ def read_fsdp(
 
 
 def _report_twice(request: ToolRequest, options: FsdpOptions) -> None:
-    """Report options that are written with the prefix and without it."""
+    """Report options that are written both with the prefix and without it."""
     for key in options.section.values:
         name = str(key).removeprefix("fsdp_")
         both = options.section.written(f"fsdp_{name}", name)
@@ -227,7 +229,7 @@ def _read_wrapping(request: ToolRequest, options: FsdpOptions) -> None:
 
 
 def _sort_fsdp(request: ToolRequest, options: FsdpOptions) -> None:
-    """Sort the options that nothing has read, and name those that repeat a default."""
+    """Report the options that nothing has read, and options that repeat a default."""
     above = options.section.written(*options.section.values)
     names = {str(key).removeprefix("fsdp_"): str(key) for key in options.section.values}
     prefix = {each.key.rpartition(".")[2]: each.key for each in above}
@@ -254,9 +256,10 @@ def _sort_fsdp(request: ToolRequest, options: FsdpOptions) -> None:
 
 @dataclass(frozen=True)
 class AdapterKeys:
-    """The names of a tool's keys for adapters, and its defaults."""
+    """The names of a tool's keys for adapters, and its defaults; None is no default."""
 
     tool: str
+    """The name of the tool or library whose defaults these are."""
     rank: str = "lora_r"
     alpha: str = "lora_alpha"
     dropout: str = "lora_dropout"
@@ -268,10 +271,15 @@ class AdapterKeys:
 
 
 def read_adapters(request: ToolRequest, section: FileSection, keys: AdapterKeys) -> None:
-    """Add `model.lora` as a file that trains adapters asks for it.
+    """Add `model.lora` for a file that trains adapters.
+
+    Args:
+        request: gets the keys of `model.lora`.
+        section: the file.
+        keys: the names of the keys, and their defaults.
 
     Raises:
-        ConfigError: a number is none, or the rank is missing.
+        ConfigError: a value is not a number, or the rank is missing and has no default.
     """
     rank = section.count(keys.rank)
     if rank is None and keys.rank_default is None:
@@ -300,15 +308,20 @@ def _default(keys: AdapterKeys, value: object) -> Asked:
 
 
 def quantise(request: ToolRequest, written: list[WrittenKey]) -> None:
-    """Add a base of the adapters in 4 bits."""
+    """Store the frozen weights under adapters in 4 bits.
+
+    Args:
+        request: gets `model.lora.quantize`.
+        written: the keys of the file that request it.
+    """
     request.keys["model.lora.quantize"] = Asked("nf4", tuple(written))
 
 
 def read_optimizer(request: ToolRequest, section: FileSection, key: str, fallback: str) -> None:
-    """Add the optimizer by its name in transformers.
+    """Add the optimizer, which the file names as in transformers.
 
     Args:
-        request: gets `optim.name`.
+        request: gets `optim.name`, and findings.
         section: the file.
         key: the key of the optimizer.
         fallback: the tool's default.
@@ -338,7 +351,14 @@ def read_optimizer(request: ToolRequest, section: FileSection, key: str, fallbac
 
 
 def read_rate_schedule(request: ToolRequest, section: FileSection, key: str, fallback: str) -> None:
-    """Add the schedule of the learning rate; it changes no memory."""
+    """Add the schedule of the learning rate; an unknown schedule has no influence on a forecast.
+
+    Args:
+        request: gets `optim.schedule`.
+        section: the file.
+        key: the key of the schedule.
+        fallback: the tool's default.
+    """
     name = str(section.get(key) or fallback).lower()
     if name in SCHEDULE_NAMES:
         why = "" if section.get(key) is not None else "the tool's default"
@@ -347,8 +367,3 @@ def read_rate_schedule(request: ToolRequest, section: FileSection, key: str, fal
         )
     else:
         request.outside.append(key)
-
-
-def as_mapping(value: object) -> Mapping[str, Any]:
-    """Return a value that may be left out as a mapping."""
-    return value if isinstance(value, Mapping) else {}

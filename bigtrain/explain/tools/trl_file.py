@@ -25,7 +25,7 @@ from bigtrain.explain.tools.trainer_keys import (
 )
 
 TRL_MARKS = ("model_name_or_path", "per_device_train_batch_size")
-"""Keys by which a file is known to be TRL's."""
+"""Keys that identify a file of TRL."""
 PROFILES = {
     "single_gpu": ("single", 1),
     "multi_gpu": ("ddp", 8),
@@ -35,7 +35,7 @@ PROFILES = {
     "fsdp1": ("fsdp", 8),
     "fsdp2": ("fsdp", 8),
 }
-"""The profiles that `accelerate_config` may name: our word, and their number of processes."""
+"""By profile that `accelerate_config` may name, bigtrain's preset and the number of processes."""
 _ADAPTER = ("lora_*", "use_rslora", "use_dora")
 _FLASH = (
     *("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"),
@@ -235,10 +235,10 @@ TRL_KEYS = KeyTable(
 
 
 def read_trl_file(file: ConfigFile) -> ToolRequest:
-    """Read a file of TRL's supervised trainer.
+    """Read a file for TRL's supervised trainer.
 
     Raises:
-        ConfigError: a value is impossible, or a file that it names is missing.
+        ConfigError: a value is impossible, or a file that the file names is missing.
     """
     request, section = ToolRequest("TRL", file), FileSection(file, file.values)
     if section.get("model_name_or_path") is not None:
@@ -321,7 +321,7 @@ def _read_recompute(request: ToolRequest, section: FileSection) -> None:
 
 
 def _read_sharding(request: ToolRequest, section: FileSection) -> None:
-    """Add the strategy: Accelerate's file, DeepSpeed's, FSDP's options, or replicas."""
+    """Add the strategy, from Accelerate's or DeepSpeed's file, or from FSDP's options."""
     accelerate, deepspeed = section.get("accelerate_config"), section.get("deepspeed")
     if accelerate is not None:
         _read_accelerate(request, section, str(accelerate))

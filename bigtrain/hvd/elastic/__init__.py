@@ -1,7 +1,7 @@
-"""Training that continues from its last commit after the launcher restarts the ranks.
+"""Training that resumes from its last commit after the launcher has restarted the ranks.
 
-`run` wraps the training function, and `TorchState` holds the state that it changes. Decides where
-commits are stored, and from which one training continues.
+`run` wraps the training function, and `TorchState` holds the state that the function changes.
+Decides where commits are stored, and from which commit training resumes.
 """
 
 from bigtrain.hvd.elastic.running import HorovodInternalError, HostsUpdatedInterrupt

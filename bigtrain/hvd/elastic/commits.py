@@ -1,4 +1,4 @@
-"""The file of the last commit, from which a restarted rank continues."""
+"""The file of the last commit, from which a restarted rank resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from bigtrain.files.regular import open_regular
 from bigtrain.ranks.launcher_env import launch_key
 
 FOLDER_VARIABLE = "BIGTRAIN_ELASTIC"
-"""Environment variable: a folder for commits from which a later launch can continue, too."""
+"""The environment variable that names a folder for commits, from which a later launch can resume,
+too."""
 _PIECE = 1 << 20
 
 
@@ -34,11 +35,13 @@ def _hash_of(path: Path) -> str:
 
 
 class CommitFile:
-    """The newest commit, written by the first rank of each node. Its name has number and hash.
+    """The file of the newest commit, which the first rank of each node writes.
+
+    The name of the file contains the number of the commit and a hash of the content.
 
     Args:
-        folder: created if it is missing.
-        writes: whether this rank writes.
+        folder: the folder of the file, which is created if it is missing.
+        writes: whether this rank writes the file.
     """
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
@@ -48,10 +51,15 @@ class CommitFile:
 
     @classmethod
     def of_launch(cls, environ: Mapping[str, str], *, writes: bool) -> CommitFile | None:
-        """Return the file that a restart of this launch will find; None if there is no restart.
+        """Return the file that the ranks find after a restart; None if no launcher restarts them.
 
-        torchrun tells ranks how often it restarts them. Its port may change with each restart, so
-        the folder's name does not depend on the port.
+        torchrun sets a variable to the number of restarts that it allows. Its port may change with
+        each restart, so the name of the folder does not depend on the port.
+
+        Args:
+            environ: the environment variables.
+            writes: whether this rank writes the file. Then the folder is removed when the process
+                ends without an error, unless the user has named it.
         """
         named = environ.get(FOLDER_VARIABLE)
         if named:
@@ -66,12 +74,14 @@ class CommitFile:
         return file
 
     def write(self, number: int, states: dict[str, Any], objects: dict[str, Any]) -> None:
-        """Replace the last commit; warns if it cannot be written.
+        """Replace the last commit by a new one, or warn if it cannot be written.
+
+        On a rank that does not write, only the objects are checked.
 
         Args:
             number: the number of the commit, counted from 1.
-            states: the states of models, optimizers and samplers.
-            objects: plain values, such as numbers and texts.
+            states: the state dicts of models, optimizers and samplers, by name.
+            objects: plain values, such as numbers and strings, by name.
 
         Raises:
             ConfigError: an object could not be read back without running its code.
@@ -118,7 +128,7 @@ class CommitFile:
             ) from error
 
     def number(self) -> int:
-        """Number of the newest commit; 0 if there is none."""
+        """Return the number of the newest commit; 0 if there is none."""
         return max(self._commits(), default=0)
 
     def _commits(self) -> dict[int, Path]:
@@ -130,7 +140,10 @@ class CommitFile:
         return paths
 
     def read(self) -> dict[str, Any]:
-        """Read the newest commit.
+        """Read the newest commit, which has to exist.
+
+        Returns:
+            The arguments `states` and `objects` of `write`, under these names.
 
         Raises:
             CheckpointError: the file is damaged, or cannot be read.
@@ -150,8 +163,8 @@ class CommitFile:
         return commit
 
     def forget(self) -> None:
-        """Remove the folder, after a launch has succeeded."""
+        """Remove the folder, unless an exception is ending the process."""
         if getattr(sys, "last_value", None) is None:
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.folder.parent.rmdir()  # fails, and may, if it is not empty
+                self.folder.parent.rmdir()  # fails if other files are in it, which is right

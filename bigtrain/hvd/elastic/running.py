@@ -1,4 +1,4 @@
-"""Running the training function so that it continues after a restart."""
+"""Run the training function so that it resumes after a restart."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _R = TypeVar("_R")
 
 
 class HorovodInternalError(RuntimeError):
-    """Raised by a script on all ranks to continue from the last commit.
+    """Raised by a script on all ranks to resume from the last commit.
 
-    A failed exchange does not raise it: all ranks end, and the launcher restarts them.
+    A failed exchange does not raise this error: all ranks end, and the launcher restarts them.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Raised by a script on all ranks to be called again.
+    """Raised by a script on all ranks so that the training function is called again.
 
     Args:
-        skip_sync: whether the ranks' states are equal already.
+        skip_sync: whether the ranks' states are equal already, and need not be synchronized.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -37,12 +37,15 @@ class HostsUpdatedInterrupt(RuntimeError):
 def run_elastic(
     func: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[..., _R]:
-    """Decorate a training function to start from the last commit: `@hvd.elastic.run`.
+    """Decorate a training function with `@hvd.elastic.run`, so that it resumes from a commit.
 
-    The function's first argument is the state. If a rank fails, all ranks end. torchrun's
-    `--max-restarts` restarts them on the available hosts. The function then continues from the last
-    `state.commit()`, after the callbacks of `register_reset_callbacks` were called. If no launcher
-    restarts ranks, commits stay in memory.
+    If a rank fails, all ranks end, and torchrun with `--max-restarts` restarts them on the
+    available hosts. The function then resumes from the last `state.commit()`, after the callbacks
+    of `register_reset_callbacks` were called. If no launcher restarts ranks, commits are only in
+    memory, unless the environment variable of `FOLDER_VARIABLE` names a folder.
+
+    Args:
+        func: the training function, whose first argument is the state.
     """
 
     @functools.wraps(func)

@@ -12,10 +12,11 @@ from bigtrain.hvd.session import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """A `DistributedSampler` that skips samples already recorded as done in the epoch.
+    """A `DistributedSampler` that skips the samples of the epoch that are recorded as processed.
 
-    Give it to a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the *end* of
-    an epoch. If the remaining samples do not divide by the ranks, the first of them are repeated.
+    Give it to a `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the
+    *end* of an epoch. If the number of remaining samples does not divide by the ranks, the first of
+    them are repeated.
 
     Args:
         dataset: a dataset of constant length.
@@ -38,7 +39,7 @@ class ElasticSampler(Sampler[int]):
 
         Args:
             batch_idx: not used.
-            batch_size: samples per rank.
+            batch_size: the samples of the batch on each rank.
         """
         self.processed_num += batch_size * self.num_replicas
 
@@ -47,7 +48,7 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state, on the current number of ranks."""
+        """Resume from a state that `state_dict` returned, with the current number of ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()

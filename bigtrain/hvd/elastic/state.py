@@ -1,4 +1,4 @@
-"""Training state: saved at each commit, and restored when training continues."""
+"""Training state: saved at each commit, and restored when training resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions to call when training continues, for example on fewer ranks."""
+        """Register functions to call when training resumes, for example on fewer ranks."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -41,7 +41,7 @@ class State:
         """Do nothing: the launcher tracks hosts, and restarts all ranks if they change."""
 
     def reset(self) -> None:
-        """Do what a subclass needs before training continues."""
+        """Prepare for resuming training. The base class does nothing."""
 
     @abstractmethod
     def save(self) -> None:
@@ -53,16 +53,21 @@ class State:
 
     @abstractmethod
     def sync(self, root_rank: int = 0) -> None:
-        """Overwrite the state with that of a rank. Collective."""
+        """Overwrite the state with that of a rank. Collective.
+
+        Args:
+            root_rank: the rank whose state is sent, numbered among all ranks.
+        """
 
 
 class ObjectState(State):
-    """Plain objects, each an attribute of the state.
+    """A state of plain objects, each of which is an attribute.
 
     Args:
-        bcast_object: Horovod's argument; by default `hvd.broadcast_object`.
+        bcast_object: a function that returns on all ranks the object of one rank; by default
+            `hvd.broadcast_object`.
         get_rank: not used.
-        kwargs: names and initial values.
+        kwargs: the initial values of the attributes, by name.
     """
 
     _parts: dict[str, _Part]
@@ -82,11 +87,15 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def keep_in(self, file: CommitFile | None) -> None:
-        """Write all further commits to a file."""
+        """Write all further commits to a file; None to have them only in memory."""
         self._file = file
 
     def resume(self) -> bool:
-        """Load the newest commit of any node, and return whether there is one. Collective."""
+        """Load the newest commit of all nodes, and return whether there is one. Collective.
+
+        Raises:
+            CheckpointError: the commit is damaged, cannot be read, or is of other attributes.
+        """
         mine = 0 if self._file is None else self._file.number()
         numbers = allgather_object(mine, "commit")
         newest = max(numbers)
@@ -102,7 +111,7 @@ class ObjectState(State):
         return True
 
     def save(self) -> None:
-        """Save a copy in memory, and in a file if a later start can continue from it.
+        """Save a copy in memory, and in a file if a later start can resume from it.
 
         The file is written if the launcher restarts ranks or `BIGTRAIN_ELASTIC` names a folder. The
         first rank of each node writes it.
@@ -121,10 +130,10 @@ class ObjectState(State):
         self._take({}, copy.deepcopy(self._saved))
 
     def sync(self, root_rank: int = 0) -> None:
-        """Overwrite the state with that of a rank. Collective."""
+        """Overwrite the state with that of a rank, and save it in memory. Collective."""
         attributes = {name: getattr(self, name) for name in self._saved}
         if attributes:
-            # The script's function is called in the way that Horovod calls it.
+            # A function of the script is called as Horovod calls it, without a rank.
             is_ours = self._bcast_object is broadcast_object
             received = (
                 self._bcast_object(attributes, root_rank)
@@ -167,13 +176,13 @@ class _Part:
 
 
 class TorchState(ObjectState):
-    """Models, optimizers, samplers and plain objects, each an attribute of the state.
+    """A state of models, optimizers, samplers and plain objects, each of which is an attribute.
 
     Args:
-        model: a module.
-        optimizer: the optimizer of the model's parameters.
-        kwargs: further objects. Those with `state_dict` and `load_state_dict`, such as schedulers
-            and `ElasticSampler`, are saved and restored by these.
+        model: a module; None for no model.
+        optimizer: the optimizer of the model's parameters; None for no optimizer.
+        kwargs: further objects, by name. Objects with `state_dict` and `load_state_dict`, such as
+            schedulers and an `ElasticSampler`, are saved and restored by these methods.
     """
 
     def __init__(
@@ -201,7 +210,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self, root_rank: int = 0) -> None:
-        """Overwrite the state with that of a rank. Collective."""
+        """Overwrite the state with that of a rank, and save it in memory. Collective."""
         for part in self._parts.values():
             part.sync(root_rank)
         super().sync(root_rank)

@@ -1,1 +1,1 @@
-"""Runs of a model on fake tensors: made once, then interpolated for other rows and finer slices."""
+"""Make runs of a model on fake tensors, and interpolate them for other rows and finer slices."""

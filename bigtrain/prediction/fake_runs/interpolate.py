@@ -1,4 +1,7 @@
-"""Interpolate a run with other rows or finer slices between two runs that differ only in sizes."""
+"""Interpolate runs on fake tensors, for other numbers of rows or finer slices.
+
+Two runs can be interpolated if they differ only in the sizes of their tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from bigtrain.prediction.sections import (
 from bigtrain.slicing.exchange import TensorExchange
 
 TICK_TOLERANCE = 64
-"""Most ticks by which two runs may release the same storage at different times. Storages that are
-released together (autocast's copies of weights) are released in the order of their addresses."""
+"""The most ticks between the releases of one storage in two runs. The releases differ because
+autocast's copies of weights, which are released together, are released in the order of their
+addresses."""
 
 
 def interpolate_sections(
@@ -30,13 +34,13 @@ def interpolate_sections(
 
     Args:
         small: a run with fewer rows, or with fewer slices.
-        large: a run with more.
+        large: a run with more rows, or with more slices.
         share: position between the two: 0 is `small`, 1 is `large`, and more than 1 extrapolates.
 
     Returns:
-        The run, and whether it is exact. It is not if a loss after the blocks runs in chunks whose
-        number differs: that part then has the memory of `large`. None if the runs differ in more
-        than sizes.
+        The run, and whether it is exact. It is not exact if the loss runs in another number of
+        chunks in `small` than in `large`; the part after the blocks then has the memory of `large`.
+        None if the runs differ in more than sizes.
     """
     if len(small.sections) != len(large.sections) or small.profile is not None:
         return None
@@ -99,7 +103,7 @@ def _shape(small: Sequence[int], large: Sequence[int], share: float) -> tuple[in
 def _exchanges(
     small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
 ) -> tuple[TensorExchange, ...]:
-    """Interpolate exchanges; if a loop has more rounds, their number is interpolated too."""
+    """Interpolate the bytes of exchanges; if their number differs, interpolate it as well."""
     kinds = [exchange.kind for exchange in large]
     if [exchange.kind for exchange in small] == kinds:
         pairs = zip(small, large, strict=True)
@@ -117,7 +121,15 @@ def _exchanges(
 def interpolate_named(
     runs: Sequence[dict[str, PassPair] | None], share: float
 ) -> dict[str, PassPair] | None:
-    """Interpolate the passes of sections; None if the two runs differ in more than sizes."""
+    """Interpolate the passes of sections by their names; see `interpolate_sections`.
+
+    Args:
+        runs: the passes of the small and of the large run; None if a run was impossible.
+        share: see `interpolate_sections`.
+
+    Returns:
+        None if a run is None, or if the two runs differ in more than sizes.
+    """
     small_passes, large_passes = runs
     if small_passes is None or large_passes is None:
         return None
@@ -131,16 +143,18 @@ def interpolate_named(
 
 
 def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
-    """Interpolate the passes of a step's first micro-batch and of later ones."""
+    """Interpolate the passes of a step's first micro-batch and of later ones.
+
+    None if they differ in more than sizes; see `interpolate_sections`.
+    """
     first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
     return None if first is None or later is None else (first, later)
 
 
 def interpolate(small: SectionPass, large: SectionPass, share: float) -> SectionPass | None:
-    """Interpolate the pass of a micro-batch through a section; see `interpolate_sections`.
+    """Interpolate the passes of a micro-batch through a section; see `interpolate_sections`.
 
-    Returns:
-        None if the two differ in more than sizes.
+    None if the passes in the two runs differ in more than sizes.
     """
     if small.lengths != large.lengths or len(small.storages) != len(large.storages):
         return None
@@ -163,7 +177,7 @@ def interpolate(small: SectionPass, large: SectionPass, share: float) -> Section
 
 
 def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
-    """Return the later-released of two storages with similar release times; None otherwise."""
+    """Return the storage that is released later; None if the releases are far from each other."""
     if max(a.until, b.until) > Anchor.WEIGHTS:
         return a if a.until == b.until else None
     tick_a, tick_b = (sum(lengths[: s.until]) + s.death for s in (a, b))
@@ -190,7 +204,8 @@ def _line(small: float, large: float, share: float) -> int:
 
 def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
     sizes = ("flops", "low_flops", "nbytes", "times", "products")
-    if len(small.times) != len(large.times):  # use the larger run's, so that sums are right
+    # The runs have different operations: scale those of the larger run to the right sums.
+    if len(small.times) != len(large.times):
         figures = []
         for key in sizes[:3]:
             less, more = (float((getattr(log, key) * log.times).sum()) for log in (small, large))

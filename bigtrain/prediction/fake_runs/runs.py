@@ -1,7 +1,7 @@
-"""Runs on fake tensors of a model that is shortened to at most three blocks of each kind.
+"""Run a model on fake tensors, shortened to at most three blocks of each sequence of equal blocks.
 
-Runs are made on demand and cached. If two runs differ only in the loss, the second one uses the
-blocks of the first.
+Runs are made on demand and cached. If two runs differ only in the loss, the blocks of the first run
+are also used for the second.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
 
 RECORDED_ROWS = (1, 2)
-"""Rows of the two runs between which others are interpolated."""
+"""The numbers of rows of the two runs between which runs with other rows are interpolated."""
 SEVERAL_ROWS = (2, 4)
-"""The rows if one row is special: layers with batch statistics refuse to train on a single row."""
+"""The numbers of rows if one row is a special case: layers with batch statistics refuse to train on
+a single row."""
 
 
 class RunKind(NamedTuple):
@@ -65,19 +66,22 @@ class RunKind(NamedTuple):
     moves: bool
     """See `Plan.moves_activations`."""
     choice: BlockPolicy
+    """The policy of every block."""
     waiting: bool
+    """Whether several micro-batches wait at the head, so that the loss is another one."""
     cut: bool
     """Whether tied parameters are separate, as in a cut model."""
     contiguous_gradients: bool
-    """Whether gradients are contiguous as received; see `RecordedSections.copies_gradient`."""
+    """Whether gradients of outputs are copied to the outputs' strides, as if they were received
+    from another rank; see `RecordedSections.copies_gradient`."""
     sliced: str = ""
-    """The slicing technique and its number of ranks; empty if layers are whole."""
+    """The `slicing_key` of the plan; empty if layers are whole."""
     frozen_low: bool = False
     """Whether frozen parameters alone are in bf16; see `Plan.frozen_in_bf16`."""
 
 
 class FakeRuns:
-    """The runs of one model; see `SectionLibrary`."""
+    """The runs of one model; its arguments are those of `SectionLibrary`."""
 
     def __init__(
         self,
@@ -101,16 +105,16 @@ class FakeRuns:
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
         self._sizes = SEVERAL_ROWS if statistics else RECORDED_ROWS
         self.named = [name for name, _ in independent_blocks(model)]
-        """The blocks of the model."""
+        """The names of the blocks of the model."""
         self.aliases: dict[str, str] = {}
         """For each parameter that was copied to untie it, the name of the original."""
         self.copied_gradient = False
         """Whether a run has copied a gradient; see `RecordedSections.copies_gradient`."""
         self.changes = 0
-        """How often the cached runs were discarded because the model to run has changed."""
+        """The number of times that cached runs were discarded because another model is run."""
 
     def loss(self, kind: RunKind, rows: int) -> Loss:
-        """The loss of a run."""
+        """Return the loss of a run."""
         return self._loss(kind.waiting, rows)
 
     def waits(self, rows: int) -> bool:
@@ -125,10 +129,10 @@ class FakeRuns:
         return max((technique.most_ranks(workload) for technique in slicing), default=1)
 
     def sizes(self, plan: Plan, kind: RunKind, rows: int) -> tuple[int, int]:
-        """Return the rows to run.
+        """Return the two numbers of rows to run.
 
-        They are `SEVERAL_ROWS` with sequence shards: the layout of shards of one row differs from
-        that of several rows.
+        With sequence shards they are `SEVERAL_ROWS`, because shards of one row have other strides
+        than shards of several rows.
         """
         slices = self._slices(plan, self.loss(kind, rows), cut=kind.cut)
         in_shards = slices is not None and slices.sequence_dim is not None
@@ -137,7 +141,13 @@ class FakeRuns:
     def recorded(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
     ) -> tuple[RecordedSections, ...]:
-        """Return runs of these sizes, with the loss for `rows` rows.
+        """Return runs with these numbers of rows.
+
+        Args:
+            plan: the plan of the runs.
+            kind: the kind of the runs.
+            sizes: the numbers of rows.
+            rows: the number of rows for which the loss is made.
 
         Raises:
             ConfigError: the model does not run on fake tensors.
@@ -149,7 +159,10 @@ class FakeRuns:
     def split_passes(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
     ) -> tuple[dict[str, PassPair], ...] | None:
-        """Return runs with split backward passes; None if the backward pass cannot be split."""
+        """Return runs with split backward passes; None if the backward pass cannot be split.
+
+        The arguments are those of `recorded`.
+        """
         if (kind, sizes) not in self._split_runs:
             loss = self.loss(kind, rows)
             batches = [resize_micro_batch(self._example, size) for size in sizes]
@@ -167,7 +180,7 @@ class FakeRuns:
         return self._split_runs[kind, sizes]
 
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
-        """Return the section after the blocks for `rows` rows; its states are not recorded."""
+        """Return the section after the blocks for `rows` rows, whose tensors may lack states."""
         if (kind, rows) not in self._ends:
             recorded = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
             (run,) = recorded or self.recorded(plan, kind, (rows,), rows)
@@ -175,7 +188,7 @@ class FakeRuns:
         return self._ends[kind, rows]
 
     def in_one_round(self, plan: Plan, kind: RunKind, rows: int) -> bool:
-        """Whether a chunked loss has one chunk, with `rows` rows as well."""
+        """Whether the loss of `rows` rows is computed at once, or in a single chunk."""
         loss = self.loss(kind, rows)
         if not isinstance(loss, ChunkedCrossEntropy):
             return True
@@ -189,7 +202,10 @@ class FakeRuns:
         return loss.rounds(targets * rows // max(1, self._example.rows), classes, dtype) == 1
 
     def coarser(self, plan: Plan, kind: RunKind, rows: int) -> list[tuple[Plan, RunKind]]:
-        """Return the plans from which finer slices are interpolated; empty if that is not exact."""
+        """Return the plans with coarser slices from which this plan's run can be extrapolated.
+
+        The list is empty if that is impossible or not exact.
+        """
         others, loss = coarser(plan), self.loss(kind, rows)
         if not kind.sliced or others is None or self._fixed_slices is not None:
             return []
@@ -225,8 +241,8 @@ class FakeRuns:
             if is_whole or any(section.name for section in recorded[0].sections):
                 self.copied_gradient = self.copied_gradient or recorded[-1].copies_gradient
                 return recorded
-        # The shortened model does not run, or its blocks are not in sequence: run the whole model
-        # instead, now and later.
+        # The shortened model does not run, or its blocks do not run one after another. So run the
+        # whole model, for all kinds of runs.
         shortened_before = self._short[kind.cut]
         whole_model = self._untied(cut=kind.cut)
         self._short[kind.cut] = whole_model, {name: name for name in self.named}
@@ -243,9 +259,10 @@ class FakeRuns:
     def _with_other_ends(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
-        """Compose a run with another loss from the blocks of the run with the usual loss.
+        """Compose runs with another loss from the blocks of the runs with the usual loss.
 
-        Empty if blocks keep storages until a later section, such as autocast's copies of weights.
+        The result is empty if storages of blocks live until a later section, such as autocast's
+        copies of weights.
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
@@ -263,7 +280,7 @@ class FakeRuns:
         loss: Loss,
         unit: WholeModel = WHOLE_MODEL,
     ) -> tuple[RecordedSections, ...]:
-        """Run the sections before and after the blocks; empty if the blocks are not all equal."""
+        """Run the model with a single block; empty if the blocks are not all equal."""
         model, names = self._model_run(cut=kind.cut)
         short, order = self._shorter(model, 1)
         slices = self._slices(plan, loss, cut=kind.cut)
@@ -295,16 +312,21 @@ class FakeRuns:
         return Workload(model, self._example, loss, self._make_optimizer)
 
     def _model_run(self, *, cut: bool) -> tuple[nn.Module, list[str]]:
-        """Return the model to run and its blocks' names; an untied copy can have more blocks."""
+        """Return the model to run, and the names of its blocks that represent the model's blocks.
+
+        An untied copy can have more independent blocks than the model.
+        """
         model, stands_for = self.shortened(cut=cut)
         run = set(stands_for.values())
         return model, [name for name, _ in independent_blocks(model) if name in run]
 
     def _slices(self, plan: Plan, loss: Loss, *, cut: bool) -> ModelSlices | None:
-        """Return the slices of the model that is run, which are chosen for the whole model.
+        """Return the slices of the model that is run; None if the plan slices nothing.
+
+        They are chosen for the whole model.
 
         Raises:
-            ConfigError: the technique can slice nothing.
+            ConfigError: the technique can slice no tensor of the model.
         """
         technique = plan.techniques.get("slice")
         if not isinstance(technique, SliceStrategy) or plan.tp == 1:
@@ -318,7 +340,7 @@ class FakeRuns:
             else:
                 self._slices_of[key] = of_shortened(self._fixed_slices, stands_for)
         slices = self._slices_of[key]
-        if slices is None:  # equal blocks are sliced differently, so run the whole model
+        if slices is None:  # equal blocks have different slices, so the whole model is run
             untied = self._untied(cut=cut)
             self._short[cut] = untied, {name: name for name in self.named}
             slices = self._fixed_slices
@@ -331,7 +353,7 @@ class FakeRuns:
         return copied
 
     def shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
-        """Return the model to run, and its block for each block of the whole model."""
+        """Return the model to run, and the block that represents each block of the whole model."""
         if cut not in self._short:
             model = self._untied(cut=cut)
             result = shorten_model(model)
@@ -346,7 +368,7 @@ class FakeRuns:
 
 
 def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
-    """Return a micro-batch of `rows` rows that repeats the example's first row."""
+    """Return a micro-batch of `rows` rows that are copies of the example's first row."""
 
     def grow(tensor: Tensor, dim: int) -> Tensor:
         shape = [*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]]
@@ -357,7 +379,7 @@ def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
 
 
 def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
-    """Return the plan with this policy for every block."""
+    """Return a copy of the plan with one policy for every block."""
     techniques = dict(plan.techniques)
     techniques.pop("recompute", None)
     if choice in ("full", "selective"):
@@ -375,7 +397,7 @@ def _untraceable(reason: str, error: BaseException | None) -> str:
 
 
 def _where(error: BaseException | None) -> str:
-    """Return the line of the user's code that raised an error, for a message."""
+    """Return a clause that names the line of the user's code at which an error was raised."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__ if error else None)

@@ -1,4 +1,4 @@
-"""Take the blocks of a run on fake tensors for another run that differs in its loss only."""
+"""Use the blocks of one run on fake tensors for another run that differs only in its loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bigtrain.prediction.sections import Anchor, Section
 
 
 def holds_beyond(section: Section) -> bool:
-    """Whether a storage of a section lives until a moment of the first section or of the last."""
+    """Whether the first or the last section of the model decides when a storage is freed."""
     return any(
         storage.until >= Anchor.FIRST
         for section_pass in section.passes
@@ -18,6 +18,6 @@ def holds_beyond(section: Section) -> bool:
 
 
 def with_ends_of(run: RecordedSections, ends: RecordedSections) -> RecordedSections:
-    """A run whose sections before and after the blocks are those of another one."""
+    """Return a run with the blocks of `run`, and the sections of `ends` before and after them."""
     sections = (ends.sections[0], *run.sections[1:-1], ends.sections[-1])
     return replace(run, sections=sections)

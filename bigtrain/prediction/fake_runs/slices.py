@@ -1,4 +1,4 @@
-"""The slices of a shortened model, and the slices that are interpolated instead of run."""
+"""The slices of a shortened model, and the plans from which finer slices are extrapolated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SLICED_RANKS = (2, 4)
 
 
 def coarser(plan: Plan) -> tuple[Plan, Plan] | None:
-    """Return plans with coarser slices to extrapolate this plan from; None if it has few ranks."""
+    """Return two plans with coarser slices, from which this plan's run can be extrapolated.
+
+    None if the tp size of the plan is at most the larger of `SLICED_RANKS`, or no multiple of it.
+    """
     few, many = SLICED_RANKS
     if plan.tp <= many or plan.tp % many:
         return None
@@ -26,11 +29,12 @@ def coarser(plan: Plan) -> tuple[Plan, Plan] | None:
 
 
 def are_even(by_plan: Sequence[ModelSlices | None], example: MicroBatch) -> bool:
-    """Whether all of these slice the same tensors, and evenly.
+    """Whether several plans slice the same tensors, and all slices have the same size.
 
     Args:
-        by_plan: slices of plans that differ only in the number of ranks, the largest last.
-        example: a micro-batch whose sequence can be sliced, too.
+        by_plan: the slices of plans that differ only in the number of ranks, the largest last;
+            None for a plan without slices.
+        example: a micro-batch. If the sequence dim is sliced, its inputs have to be even as well.
     """
     last = by_plan[-1]
     if last is None or any(
@@ -48,12 +52,20 @@ def are_even(by_plan: Sequence[ModelSlices | None], example: MicroBatch) -> bool
 
 
 def finer_share(ranks: int, few: int, many: int) -> float:
-    """Return the `share` of `interpolate_sections` for slices over `ranks` ranks."""
+    """Return the `share` of `interpolate_sections` for slices over `ranks` ranks.
+
+    Sizes grow with 1 / ranks.
+
+    Args:
+        ranks: the number of ranks of the result.
+        few: the number of ranks of the run `small`.
+        many: the number of ranks of the run `large`.
+    """
     return (1 / ranks - 1 / few) / (1 / many - 1 / few)
 
 
 def slicing_key(plan: Plan) -> str:
-    """Return a key that differs between plans that slice layers differently."""
+    """Return a text that is equal for plans that slice layers equally; empty for whole layers."""
     technique = plan.techniques.get("slice")
     if technique is None or plan.tp == 1:
         return ""
@@ -61,14 +73,14 @@ def slicing_key(plan: Plan) -> str:
 
 
 def without_slices(plan: Plan) -> Plan:
-    """Return the plan with whole layers, with one process for each tp group."""
+    """Return a copy of the plan with whole layers, in which one process replaces each tp group."""
     techniques = dict(plan.techniques)
     techniques.pop("slice", None)
     return replace(plan, techniques=techniques, tp=1)
 
 
 def slices_within(model_slices: ModelSlices, model: nn.Module) -> ModelSlices:
-    """Return the slices of the tensors that a shortened model has, by the same names."""
+    """Return the slices of those tensors that a shortened model has under the same names."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     by_name = {name: slices for name, slices in model_slices.by_name.items() if name in names}
@@ -80,7 +92,8 @@ def of_shortened(model_slices: ModelSlices, stands_for: Mapping[str, str]) -> Mo
 
     Args:
         model_slices: the slices of the whole model.
-        stands_for: for each block of the whole model, the block that runs for it.
+        stands_for: for the name of each block of the whole model, the name of the block of the
+            shortened model that represents it.
 
     Returns:
         None if blocks with the same representative are sliced differently.

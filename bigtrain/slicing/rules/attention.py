@@ -94,7 +94,7 @@ def _by_value_columns(
     scale: float | None,
     enable_gqa: bool,
 ) -> Any:
-    """Attention with values sliced along their width: all ranks compute the same weights."""
+    """Compute attention with values sliced along their width; weights are equal on all ranks."""
     if len(sliced) > 1 or sliced[0] is not value or value.negative_dim != -1:
         return NotImplemented
     group = value.group
@@ -115,7 +115,7 @@ def _by_value_columns(
 
 
 def _local_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
-    """Return a rank's part along a dim, counted from the last one (-1), of any tensor."""
+    """Return a rank's part of any tensor along a dim, which is counted from the last dim (-1)."""
     if not is_sliced(value):
         return matching_part(value, slices, dim, group)
     if value.negative_dim == dim and value.slices.same(slices, group.size):
@@ -174,7 +174,7 @@ def _multi_head_attention(
         return NotImplemented
     is_batched = query.dim() == 3
     if not is_batched:
-        batched = {id(t): t.unsqueeze(1) for t in inputs}  # query is key stays true
+        batched = {id(t): t.unsqueeze(1) for t in inputs}  # so that `query is key` stays true
         inputs = tuple(batched[id(t)] for t in inputs)
     del embed_dim_to_check
     separate = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
@@ -196,7 +196,7 @@ def _multi_head_attention(
         mixed = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     mixed = mixed.permute(2, 0, 1, 3).flatten(-2)
     if is_sliced(mixed) or is_sliced(out_proj_weight):
-        # Sharded as the residual stream is; in torch's own function the sequence comes first.
+        # The output is sharded like the residual stream. In torch's function dim 0 is the sequence.
         sequence_dim = inputs[0].slices.dim if is_sliced(inputs[0]) else 0
         out = linear(mixed, out_proj_weight, out_proj_bias, sequence_dim)
     else:
@@ -220,7 +220,7 @@ def _projections(inputs: tuple[Any, ...], weight: Any, bias: Any, separate: Any)
 def _mask(
     attn_mask: Tensor | None, padding: Tensor | None, q: Any, keys: int, heads: int
 ) -> Tensor | None:
-    """Return both masks as one to add to the scores: (batch or 1, heads or 1, queries, keys)."""
+    """Return the sum of both masks, (batch or 1, heads or 1, queries, keys); None without masks."""
     mask = None
     if attn_mask is not None:
         mask = _additive(attn_mask, q.dtype)

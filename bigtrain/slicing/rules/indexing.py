@@ -48,7 +48,7 @@ def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
 
 
 def _range(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
-    """Return a range of the sliced dim that consists of whole sections; None for any other."""
+    """Return a range of the sliced dim if it consists of whole sections; None for other ranges."""
     total = tensor.shape[tensor.slices.dim]
     start, stop, step = index.indices(total)
     if step != 1 or stop <= start:
@@ -64,8 +64,12 @@ def _with_result_dim(
 ) -> tuple[SlicedTensor, int, int] | None:
     """Return the tensor to index on each rank, its sliced dim in the result, and the result's dims.
 
-    torch applies numbers, ranges and added dims first, then tensors. The dims of these come where
-    the first tensor is, or in front if other entries separate the tensors.
+    torch applies numbers, ranges and added dims first, then index tensors. The dims of the index
+    tensors come where the first of them is, or in front if other entries separate them. In
+    `entries`, a range of the sliced dim becomes a full slice: the returned tensor is that range.
+
+    Returns:
+        None if the sliced dim is indexed by anything but a range of whole sections.
     """
     source, dim, index_dims, result_dim = 0, 0, 0, None
     chosen: list[int] = []

@@ -52,7 +52,7 @@ def _cross_entropy(
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the divisor of the mean: the number of valid targets, or their classes' weights."""
+    """Return the divisor of the mean: the number of valid targets, or the sum of their weights."""
     valid = target != ignore_index
     if weight is None:
         return valid.sum()
@@ -116,15 +116,15 @@ class _Targets:
 
     @property
     def all_weights(self) -> Any:
-        """The sum over the classes."""
+        """The sum of the weights over all classes; their number without weights."""
         return self.slices.total if self.weight is None else self.weight.sum()
 
 
 class _Losses(torch.autograd.Function):
     """Compute each target's loss, equal on all ranks, from logits (targets, local classes).
 
-    With classes' weights w, of C classes, target t, smoothing e and logits z it is
-    (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as in torch.
+    For C classes with weights w, logits z, target t, smoothing e and Z = sum_c exp(z_c), the loss
+    is (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as in torch.
     """
 
     @staticmethod

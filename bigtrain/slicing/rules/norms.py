@@ -30,14 +30,14 @@ _T: Any = torch.Tensor
 def rank_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
     """Draw random numbers from a stream of this rank inside a `with` block, for sliced tensors.
 
-    The stream is seeded by a number of the common stream and the rank, so that the common streams
-    stay equal on all ranks and recomputation draws the same numbers.
+    The seed of the stream is a number from the common stream plus the rank. So the common streams
+    stay equal on all ranks, and recomputation draws the same numbers.
     """
     if not draws:
         yield
         return
     seed = int(torch.randint(1 << 62, ()).item()) if group.group is not None else 0
-    if group.group is None:  # fakes draw nothing
+    if group.group is None:  # fake tensors draw nothing
         yield
         return
     with torch.random.fork_rng(devices=_devices()):
@@ -131,7 +131,7 @@ def _layer_norm(
 
 
 class _Statistics:
-    """Running statistics of a norm, and their part for a rank's channels."""
+    """Running statistics of a norm, and the part of them for a rank's channels."""
 
     def __init__(self, whole: Any, slices: Slices, group: SliceGroup) -> None:
         self._whole, self._slices, self._group = whole, slices, group
@@ -153,7 +153,7 @@ class _Statistics:
 
 
 _USES_BATCH = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
-"""The sixth argument says whether the input's own statistics are used: its name and default."""
+"""By norm, the name and default of its sixth argument: whether the input's statistics are used."""
 
 
 @rule_with_function(*_USES_BATCH)
@@ -169,7 +169,7 @@ def _channel_norm(
     eps: float = 1e-5,
     **named: Any,
 ) -> Any:
-    """BatchNorm or InstanceNorm, which treat each channel, dim 1, independently."""
+    """Compute a BatchNorm or InstanceNorm, which treat each channel (dim 1) independently."""
     name, default = _USES_BATCH[func]
     if uses_batch is None:
         uses_batch = named.pop(name, default)
@@ -294,10 +294,10 @@ def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sum(x: SlicedTensor, name: str, args: Any, kwargs: Any) -> Any:
-    """A sum or a mean over the sliced dim: the sum of the ranks' results."""
+    """Return a sum or a mean over the sliced dim, as the sum of the ranks' results."""
     local = local_of(x)
     if name == "sum":
         return summed(torch.sum(local, *args, **kwargs), x.group)
-    # The mean of the ranks' means, weighted: the sum of all elements may overflow its dtype.
+    # The weighted mean of the ranks' means, because the sum of all elements may overflow its dtype.
     share = local.shape[x.slices.dim] / x.slices.total
     return summed(torch.mean(local, *args, **kwargs) * share, x.group)

@@ -26,7 +26,7 @@ _T: Any = torch.Tensor
 
 
 def words(text: str) -> list[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return text.split()
 
 
@@ -89,7 +89,7 @@ def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of the result of a function of these."""
+    """Return the shape to which these tensors are broadcast."""
     shape = [1] * max(tensor.dim() for tensor in tensors)
     for tensor in tensors:
         for dim in range(-tensor.dim(), 0):
@@ -106,7 +106,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if func is torch.where and len(args) + len(kwargs) < 3:
         return NotImplemented
-    # Among tensors with different slices the largest keeps its own.
+    # Of tensors with different slices, the slices of the largest are used.
     main = args[0] if changes else max(filter(is_sliced, tensors), key=Tensor.numel)
     slices, dim, group = main.slices, main.negative_dim, main.group
     shape = tuple(main.shape) if len(tensors) == 1 else _broadcast(tensors)
@@ -123,7 +123,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule_with_function(_T.to, _T.type_as)
 def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cast or move slices; of the other tensor of `type_as` or `to` only dtype and device count."""
+    """Cast or move slices; only dtype and device of the other tensor of `type_as` or `to` count."""
     arguments = [local_of(a) if is_sliced(a) else a for a in (tensor, *args)]
     named = {name: local_of(a) if is_sliced(a) else a for name, a in kwargs.items()}
     local = func(*arguments, **named)
@@ -158,7 +158,7 @@ _DRAWN = words("bernoulli_ normal_ uniform_ random_ exponential_ geometric_ log_
 
 @rule_with_function(*_named(_T, _DRAWN))
 def _drawn(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Draw numbers of the whole shape, as one process does, and keep this rank's slices."""
+    """Draw numbers of the whole shape, as one process does, and copy this rank's slices of them."""
     if not is_sliced(tensor) or any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
         return NotImplemented
     drawn = func(local_of(tensor).detach().new_empty(tensor.shape), *args, **kwargs)

@@ -1,7 +1,7 @@
 """Rules of products: columns, rows, heads, channels and the vocabulary.
 
-A product is described by letters, as in einsum. If the sliced letter is in the result, the result
-is sliced; if it is summed over, each rank has a partial sum, and the partial sums are summed.
+A product is described by letters, one per dim, as in einsum. If the letter of the sliced dim is in
+the result, the result is sliced. Otherwise each rank has a partial sum, and these are summed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ def product(
 
     Args:
         letters: for each operand, one letter per dim.
-        result: letters of the result; all others are summed over.
-        operands: the operands of the product.
-        compute: the product of plain tensors.
-        main: the operand whose slices the others follow; None for the first sliced one.
+        result: letters of the result; all other letters are summed over.
+        operands: the operands of the product, whole or sliced.
+        compute: computes the product of plain tensors.
+        main: the index of the operand whose slices the others follow; None for the first sliced
+            operand.
         add_up: sums partial results over the ranks.
+
+    Returns:
+        A sliced tensor if the letter of the sliced dim is in `result`; else what `add_up` returns.
+        Without sliced operands, the plain product.
     """
     sliced = [n for n, operand in enumerate(operands) if is_sliced(operand)]
     if not sliced:
@@ -140,7 +145,7 @@ def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
 
 
 def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
-    """Add a bias along a dim; once, after partial results were summed."""
+    """Add a bias along a dim. The result must be summed before, so that the bias counts once."""
     if bias is None:
         return result
     bias = bias.to(result.dtype)  # autocast may have chosen it
@@ -309,12 +314,15 @@ def _conv_transpose(
 def _convolution(
     compute: Callable[..., Any], x: Any, weight: Any, bias: Any, groups: int, *, is_transposed: bool
 ) -> Any:
-    """A convolution, or a transposed one: then dim 0 of the weight is summed over, not dim 1.
+    """Compute a convolution or transposed convolution on slices.
+
+    A convolution sums over dim 1 of its weight, a transposed convolution over dim 0.
 
     Args:
-        compute: the convolution of plain tensors, without bias, in a number of groups.
+        compute: computes the convolution of plain tensors, without bias, in a number of groups.
         x: (batch, channels, ...), or without the batch.
-        weight: (out channels, in channels of a group, ...); transposed (in, out of a group, ...).
+        weight: (out channels, in channels of a group, ...); of a transposed convolution, (in
+            channels, out channels of a group, ...).
         bias: (out channels,), or None.
         groups: the number of groups of channels.
         is_transposed: whether it is a transposed convolution.
@@ -342,7 +350,7 @@ def _convolution(
 def _grouped(
     compute: Callable[..., Any], x: Any, weight: Any, groups: int, *, is_transposed: bool
 ) -> Any:
-    """A convolution by groups of channels: a rank has whole groups, or a part of each group.
+    """Compute a convolution with groups: a rank has whole groups, or a part of each group.
 
     The arguments are those of `_convolution`; `groups` is more than one.
     """
@@ -378,7 +386,11 @@ def _grouped(
 
 
 def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
-    """Return sections counted in elements `divide` times as large, then split `times` ways."""
+    """Return slices of a dim after every `divide` elements become one, and each becomes `times`.
+
+    Returns:
+        None if a section is not divisible, or neither its unit nor its number of units is.
+    """
     sections = []
     for length, unit in slices.sections:
         if length % divide or (unit % divide and length // unit % divide):

@@ -1,4 +1,4 @@
-"""Rules of functions that only rearrange elements: their arguments are shapes of the whole."""
+"""Rules of functions that only rearrange elements; their arguments are shapes of whole tensors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _T: Any = torch.Tensor
 
 
 def _sizes(sizes: Sequence[Any]) -> list[int]:
-    """Sizes given one by one or as a sequence."""
+    """Return sizes that were given one by one or as a sequence."""
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         return [int(size) for size in sizes[0]]
     return [int(size) for size in sizes]
 
 
 def _filled(target: list[int], total: int) -> list[int]:
-    """Return the shape with -1 replaced."""
+    """Return the shape with -1 replaced by the missing length."""
     if -1 not in target:
         return target
     known = math.prod(size for size in target if size != -1)
@@ -348,10 +348,10 @@ def _windows(tensor: SlicedTensor, dimension: int, size: int, step: int) -> Any:
 
 
 def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None:
-    """Return slices counted in elements `divide` times as large, then split `times` ways.
+    """Return slices of a dim after every `divide` elements become one, and each becomes `times`.
 
     Returns:
-        None if a rank's part would cut one of the larger elements.
+        None if a rank has only a part of `divide` elements that become one.
     """
     sections = []
     for section in slices.sections:
@@ -370,7 +370,7 @@ def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None
 
 
 def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim: int) -> Any:
-    """Wrap a result in which each channel became several, or several became one."""
+    """Wrap a result in which one channel became several channels, or several became one."""
     if tensor.slices.dim != dim:
         return tensor.like(local)
     slices = resized(tensor.slices, divide, times, tensor.group.size)
@@ -378,7 +378,7 @@ def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim:
 
 
 def _fits(tensor: Any, divide: int, dim: int) -> bool:
-    """Whether the batch is sliced, or the channels without separating any that belong together."""
+    """Whether a dim before `dim` is sliced, or `dim` is, without separating `divide` channels."""
     if not is_sliced(tensor) or tensor.slices.dim > dim:
         return False
     size = tensor.group.size

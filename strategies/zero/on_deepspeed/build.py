@@ -1,10 +1,10 @@
 """Build a DeepSpeed engine without ever using more memory for the model than training does.
 
-DeepSpeed takes a whole model, makes a flat copy of it and copies of that. Here the parameters of
-stages 1 and 2 get their values in the flat buffer, and those of stage 3 are cut as soon as their
-module has its values. In fp32 the second copy that DeepSpeed would update is dropped, and the
-parameters themselves are updated. In bf16 that copy gets the initial values from before they were
-rounded.
+DeepSpeed takes a whole model, makes a flat copy of it, and fp32 copies of the flat copy for the
+update. Here the parameters of stages 1 and 2 get their values in the flat buffer, and those of
+stage 3 are cut as soon as their module has its values. In fp32 the copy for the update is dropped,
+and the parameters themselves are updated. In bf16 the copy for the update gets the initial values
+in fp32, before they are rounded.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ from bigtrain.strategies.zero.on_deepspeed.layout import (
 
 @contextmanager
 def blaming_file(path: str | None) -> Iterator[None]:
-    """Turn an error that DeepSpeed raises about a user's file into one line with its path.
+    """Turn an error that DeepSpeed raises about a user's file into one line with the path.
+
+    Args:
+        path: the path of the file; None if there is none, and then errors pass unchanged.
 
     Raises:
-        ConfigError: DeepSpeed raises an error and a file is given.
+        ConfigError: DeepSpeed refuses the settings of the file.
     """
     try:
         yield
@@ -65,12 +68,12 @@ def check_file(path: str, config: dict[str, Any]) -> None:
 
     Args:
         path: the path of the user's file.
-        config: the config with its "auto" values filled in.
+        config: the configuration with all "auto" values filled in.
 
     Raises:
-        ConfigError: DeepSpeed refuses it.
+        ConfigError: DeepSpeed refuses the configuration.
     """
-    # One process reads it: the batch of all ranks would not be that of its micro-batches.
+    # DeepSpeed sees one rank here, for which the batch of all ranks would be wrong.
     alone = {key: value for key, value in config.items() if key != "train_batch_size"}
     with blaming_file(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,18 +86,20 @@ class BuiltEngine:
 
     engine: Any
     fp32_values: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """By the id of a parameter, (offset in it, the fp32 values that begin there); they include the
-    elements that this rank updates."""
+    """(offset in the parameter, fp32 values from there on), by the id of the parameter.
+
+    The values include the elements that this rank updates.
+    """
     closing: ExitStack = field(default_factory=ExitStack)
-    """Undoes the changes that DeepSpeed makes outside of its engine."""
+    """Undoes the changes outside of the engine, which DeepSpeed or this module made."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """The model's dtypes by the names of parameters; frozen parameters are saved in these."""
+    """The dtype of each parameter in the user's model, by name; frozen ones are saved in it."""
     optimizer: torch.optim.Optimizer | None = None
-    """The user's."""
+    """The user's optimizer."""
     begin_state: Callable[[], None] | None = None
-    """Creates the optimizer's state on the pieces, if it has some before its first step."""
+    """Creates the optimizer's state on the pieces, if it has state before its first step."""
     tracking: Callable[[], bool] = lambda: False
-    """Whether memory is being tracked now."""
+    """Returns whether memory is being tracked."""
 
 
 def build_engine(
@@ -103,10 +108,13 @@ def build_engine(
     """Give the model its values, shard it, and make DeepSpeed's engine of it. Collective.
 
     Args:
-        assembly: the model has no values yet.
-        config: the config that DeepSpeed gets.
+        assembly: an assembly whose model has no values yet.
+        config: DeepSpeed's configuration.
         stage: the stage of ZeRO, 1 to 3.
-        path: the path of the user's file, if the config is from one.
+        path: the path of the user's file, if the configuration is from a file.
+
+    Raises:
+        ConfigError: DeepSpeed does not support the model or its optimizer, or refuses the file.
     """
     context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)
@@ -155,9 +163,9 @@ def build_engine(
 
 
 def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitStack) -> None:
-    """Let `copy.deepcopy` return the model from before DeepSpeed, whole and without hooks.
+    """Let `copy.deepcopy` on fake tensors return the model as it was before DeepSpeed's changes.
 
-    A later prediction copies the model; a copy with DeepSpeed's hooks would act on the model that
+    A later prediction copies the model. A copy with DeepSpeed's hooks would act on the model that
     is being trained.
     """
     twins: dict[int, object] = {}
@@ -189,11 +197,11 @@ def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitSta
 
 
 def flat_optimizer(assembly: Assembly) -> WholeOptimizer:
-    """Return the optimizer, still without parameters.
+    """Return the job's optimizer, which has no parameters yet.
 
     Raises:
-        ConfigError: no parameter is trained, one is not fp32, or the optimizer needs whole tensors
-            or leaves some parameters out.
+        ConfigError: no parameter is trained, a trained parameter is not fp32, BatchNorm would be
+            in bf16, or the optimizer needs whole tensors or leaves some parameters out.
     """
     named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
     kinds = sorted({str(p.dtype) for p in named.values()})
@@ -226,12 +234,12 @@ def flat_optimizer(assembly: Assembly) -> WholeOptimizer:
 
 
 def _is_round_robin(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed assigns parameters to ranks in turn, not in their order."""
+    """Return whether DeepSpeed deals parameters out to the ranks in rotation."""
     return bool(json_section(config, "zero_optimization").get("round_robin_gradients", False))
 
 
 def _is_padded(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed pads every parameter."""
+    """Return whether DeepSpeed pads every parameter."""
     return bool(json_section(config, "zero_optimization").get("parameter_alignment", False))
 
 
@@ -243,10 +251,10 @@ def _fill_flat(
     to_bf16: bool,
     is_round_robin: bool,
 ) -> None:
-    """Stages 1 and 2: put each group's parameters one after the other into one buffer.
+    """Put each group's parameters one after the other into one buffer, for stages 1 and 2.
 
-    With `is_round_robin` the fp32 values of whole parameters are stored in `built`: the rank that
-    updates a parameter is not known yet.
+    With `is_round_robin` the fp32 values of whole parameters are stored in `built`, because the
+    rank that updates a parameter is not known yet.
     """
     context = assembly.context
     ranks, rank = context.dp_size, context.dp_rank
@@ -277,7 +285,7 @@ def _fill_flat(
 
 
 def _cast_frozen(assembly: Assembly) -> None:
-    """Cast frozen parameters one by one: DeepSpeed casts them when all are there in fp32."""
+    """Cast frozen parameters one by one: DeepSpeed would need all of them in fp32 at once."""
     for name in [n for n, p in assembly.model.named_parameters() if not p.requires_grad]:
         assembly.materialize([name])
         parameter = assembly.model.get_parameter(name)
@@ -288,7 +296,7 @@ def _cast_frozen(assembly: Assembly) -> None:
 def _fill_in_shards(
     assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, to_bf16: bool
 ) -> None:
-    """Stage 3: cut module after module, so that no rank ever has more than one module whole."""
+    """Cut one module after the other, for stage 3, so that at most one is whole on a rank."""
     partitioner = Partitioner(config, built.closing)
     ranks, rank = assembly.context.dp_size, assembly.context.dp_rank
     names = set(names_of(assembly.model))

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: ours, or a user's file with its "auto" values filled in."""
+"""DeepSpeed's configuration, made from the job or from a user's file with "auto" values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AUTO = "auto"
 
 
 def zero_stage_of(options: Zero) -> int:
-    """Return the stage: that of the file, if there is one.
+    """Return the stage of ZeRO: that of the DeepSpeed file, if the options name a file.
 
     Raises:
-        ConfigError: the file cannot be read, or its stage is not that of the options.
+        ConfigError: the file cannot be read, or its stage differs from that of the options.
     """
     if options.config is None:
         return options.stage
@@ -45,10 +45,11 @@ def precision_of(plan: Plan) -> int:
 
 
 def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed.
+    """Return DeepSpeed's configuration, with bucket sizes in elements.
 
     Args:
-        options: the options of the technique; a file that they name is used unchanged.
+        options: the options of the technique. From a file that they name all values are used, and
+            each "auto" is replaced.
         plan: batch, precision, clipping, offload.
         elements: the number of elements of the trained parameters, from which the sizes of buffers
             are derived.
@@ -68,7 +69,7 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(options, plan, stage, elements),
-        # Its timer synchronizes with the accelerator at each forward pass and each step.
+        # DeepSpeed's timer would wait for the accelerator at each forward pass and each step.
         "timers": {"throughput": {"enabled": False}},
     }
     if bf16 and accumulates_in_fp32(plan, stage):
@@ -85,19 +86,19 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
 
 
 def accumulates_in_fp32(plan: Plan, stage: int) -> bool:
-    """Whether DeepSpeed adds bf16 gradients up in fp32.
+    """Return whether DeepSpeed adds bf16 gradients up in fp32.
 
-    Stage 2 has its shard in fp32, as the step reads it; stage 3 too, if it adds up several
-    micro-batches. Stage 1 would need whole fp32 gradients.
+    Stage 2 does, because the step reads its shard in fp32. Stage 3 does if a step has several
+    micro-batches. Stage 1 does not: it would need whole fp32 gradients.
     """
     return stage == 2 or (stage == 3 and plan.batch.accumulation_steps > 1)
 
 
 def overlaps_exchanges(zero: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed exchanges while it computes: by default in stage 3 alone.
+    """Return whether DeepSpeed communicates while it computes: by default only in stage 3.
 
     Args:
-        zero: the section `zero_optimization`, of this module or of a user's file.
+        zero: the section `zero_optimization` of DeepSpeed's configuration.
     """
     given = zero.get("overlap_comm")
     return bool(zero["stage"] == 3 if given is None else given)
@@ -114,8 +115,8 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
         "contiguous_gradients": True,
         # Without overlap stage 1 reduces after the backward pass, when all whole gradients exist.
         "overlap_comm": on_gpu or stage == 1,
-        # One reduction to each rank: half the traffic, and no copy of a gradient that is in the
-        # shares of two ranks.
+        # Each gradient is then reduced to its rank, not to all ranks. This halves the traffic, and
+        # avoids a copy of a gradient that is in the shares of two ranks.
         "use_multi_rank_bucket_allreduce": False,
     }
     if stage == 3:
@@ -126,7 +127,7 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
             "stage3_prefetch_bucket_size": bucket if on_gpu else 0,
             "stage3_max_live_parameters": 2 * bucket if on_gpu else 0,
             "stage3_max_reuse_distance": 0,
-            # Biases and norms stay whole: they are 0.1 % of a model, and most of its tensors.
+            # Biases and norms stay whole: they are 0.1 % of a model, but most of its tensors.
             "stage3_param_persistence_threshold": elements // 5000,
             "stage3_model_persistence_threshold": max(1, elements // 100),
             # Gathered one by one, a parameter needs no second buffer.
@@ -151,18 +152,18 @@ def _offload(tier: str, path: str | None, plan: Plan) -> dict[str, Any]:
 
 
 def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
-    """Return the elements of a bucket of gradients; even, as DeepSpeed requires."""
+    """Return the number of elements of a bucket of gradients; even, as DeepSpeed requires."""
     if options.bucket_size is not None:
         return max(2, options.bucket_size // precision_of(plan) // 2 * 2)
     if is_accelerator(plan.device_type):
-        # Each bucket costs a wait: a small model has few, a large one sixteen.
+        # Each bucket costs a wait: a small model has few buckets, a large model sixteen or more.
         return min(50_000_000, max(5_000_000, elements // 16 // 2 * 2))
     # A gradient larger than the bucket is reduced in place, without a copy.
     return min(1_000_000, max(256, elements // 512 // 2 * 2))
 
 
 def _fill(file: Any, ours: Any) -> Any:
-    """Return the file with our value for each "auto"; a key without one is left out."""
+    """Replace each "auto" of a file by the value in `ours`; without a value omit the key."""
     if not isinstance(file, dict):
         return file
     known = ours if isinstance(ours, dict) else {}
@@ -176,7 +177,10 @@ def _fill(file: Any, ours: Any) -> Any:
 def _refuse_contradictions(
     path: str, user_file: dict[str, Any], defaults: dict[str, Any], plan: Plan
 ) -> None:
-    """Refuse a file that differs from the plan; `deepspeed_json` has compared the job's keys."""
+    """Refuse a file that differs from the plan in batch, clipping, precision or offload.
+
+    `deepspeed_json` has already compared the keys of the job with the file.
+    """
     _refuse_batch(path, user_file, plan)
     clip = user_file.get("gradient_clipping", _AUTO)
     if clip != _AUTO and not same_value(clip, defaults["gradient_clipping"]):
@@ -224,6 +228,6 @@ def _refuse_batch(path: str, user_file: dict[str, Any], plan: Plan) -> None:
 
 
 def unused_line(path: str | None) -> str | None:
-    """Return a line with the sections of a user's file that are not used; None if all are."""
+    """Return a line with the unused sections of a user's file; None if all sections are used."""
     names = [] if path is None else unused_sections(deepspeed_config(path))
     return f"{path}: not used: {', '.join(names)}" if names else None

@@ -1,29 +1,32 @@
-"""Stages 1 to 3 on DeepSpeed, from a user's DeepSpeed file if one is given.
+"""ZeRO stages 1 to 3 on DeepSpeed, with the settings of a user's DeepSpeed file if one is given.
 
 DeepSpeed's engine runs the backward passes and steps a client optimizer, which may be any
-elementwise one of torch. So none of its C++ operators is compiled. We measured its memory in
-addition to the least possible, and removed the following, which changes no number:
+elementwise optimizer of torch. So none of DeepSpeed's C++ operators is compiled. DeepSpeed alone
+needs more than the least possible memory. The following parts of the excess are removed here, which
+changes no result (P parameters, N ranks):
 
-* the fp32 copy of the parameters that the optimizer updates, in addition to the fp32 parameters
-  (4P/N bytes): the parameters themselves are updated;
-* the copy of a shard's gradients that is flattened for the step (4P/N): gradients are reduced into
-  the buffer that the step reads;
-* a gradient larger than the bucket, which stayed whole until the backward pass ended: it is reduced
-  at once and freed;
-* fp64 copies of whole gradients for their norm, which is computed in place
-  (`bigtrain/tensors/norms.py`);
-* the flat copy of the model while the engine is built (4P).
+* The fp32 copy that the optimizer updates, in addition to the fp32 parameters (4P/N bytes). Here
+  the parameters themselves are updated.
+* The copy of a shard's gradients that is flattened for the step (4P/N). Here gradients are reduced
+  into the buffer that the step reads.
+* A gradient larger than the bucket, which is whole until the backward pass ends. Here it is reduced
+  at once and freed.
+* fp64 copies of whole gradients for their norm. Here the norm is computed in place
+  (`bigtrain/tensors/norms.py`).
+* The flat copy of the model while the engine is built (4P).
 
 With one micro-batch this leaves 4P + 12P/N bytes in fp32 for stages 1 and 2, and 16P/N for stage 3,
 plus a bucket of P/512 elements (two for stage 1) and, under stage 3, the parameters of the module
-that computes. In bf16, stages 1 and 2 have their gradient shard in fp32, as the step reads it:
-2P + 16P/N, which is 2P/N above the least. With accumulation, stage 1 keeps whole gradients between
-the micro-batches (4P, in bf16 2P), and stage 3 in bf16 an fp32 shard of them (2P/N more).
+that computes. In bf16, stages 1 and 2 have their gradient shard in fp32, because the step reads it
+in fp32: 2P + 16P/N, which is 2P/N above the least. With accumulation, stage 1 has whole gradients
+between the micro-batches (4P, in bf16 2P), and stage 3 in bf16 has an fp32 shard of the gradients
+(2P/N more).
 
-Parameters that the loss never reaches are left out of training. If a step brings no gradient of
-another parameter, DeepSpeed's flat shard has zeros there, and the optimizer would apply weight
-decay and momentum. Such a step is refused, except for plain SGD, which zeros do not move. In bf16,
-frozen parameters exist only in bf16 and are saved rounded.
+Parameters that the loss never reaches are left out of training. If another parameter has no
+gradient in a step, DeepSpeed's flat shard has zeros in its place, and the optimizer would apply
+weight decay and momentum. Such a step is refused, except for plain SGD, which does not change a
+parameter for a gradient of zeros. In bf16, frozen parameters exist only in bf16 and are saved with
+rounded values.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 from bigtrain.tracing.routes import Routes
 
 DEEPSPEED_ALTERNATIVES = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
-"""The preset for the torch engine with the same stage."""
+"""The preset with the same stage on the torch engine, by stage."""
 
 _CANNOT_HOLD: frozenset[Oddity] = SPARSE | {
     "accumulate_hooks",
@@ -70,8 +73,10 @@ _CANNOT_HOLD: frozenset[Oddity] = SPARSE | {
 _STAGE_3_CANNOT: frozenset[Oddity] = frozenset(
     {"writes", "empty", "frozen_complex", "graph_in_forward"}
 )
-"""Stage 3 frees gathered values: writes into a parameter between its uses are lost, and a second
-backward pass finds no values."""
+"""The properties of a model that only stage 3 does not support, because it frees gathered values.
+
+Writes into a parameter between its uses are lost, and a second backward pass finds no values.
+"""
 
 
 class DeepSpeed(Zero):
@@ -109,10 +114,10 @@ class DeepSpeed(Zero):
         groups: Sequence[Sequence[str]],
         may_split: bool,  # noqa: ARG002
     ) -> list[Slice]:
-        """See `Strategy.updated_slices`: a buffer of each group has equal shares.
+        """See `Strategy.updated_slices`: the flat buffer of each group has equal shares.
 
-        With `round_robin_gradients` or `parameter_alignment` in a user's file DeepSpeed puts the
-        parameters in another order or place. A share has the same size, up to padding.
+        With `round_robin_gradients` or `parameter_alignment` in a user's file, DeepSpeed puts the
+        parameters in another order, or at other offsets. A share has the same size, up to padding.
         """
         return flat_slices([{n: sizes[n] for n in names} for names in groups], ranks)
 
@@ -126,11 +131,11 @@ class DeepSpeed(Zero):
             )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
-        """Refuse passes that differ between ranks, or steps that certainly miss a parameter.
+        """See `Strategy.meet_routes`: refuse passes that differ between the ranks of a step.
 
-        Its buckets would be reduced with others of other ranks, and its flat shards have zeros. If
-        all ranks call the same modules, and a step has several micro-batches, the runner checks
-        each step.
+        DeepSpeed would reduce buckets with different parameters together. With one micro-batch in a
+        step, passes that differ between steps are refused too: flat shards would have zeros for
+        parameters that a step does not use. With several micro-batches the runner checks each step.
         """
         if not routes.differ and plan.batch.accumulation_steps > 1:
             return self, None
@@ -142,11 +147,11 @@ class DeepSpeed(Zero):
         )
 
     def replaced_functions(self) -> AbstractContextManager[object]:
-        """Return the linear function of stage 3, which saves other tensors than torch's."""
+        """See `Strategy.replaced_functions`: stage 3 saves other tensors for linear layers."""
         return stage_3_linear() if self.traits.replaces_products else nullcontext()
 
     def warning(self) -> str | None:
-        """See `Strategy.warning`: an untested version, and unused sections of a file."""
+        """See `Strategy.warning`: an untested version, or unused sections of a user's file."""
         lines = (DEEPSPEED.warning(), unused_line(self.config))
         return "; ".join(line for line in lines if line is not None) or None
 
@@ -208,7 +213,7 @@ class DeepSpeed(Zero):
             )
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """Return one line if sharding or DeepSpeed's offload cannot help."""
+        """Return one line if sharding or DeepSpeed's offload cannot save memory."""
         return super().advise(forecast, profile, plan) or _offload_advice(plan)
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
@@ -227,7 +232,10 @@ class DeepSpeed(Zero):
         return deepspeed_traffic(config, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
-        """Set a runner that builds the engine, after all other techniques are applied."""
+        """Set a runner that builds DeepSpeed's engine when all techniques have been applied.
+
+        In a DeepSpeed pipeline, let the pipeline's engine shard the optimizer's state.
+        """
         if assembly.plan.shares_engine:
             share_engine(self, assembly)
             return
@@ -248,7 +256,7 @@ def _check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str)
     """Refuse offload of parameters below stage 3, and offload to disk in any stage.
 
     Raises:
-        ConfigError: the plan or the file asks for one of them.
+        ConfigError: the plan or the configuration has one of these offloads.
     """
     away = plan.offload_tiers
     if away.parameters != "device" and stage < 3:
@@ -260,7 +268,8 @@ def _check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str)
     for name in ("offload_optimizer", "offload_param"):
         if json_section(zero, name).get("device") == "nvme":
             # The pieces would not be in memory between steps, where norms, clipping and
-            # checkpoints read them; and its operator needs libaio and minutes of compilation.
+            # checkpoints read them. DeepSpeed's operator for this also needs libaio, and minutes of
+            # compilation.
             raise ConfigError(
                 f"zero_optimization.{name}.device=nvme (strategy.offload on disk) is not supported "
                 f"with engine=deepspeed. Use --strategy {instead} with "

@@ -1,8 +1,8 @@
-"""Stage 1 inside DeepSpeed's pipelines: the engine of the cut does the steps of this technique.
+"""ZeRO stage 1 inside DeepSpeed's pipelines, where the engine of the pipeline updates.
 
-Whole gradients are added up over a step's micro-batches, and reduced into the shards at its end.
-bf16 is autocast on fp32 parameters. DeepSpeed itself flattens the model, which needs memory for two
-copies of it while the engine is built.
+Whole gradients are added up over a step's micro-batches, and reduced into the shards at the end of
+the step. bf16 is autocast on fp32 parameters. DeepSpeed itself flattens the model, which needs
+memory for two copies of the model while the engine is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bigtrain.tensors.shards import SavedTensor
 
 
 def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
-    """Set `Assembly.shard`, by which the engine of the cut shards the optimizer's state."""
+    """Set `Assembly.shard`, with which the pipeline's engine shards the optimizer's state."""
 
     def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineZeroUpdate:
         model = assembly.model
@@ -43,7 +43,7 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         config = deepspeed_settings(options, assembly.plan, trained)
         more = {
-            # In a pipeline it reduces after the last micro-batch.
+            # In a pipeline DeepSpeed reduces after the last micro-batch: nothing can overlap.
             "zero_optimization": config["zero_optimization"] | {"overlap_comm": False},
             "gradient_clipping": config["gradient_clipping"],
         }
@@ -60,7 +60,7 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
 
 
 class PipelineZeroUpdate(DeepSpeedUpdate):
-    """The optimizer of one stage, its state sharded over the replicas."""
+    """The optimizer of one pipeline stage, with its state sharded over the replicas."""
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -68,10 +68,10 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         self.shards.clear()
 
     def clip(self, elsewhere: Collection[str]) -> float:
-        """Let the next step clip by the norm over all stages; return it. Collective.
+        """Let the next step clip by the gradient norm over all stages; return the norm. Collective.
 
         Args:
-            elsewhere: tied parameters, which another stage counts.
+            elsewhere: names of tied parameters whose gradients another stage counts.
         """
         own_square = self._own_square()
         for name in elsewhere:
@@ -86,11 +86,15 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         return norm
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
-        """See `Update.load_master`. It loads nothing: parameters are in fp32, without copies."""
+        """See `Update.load_master`. Nothing is loaded: the fp32 parameters have no copies."""
 
 
 def shared_forecast(options: Zero, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-    """Return the forecast of one stage: whole gradients until they are reduced into shards."""
+    """Return the forecast of one pipeline stage under stage 1 of ZeRO.
+
+    The stage has a share of the optimizer's state, and whole gradients until they are reduced into
+    shards.
+    """
     share = flat_share(profile.trained_elements, plan.dp)
     state = round(profile.state_slots * 4 * share) + min(profile.state_scalars, 4)
     bucket = 4 * bucket_elements(options, plan, profile.trained_elements)

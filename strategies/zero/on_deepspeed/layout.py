@@ -1,8 +1,8 @@
-"""The layout of DeepSpeed's flat buffers: how many elements, in which order, and whose they are.
+"""The layout of DeepSpeed's flat buffers: number and order of elements, and the rank that has them.
 
-Stages 1 and 2 put the parameters of a group one after the other into one flat buffer and give each
-rank an equal share of it, whose length is even. Stage 3 cuts every parameter by itself into as many
-equal pieces as there are ranks. All sizes here are numbers of elements, not bytes.
+Stages 1 and 2 put the parameters of a group one after the other into one flat buffer. Each rank has
+an equal share of the buffer, whose length is even. Stage 3 cuts every parameter by itself into as
+many equal pieces as there are ranks. All sizes here are numbers of elements, not bytes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ class BufferSizes:
     """The sizes in a `zero_optimization` section, with DeepSpeed's own defaults."""
 
     reduce_bucket: int
-    """Gradients that are reduced in one message."""
+    """The size of the gradients that are reduced in one message."""
     prefetch: int
-    """Parameters that stage 3 gathers before a module needs them."""
+    """The size of the parameters that stage 3 gathers before a module needs them."""
     persistent_parameter: int
-    """Stage 3 keeps a parameter of at most this size whole on every rank."""
+    """The largest size of a parameter that is whole on every rank under stage 3 (persistent)."""
     persistent_model: int
-    """The largest size of all parameters together that stage 3 keeps whole."""
+    """The largest size of all persistent parameters together."""
     sub_group: int
-    """Stage 3 updates its shards in pieces; a piece ends with the parameter that fills it."""
+    """The size of the pieces in which stage 3 updates its shards.
+
+    A piece ends with the parameter with which it reaches this size.
+    """
 
     @classmethod
     def of(cls, zero: Mapping[str, Any]) -> BufferSizes:
-        """Read the section; a key that is absent has DeepSpeed's default."""
+        """Return the sizes in a section; an absent key has DeepSpeed's default."""
         return cls(
             reduce_bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
             prefetch=int(zero.get("stage3_prefetch_bucket_size", 50_000_000)),
@@ -75,12 +78,12 @@ def piece_size(elements: int, ranks: int) -> int:
 
 
 def padded_size(shapes: Iterable[_Shape], ranks: int) -> int:
-    """Return the size of parameters that are each padded to equal pieces."""
+    """Return the size of all parameters, each padded so that its pieces are equal."""
     return sum(piece_size(math.prod(shape), ranks) * ranks for shape in shapes)
 
 
 def overlap(start: int, stop: int, share: range) -> range:
-    """Return the part of [start, stop) that is in a rank's share; empty where none is."""
+    """Return the part of [start, stop) that is in a rank's share; an empty range without one."""
     first = max(start, share.start)
     return range(first, max(first, min(stop, share.stop)))
 
@@ -147,12 +150,12 @@ def sub_group_shares(
 
 
 def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[int, int]:
-    """Return where each gradient begins in the flat buffer, by its birth.
+    """Return the offset of each gradient in the flat buffer, by the gradient's birth.
 
     Args:
-        sizes: the sizes of the gradients, in elements or bytes, by birth: the tick at which one is
-            made.
-        births: the births in the order of the parameters. If they are not those of `sizes`,
+        sizes: the size of each gradient, in elements or bytes, by birth: the tick at which the
+            gradient is made.
+        births: the births in the order of the parameters. If they differ from those in `sizes`,
             gradients are assumed to be made in the reverse order of the parameters.
     """
     is_known = sorted(births) == sorted(sizes)
@@ -167,8 +170,8 @@ def flatten_in_place(tensors: Sequence[Tensor], default: Callable[..., Tensor]) 
     """Return tensors as one flat tensor: a view if they are adjacent in memory.
 
     Args:
-        tensors: one or more.
-        default: DeepSpeed's function, which copies; called if they are not adjacent.
+        tensors: one or more tensors.
+        default: DeepSpeed's function, which copies. It is called if the tensors are not adjacent.
     """
     view = adjacent_view(tensors)
     return default(tensors) if view is None else view
@@ -183,9 +186,9 @@ def pad_in_place(
     their storage is large enough.
 
     Args:
-        tensors: one or more.
+        tensors: one or more tensors.
         unit: the unit in elements.
-        default: DeepSpeed's function, which allocates the padding; called in all other cases.
+        default: DeepSpeed's function, which allocates the padding. It is called in all other cases.
     """
     view = adjacent_view(tensors)
     padding = 0 if view is None else -view.numel() % unit
@@ -199,7 +202,7 @@ def pad_in_place(
 
 
 def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return one flat view of tensors that follow each other in memory; None if they do not."""
+    """Return one flat view of tensors that are adjacent in memory, in order; None for others."""
     first = tensors[0].detach()
     offset, storage = first.storage_offset(), first.untyped_storage()._cdata
     start = offset

@@ -1,9 +1,9 @@
 """The memory of one rank under DeepSpeed: its shards, its buffers, and temporary whole tensors.
 
 Under stages 1 and 2 the ranks' shards are equal shares of one flat buffer of all parameters. A rank
-allocates its shard of the gradients when the backward pass first reaches its share. For one rank
-that is the start of the backward pass, when all activations are still there: its peak is the
-highest. A plan with `dp_rank` asks for the peak of another rank.
+allocates its shard of the gradients when the backward pass first reaches its share. For one of the
+ranks that is the start of the backward pass, when all activations are still alive, so its peak is
+the highest. The forecast is for this rank, or for `dp_rank` of the plan if it is set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forecast_deepspeed(
     """Return the forecast of a rank under DeepSpeed.
 
     Args:
-        config: the config that DeepSpeed gets; its buffer sizes are in elements, not in bytes.
+        config: DeepSpeed's configuration, with buffer sizes in elements, not in bytes.
         forecast: the forecast with the techniques that are applied before.
         profile: the profile of one process.
         plan: ranks, precision, accumulation, offload.
@@ -67,7 +67,7 @@ def _flat(
     *,
     offloads: bool,
 ) -> Forecast:
-    """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its share."""
+    """Return the forecast of stages 1 and 2, with a flat buffer of which a rank updates a share."""
     stage, size = zero["stage"], precision_of(plan)
     share = flat_share(profile.trained_elements, plan.dp)
     buckets = bucket * (2 if overlaps_exchanges(zero) else 1)
@@ -81,7 +81,7 @@ def _flat(
     backward = _Backward.of(profile)
     waits = stage == 1 and plan.batch.accumulation_steps > 1
     if offloads and (size == 4 or stage == 1):
-        # Gradients are reduced into that of the optimizer's fp32 copy, which always exists.
+        # Gradients are reduced into the gradient of the optimizer's fp32 copy, which always exists.
         first = _throughout(backward.timeline, "gradients", shard)
     else:
         first = backward.with_shard(shard, bucket, plan, waits=waits)
@@ -108,7 +108,7 @@ def _flat(
 def _cut(
     zero: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan, bucket: int
 ) -> Forecast:
-    """Stage 3: a module's parameters and gradients are whole only while it computes."""
+    """Return the forecast of stage 3, where parameters are whole while their module computes."""
     size, ranks, sizes = precision_of(plan), plan.dp, BufferSizes.of(zero)
     share = piece_size(profile.trained_elements, ranks)
     backward = _Backward.of(profile)
@@ -157,9 +157,10 @@ def _cut(
 
 
 def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
-    """While DeepSpeed makes its optimizer: a rank's share in fp32, and zeros of the same size.
+    """Return the memory at the peak while the engine of stage 1 or 2 is built.
 
-    Or while the last frozen parameter of a bf16 run is cast, if more bytes are alive then.
+    The peak is either while DeepSpeed makes its optimizer, with a rank's share in fp32 and zeros of
+    the same size, or while the last frozen parameter of a bf16 run is cast.
     """
     unrounded = 4 * share if plan.bf16_parameters else 0  # fp32 values of the bf16 parameters
     made = Breakdown(
@@ -186,7 +187,7 @@ def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: 
     size, share = precision_of(plan), piece_size(profile.trained_elements, plan.dp)
     backward = _Backward.of(profile)
     largest = max((span.nbytes for span in backward.gradients), default=0)
-    # fp32 values in addition to the parameters, and the gradient that the optimizer reads.
+    # fp32 values in addition to fp32 parameters; below, the gradient that the optimizer reads.
     copies = 0 if plan.bf16_parameters else 4 * share
     if zero["stage"] == 3:
         copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
@@ -208,20 +209,22 @@ class _Backward:
     gradients: tuple[Span, ...]
     """The gradients by birth; each lives until it is added to those of earlier micro-batches."""
     offsets: tuple[int, ...]
-    """The offset of each in the flat buffer of all gradients, in bytes."""
+    """The offset of each of these gradients in the flat buffer of all gradients, in bytes."""
     viewed: Mapping[int, int] = field(default_factory=dict)
-    """For parameters of which a view is saved for backward: the birth of the gradient, and the tick
-    at which the view is freed; see `Profile`."""
+    """For parameters of which autograd saves a view: the tick at which the view is freed, by the
+    birth of the gradient; see `Profile.viewed_births`."""
     module_births: tuple[frozenset[int], ...] = ()
-    """Births of the gradients of each module's parameters."""
+    """The births of the gradients of each module's own parameters."""
     backward_starts: tuple[int | None, ...] = ()
-    """The tick at which the backward pass of each such module starts."""
+    """The tick at which the backward pass of each of these modules starts; None if unknown."""
     forward_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """(first, last tick) of each forward pass through each such module."""
+    """(first, last tick) of each forward pass through each of these modules."""
     largest: tuple[tuple[int, int, int], ...] = ()
-    """If modules are not known, as in a profile put together of sections: for each block, and for
-    the layers after them, the elements of its largest parameter and (first, last tick) of its
-    forward pass."""
+    """The elements of the largest parameter of each block, and first and last tick of its pass.
+
+    Only for a profile without modules, such as one that is composed of sections. The layers after
+    the blocks count as a block.
+    """
     uses: tuple[GatheredUse, ...] = ()
     """See `Profile.gathered_uses`."""
     recomputed: tuple[tuple[int, int], ...] = ()
@@ -231,8 +234,8 @@ class _Backward:
     def of(cls, profile: Profile) -> _Backward:
         """Return the second micro-batch of a profile.
 
-        Only in the first one are spans marked as gradients: both have the same spans in the same
-        order, so the first tells which those of the second are.
+        Spans are marked as gradients only in the first micro-batch. Both micro-batches have the
+        same spans in the same order, so the first shows which spans of the second are gradients.
         """
         timeline = profile.with_passing_gradients()
         first, later = (
@@ -255,7 +258,7 @@ class _Backward:
             return ticks[position - 1] + 1 if position else None
 
         def following(tick: int | None) -> int | None:
-            """The next tick at which a span is born: gradients are freed before a gathering."""
+            """Return the tick of the next birth of a span; gradients are freed before it."""
             position = None if tick is None else bisect_right(births, tick)
             return ticks[position] if position is not None and position < len(ticks) else None
 
@@ -276,7 +279,7 @@ class _Backward:
                 tuple(
                     (moved(begin) or ticks[0], moved(end) or ticks[0])
                     for begin, end in passes
-                    if begin < backward_start  # recomputed ones are in `recomputed`
+                    if begin < backward_start  # recomputations are in `recomputed`
                 )
                 for passes in profile.module_passes
             ),
@@ -298,13 +301,13 @@ class _Backward:
         )
 
     def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, waits: bool) -> Timeline:
-        """Add a rank's shard of the gradients, allocated when the first of them is reduced.
+        """Return the pass with a rank's shard, allocated when its first gradient is reduced.
 
         bf16 gradients are converted to fp32 one at a time, to be added to the shard.
 
         Args:
-            nbytes: the bytes of the shard.
-            bucket: bytes of gradients that are reduced together.
+            nbytes: the bytes of the rank's shard of the gradients.
+            bucket: the bytes of gradients that are reduced together.
             plan: has the rank and the precision.
             waits: whether whole gradients are added up until the last micro-batch.
         """
@@ -324,9 +327,9 @@ class _Backward:
         return Timeline((*timeline.spans, *converted), timeline.phases)
 
     def with_host_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
-        """Add the temporaries of copying gradients to the host.
+        """Add the temporaries of copying gradients to the host to a timeline.
 
-        A gradient larger than the bucket is copied, and the copy stays until the next reduction.
+        A gradient larger than the bucket is copied, and the copy is alive until the next reduction.
         The norm of the rank's share is computed in fp64.
         """
         own_bytes = self._own_bytes(plan)
@@ -352,9 +355,10 @@ class _Backward:
     def _reductions(self, bucket: int, *, waits: bool = False) -> Iterator[tuple[int, list[Span]]]:
         """Yield the tick of each reduction and the gradients that are reduced then.
 
-        A small gradient is copied into the bucket and freed. One that no longer fits stays until
-        the bucket is reduced. One larger than the bucket is reduced in place, after the bucket.
-        With `waits` a gradient has been added to the sum of earlier micro-batches and is freed.
+        A small gradient is copied into the bucket and freed. A gradient that does not fit into the
+        rest of the bucket is alive until the bucket is reduced. A gradient larger than the bucket
+        is reduced in place, after the bucket. With `waits` a gradient is added to the sum of
+        earlier micro-batches and freed.
         """
         waiting: list[Span] = []
         filled = tick = 0
@@ -373,7 +377,7 @@ class _Backward:
             yield tick, waiting
 
     def _own_bytes(self, plan: Plan) -> dict[Span, int]:
-        """Return the bytes of each gradient in a rank's share; without a rank, the most of any."""
+        """Return the bytes of each gradient in the rank's share, or the most in any share."""
         total = sum(span.nbytes for span in self.gradients)
         ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
         shares = [range(total * rank // plan.dp, total * (rank + 1) // plan.dp) for rank in ranks]
@@ -383,7 +387,7 @@ class _Backward:
         }
 
     def accumulated_bytes(self, plan: Plan) -> int:
-        """Return the bytes of the whole gradients that overlap a rank's share."""
+        """Return the bytes of the whole gradients of which a part is in the rank's share."""
         return max(
             sum(
                 span.nbytes
@@ -394,7 +398,7 @@ class _Backward:
         )
 
     def emptying(self, timeline: Timeline, bucket: int) -> Timeline:
-        """Add the whole gradients of earlier micro-batches, each until it is reduced or copied."""
+        """Add the whole summed gradients to a timeline, each until it is reduced or copied."""
         begin = timeline.phases[0][0]
         spans = [
             Span(g.nbytes, "gradients", begin, g.death + (g.nbytes > bucket))
@@ -403,10 +407,10 @@ class _Backward:
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def with_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
-        """Add the copies that a reduce-scatter makes.
+        """Add the copies that reduce-scatters make to a timeline.
 
-        DeepSpeed makes one for several gradients, or for one that needs padding; gloo makes another
-        one of its input.
+        DeepSpeed makes a copy of several gradients, or of a gradient that needs padding. gloo makes
+        another copy of its input.
         """
         spans = []
         unit = precision_of(plan) * plan.dp
@@ -418,12 +422,12 @@ class _Backward:
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def with_gathered(self, persists: int, ahead: int, width: int) -> Timeline:
-        """Add the whole parameters of the module that computes.
+        """Return the pass with the whole parameters of each module while it computes.
 
         Args:
-            persists: parameters of at most so many bytes are always whole.
-            ahead: bytes that are prefetched.
-            width: bytes of one element.
+            persists: parameters of at most so many bytes are always whole, and not added.
+            ahead: the bytes of other parameters that are prefetched.
+            width: the bytes of an element.
         """
         spans = []
         births = sorted(span.birth for span in self.timeline.spans)
@@ -434,7 +438,7 @@ class _Backward:
             if gradient.nbytes > persists and gradient.birth not in elsewhere
         ]
         for gradient in gathered:
-            # All parameters of a module are gathered with its first and freed with its last.
+            # All parameters of a module are gathered with the first and freed with the last one.
             places = (n for n, group in enumerate(self.module_births) if gradient.birth in group)
             index = next(places, None)
             of_module = () if index is None else self.module_births[index]
@@ -442,19 +446,20 @@ class _Backward:
             first, end = min(g.birth for g in together), max(g.death for g in together)
             # They are gathered for the gradient of the module's input, which is made just before.
             begin = births[max(0, bisect_left(births, first) - 1)]
-            # A recomputed block gathers them when its recomputation starts.
+            # In a recomputed block they are gathered when the recomputation starts.
             recomputed = [a for a, b in self.recomputed if a <= gradient.birth <= b]
             # Otherwise the backward pass of the module may have started earlier.
             starts = self.backward_starts
             start = starts[index] if index is not None and starts else None
             begin = min([begin, *(recomputed or ([] if start is None else [start]))])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, end))
-            if gradient.birth in self.viewed and not recomputed:  # a saved view keeps the whole
+            # A saved view keeps the whole parameter alive.
+            if gradient.birth in self.viewed and not recomputed:
                 pass_begin = self.timeline.phases[0][0]
                 until = self.viewed[gradient.birth]
                 spans.append(Span(gradient.nbytes, "parameters", pass_begin, until))
         for births_of_module, passes in zip(self.module_births, self.forward_passes, strict=False):
-            # Parameters with a saved view are counted above.
+            # Parameters with a saved view were added above.
             sizes = [
                 g.nbytes
                 for g in gathered
@@ -475,10 +480,10 @@ class _Backward:
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
     def _use_spans(self, use: GatheredUse, persists: int, ahead: int) -> Iterator[Span]:
-        """Yield parameters that are whole while a module computes; see `Profile.gathered_uses`.
+        """Yield the spans of parameters that one module gathers; see `Profile.gathered_uses`.
 
         Args:
-            use: the parameters of one module.
+            use: the parameters that the module gathers.
             persists: see `with_gathered`.
             ahead: see `with_gathered`.
         """
@@ -493,14 +498,14 @@ class _Backward:
                 if stop > start:
                     yield Span(sum(sizes) + ahead, "parameters", start, stop)
         for nbytes, until in pairs:
-            if until:  # a saved view keeps the whole
+            if until:  # a saved view keeps the whole parameter alive
                 yield Span(nbytes + ahead, "parameters", passes[0][0], max(until, passes[-1][1]))
 
 
 def _frozen_shards(profile: Profile, plan: Plan) -> int:
-    """Return the bytes of a rank's shards of frozen parameters, each of which is padded."""
+    """Return the bytes of a rank's shards of frozen parameters, with padding."""
     size, shapes = precision_of(plan), _frozen_shapes(profile)
-    if not shapes:  # they are not known
+    if not shapes:  # the shapes are not known
         return profile.frozen_bytes // plan.dp
     return sum(size * piece_size(math.prod(shape), plan.dp) for shape in shapes)
 
@@ -548,19 +553,19 @@ def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
 
 
 def _early_optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
-    """Bytes that exist before the first step: fp32 values of bf16 parameters, and early state."""
+    """Return the bytes of fp32 values and of state that exist before the first step."""
     masters = 4 * share if plan.bf16_parameters else 0
     rest = _optimizer_bytes(profile, plan, share) - masters
     return masters + round(rest * profile.early_share)
 
 
 def _flat_step(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) -> Timeline:
-    """Return the optimizer's temporaries on flat fp32 pieces, updated one after the other.
+    """Return the memory of a step that updates flat fp32 pieces one after the other.
 
     Args:
         profile: the profile of one process.
         plan: ranks and precision.
-        pieces: the elements of each piece, and the number of its parameter group.
+        pieces: (elements, number of the parameter group) of each piece.
     """
     timeline = profile.step_memory.highest(pieces) if profile.step_memory is not None else None
     if timeline is None:  # only the temporaries with whole parameters are known

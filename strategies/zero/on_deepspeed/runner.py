@@ -1,8 +1,8 @@
 """The runner on DeepSpeed's engine: the plain loop, with DeepSpeed's backward pass and step.
 
-Loss: the loop scales each micro-batch so that DeepSpeed's average over the ranks is the mean over
-the valid targets of the global batch. It also sets which micro-batch is the last of a step, so that
-DeepSpeed does not divide by its own count.
+The loop scales the loss of each micro-batch so that DeepSpeed's average over the ranks is the mean
+over the valid targets of the global batch. The loop also sets which micro-batch is the last of a
+step, so that DeepSpeed does not use its own count of micro-batches.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
 
 
 class DeepSpeedRunner(LoopRunner):
-    """See `bigtrain.core.strategy.Runner`.
+    """The plain loop on DeepSpeed's engine, with the engine's backward pass and step.
 
     Args:
-        assembly: an assembly that has `update`.
-        update: DeepSpeed's engine.
+        assembly: an assembly that already has this `update`.
+        update: the update by DeepSpeed's engine, which the loop calls.
     """
 
     def __init__(self, assembly: Assembly, update: DeepSpeedUpdate) -> None:
@@ -56,9 +56,9 @@ class DeepSpeedRunner(LoopRunner):
         self._seen.clear()
 
     def _average_over_replicas(self) -> None:
-        """Refuse a step that would update parameters without a gradient, as if it were zero.
+        """Refuse a step that would update parameters without a gradient by zeros.
 
-        DeepSpeed itself has averaged the gradients.
+        Nothing is averaged here, because DeepSpeed has averaged the gradients already.
         """
         unused = [name for name, p in self._watched if not self._seen.has(p)]
         if unused:
@@ -75,7 +75,7 @@ class DeepSpeedRunner(LoopRunner):
 
     def autocast(self) -> AbstractContextManager[object]:
         """See `LoopRunner.autocast`."""
-        return nullcontext()  # DeepSpeed leaves any outer autocast: hooks of the model enter it
+        return nullcontext()  # DeepSpeed disables outer autocasts, so hooks of the model enter it
 
     def _autocast_inside(self) -> None:
         autocast = super().autocast
@@ -95,7 +95,7 @@ class DeepSpeedRunner(LoopRunner):
         self._hooks.callback(after.remove)
 
     def _label_gathered(self) -> None:
-        """Label parameters that stage 3 gathers for a module as parameters."""
+        """Label the tensors that stage 3 gathers for a module as parameters."""
 
         def label(module: nn.Module) -> None:
             if self.meter.tracking:
@@ -118,7 +118,7 @@ class DeepSpeedRunner(LoopRunner):
 
     def forward_loss(self, placed: MicroBatch) -> Tensor:
         """See `LoopRunner.forward_loss`."""
-        # Buffers such as BatchNorm's statistics are those of the first rank, as under DDP.
+        # As under DDP, all ranks use the first rank's buffers, such as BatchNorm's statistics.
         broadcast_buffers(self.context, list(self.module.buffers()))
         return super().forward_loss(placed)
 
@@ -140,7 +140,7 @@ class DeepSpeedRunner(LoopRunner):
             self._sharded.change_gradient(name, partial(self._gradient_hooks.changed, name))
 
     def clip(self) -> Tensor:
-        """See `LoopRunner.clip`; DeepSpeed itself scales the gradients, in its step."""
+        """See `LoopRunner.clip`; the gradients are scaled later, in DeepSpeed's step."""
         norm = self._sharded.norm()
         device = self._sharded.shards.pieces[0].device
         self._sharded.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
@@ -183,6 +183,6 @@ class DeepSpeedRunner(LoopRunner):
 
 
 def _ignores_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step with zero gradients changes no parameter."""
+    """Return whether a step with gradients of zeros changes no parameter."""
     plain = type(optimizer) is torch.optim.SGD
     return plain and not any(g["momentum"] or g["weight_decay"] for g in optimizer.param_groups)

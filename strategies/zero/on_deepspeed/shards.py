@@ -1,7 +1,7 @@
-"""The flat fp32 pieces that DeepSpeed's two optimizers update, and less memory for them.
+"""The flat fp32 pieces that DeepSpeed's two optimizers update, and changes that save memory.
 
-In every stage a rank updates a few flat pieces. Of each parameter it has at most one flat slice, in
-one of these pieces.
+At every stage a rank updates a few flat pieces. It updates at most one flat slice of each
+parameter, which is in one of these pieces.
 """
 
 from __future__ import annotations
@@ -40,40 +40,43 @@ class ShardSlice:
     """The elements of one parameter that this rank updates."""
 
     piece: int
-    """The number of the flat piece."""
+    """The number of the flat piece that has these elements."""
     offset: int
-    """Their position in the flat piece."""
+    """The position of the first element in the flat piece."""
     start: int
-    """Their position in the flattened parameter."""
+    """The position of the first element in the flattened parameter."""
     length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return these elements of a tensor with the layout of the piece, as a view."""
+        """Return these elements of a tensor with the layout of the piece, as a 1-dim view."""
         return flat.view(-1)[self.offset : self.offset + self.length]
 
     def of_parameter(self, whole: Tensor) -> Tensor:
-        """Return these elements of a tensor with the shape of the parameter, flat."""
+        """Return these elements of a tensor with the shape of the parameter, as a 1-dim tensor."""
         return whole.reshape(-1)[self.start : self.start + self.length]
 
 
 class OptimizerShards:
-    """The flat pieces of one of DeepSpeed's two optimizers; subclasses are the stages."""
+    """The flat pieces of one of DeepSpeed's two ZeRO optimizers, with a subclass for each."""
 
     def __init__(self, zero: Any, built: BuiltEngine) -> None:
         self.zero = zero
         self.slices: dict[int, ShardSlice] = {}
-        """This rank's slice of each parameter that it has elements of, by the parameter's id."""
+        """The slice of each parameter of which this rank has elements, by the parameter's id."""
         self.piece_of: dict[int, int] = {}
         """The number of each parameter's piece, by the parameter's id; equal on all ranks."""
         self._built = built
 
     @property
     def pieces(self) -> list[Tensor]:
-        """The fp32 values that the optimizer updates."""
+        """The flat fp32 tensors that the optimizer updates."""
         raise NotImplementedError
 
     def gradient(self, piece: int) -> Tensor | None:
-        """The averaged gradient of a piece, between the backward pass and the step."""
+        """Return the averaged gradient of a piece; None if it has none.
+
+        Valid between the last backward pass and the step.
+        """
         raise NotImplementedError
 
     def update_parameters(self) -> None:
@@ -83,20 +86,20 @@ class OptimizerShards:
     def set_norm(self, norm: Tensor) -> None:
         """Let DeepSpeed clip by this norm.
 
-        Its own norm is in fp64, and copies whole gradients.
+        DeepSpeed's norm is computed in fp64, for which whole gradients are copied.
         """
         raise NotImplementedError
 
     def clear(self) -> None:
         """Clear the gradients after a step.
 
-        DeepSpeed only overwrites gradients. A parameter without one in the next step would be
-        updated by its old one.
+        DeepSpeed only overwrites gradients. A parameter without a gradient in the next step would
+        be updated by its old gradient.
         """
         raise NotImplementedError
 
     def restore_fp32(self) -> None:
-        """Copy the fp32 values from before they were rounded to bf16 into the pieces."""
+        """Copy the initial fp32 values, of which bf16 parameters are rounded, into the pieces."""
         exact = self._built.fp32_values
         with torch.no_grad():
             for key, flat_slice in self.slices.items():
@@ -107,9 +110,10 @@ class OptimizerShards:
         exact.clear()
 
     def _begin_state(self, groups: Sequence[int]) -> None:
-        """Create the state of an optimizer that has one before its first step, such as Adagrad.
+        """Create the state of an optimizer that has state before its first step, such as Adagrad.
 
-        DeepSpeed makes a new optimizer with a single parameter group; the user's replaces it.
+        DeepSpeed makes a new optimizer with a single parameter group. Here the user's optimizer
+        replaces it.
 
         Args:
             groups: the parameter group of each piece.
@@ -124,7 +128,7 @@ class OptimizerShards:
         self._built.begin_state()
 
     def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
-        """Return references to gradients that are about to be sent, while memory is tracked."""
+        """Return references to gradients that are about to be sent; none without tracking."""
         if not self._built.tracking():
             return []
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -136,14 +140,14 @@ class OptimizerShards:
 
     @staticmethod
     def slice_of(flats: list[Tensor], flat_slice: ShardSlice) -> Tensor:
-        """Return a flat slice of one of some flat tensors, as a view."""
+        """Return a slice of the flat tensor of its piece, as a view."""
         return flat_slice.of(flats[flat_slice.piece].detach())
 
 
 def _until_gone(sent: list[StorageWeakRef]) -> None:
     """Wait until gloo's thread has released tensors, a moment after they have been sent.
 
-    Otherwise tracking would find them in one run and not in the next.
+    Otherwise the tracked memory would have them in one run and not in the next.
     """
     if not sent:
         return
@@ -185,7 +189,7 @@ class FlatShards(OptimizerShards):
         self._begin_state(list(range(len(self.pieces))))
 
     def _update_in_place(self) -> None:
-        """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
+        """Update fp32 parameters themselves, and drop their fp32 copy (4P/N bytes)."""
         zero = self.zero
         for number, group in enumerate(zero.optimizer.param_groups):
             rank = dist.get_rank(group=zero.real_dp_process_group[number])
@@ -198,10 +202,10 @@ class FlatShards(OptimizerShards):
         link_parameters(zero)
 
     def _reduce_into_one_buffer(self) -> None:
-        """Add reduced gradients to this rank's flat fp32 shard at once, and free the others.
+        """Add reduced gradients to this rank's flat fp32 shard at once, and free all of them.
 
         DeepSpeed does this only for bf16 gradients that are accumulated in fp32. Otherwise it
-        copies the gradients of its shard into one buffer, and flattens that into another one.
+        copies the gradients of its shard into one buffer, and flattens the buffer into another one.
         """
         zero = self.zero
         add_up_in_one_buffer(zero)
@@ -229,9 +233,9 @@ class FlatShards(OptimizerShards):
         add = replace_bucketing(zero, add_and_send)
 
     def _reduce_the_rest(self) -> None:
-        """Also reduce gradients of earlier micro-batches that the last one of a step lacks.
+        """Also reduce gradients of parameters that the last micro-batch of a step does not use.
 
-        DeepSpeed reduces only parameters of which the last micro-batch has a gradient.
+        DeepSpeed reduces only gradients that the last micro-batch makes.
         """
         zero = self.zero
 
@@ -255,8 +259,8 @@ class FlatShards(OptimizerShards):
         """See `OptimizerShards.clear`.
 
         Without offload, DeepSpeed's step frees the buffer of the gradients, and the first gradient
-        after it makes a new one. Without a step, gradients of later passes would be added to the
-        old buffer.
+        after the step makes a new buffer. If there is no step, gradients of later passes would be
+        added to the old buffer.
         """
         for number in self.zero.averaged_gradients:
             self.zero.averaged_gradients[number] = None
@@ -314,10 +318,10 @@ class PartitionedShards(OptimizerShards):
         self.restore_fp32()
         self._begin_state([zero.sub_group_to_group_id[n] for n in range(len(self.pieces))])
         for group in zero.optimizer.param_groups if built.begin_state is not None else ():
-            group["params"] = []  # DeepSpeed's step puts one piece after the other there
+            group["params"] = []  # DeepSpeed's step inserts one piece after the other
 
     def _send_when_full(self) -> None:
-        """Reduce a full bucket at once; DeepSpeed does it when the next gradient comes."""
+        """Reduce a full bucket at once; DeepSpeed waits until the next gradient is made."""
         zero = self.zero
         send = bucket_sender(zero)
 
@@ -332,7 +336,7 @@ class PartitionedShards(OptimizerShards):
         add = replace_bucketing(zero, add_and_send)
 
     def _take_all_from_host(self) -> None:
-        """Let the step use gradients of all micro-batches; DeepSpeed uses the last only."""
+        """Let the step use the sums over all micro-batches; DeepSpeed uses the last one only."""
         zero = self.zero
 
         def finish_all() -> None:
@@ -352,7 +356,7 @@ class PartitionedShards(OptimizerShards):
                     piece.grad.zero_()
 
     def _update_in_place(self) -> None:
-        """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
+        """Update fp32 parameters themselves, and drop their fp32 copy (4P/N bytes)."""
         zero = self.zero
         for number, before in enumerate(zero.fp32_partitioned_groups_flat):
             piece = zero.fp16_partitioned_groups_flat[number].detach().requires_grad_()
@@ -362,7 +366,7 @@ class PartitionedShards(OptimizerShards):
             zero.fp32_partitioned_groups_flat[number] = piece
 
     def _lend_gradient(self, piece: int) -> None:
-        """Give the optimizer a view as the gradient of a sub-group, not a flattened copy."""
+        """Set a view as the gradient of a piece before the step, not a flattened copy."""
         flat = self.zero.fp32_partitioned_groups_flat[piece]
         gradient = self.gradient(piece)
         flat.grad = None if gradient is None else gradient.to(flat.dtype)

@@ -1,10 +1,11 @@
 """The traffic of DeepSpeed's stages and of its offload, from its code and from counts in runs.
 
-Stages 1 and 2 reduce each gradient to the rank that updates it, in the precision of the parameters,
-and gather the updated parameters once a step; stage 2 reduces after every micro-batch. Stage 3
-gathers each module's parameters before it computes, forward and backward, and again where a block
-is recomputed. It gathers tied parameters for each use, which is not counted here: a profile shows
-them once. Transfers to and from the host are from the code alone; no run has counted them.
+Stages 1 and 2 reduce each gradient to the rank that updates its elements, in the precision of the
+parameters, and gather the updated parameters once a step. Stage 2 reduces after every micro-batch.
+Stage 3 gathers each module's parameters before the module computes, forward and backward, and again
+where a block is recomputed. Stage 3 gathers tied parameters for each use. This is not counted here,
+because a profile has them once. Transfers to and from the host follow DeepSpeed's code alone; no
+run has counted them.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from bigtrain.strategies.zero.on_deepspeed.layout import (
 
 
 def deepspeed_traffic(config: dict[str, Any], profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """Return the messages and transfers of a rank.
+    """Return the messages and transfers of a rank in a step.
 
     Args:
-        config: the config that DeepSpeed gets.
+        config: DeepSpeed's configuration.
         profile: the profile of one process.
         plan: ranks, precision, accumulation, offload.
     """
@@ -62,11 +63,11 @@ def deepspeed_traffic(config: dict[str, Any], profile: Profile, plan: Plan) -> t
 
 
 def shared_traffic(bucket: int, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """Stage 1 inside DeepSpeed's pipelines: fp32 messages after the last micro-batch.
+    """Return the messages of stage 1 in DeepSpeed's pipelines: fp32, after the last micro-batch.
 
     Args:
-        bucket: elements that are reduced in one message.
-        profile: the profile of one stage.
+        bucket: the number of elements that are reduced in one message.
+        profile: the profile of one pipeline stage.
         plan: the mesh.
     """
     if plan.dp == 1:
@@ -82,14 +83,14 @@ def shared_traffic(bucket: int, profile: Profile, plan: Plan) -> tuple[Traffic, 
 
 
 def _over_replicas(plan: Plan) -> Callable[..., Traffic]:
-    """Return a constructor of messages whose group are the replicas."""
+    """Return a constructor of messages between the replicas."""
     return partial(Traffic, ranks=plan.dp, stride=plan.pp * plan.tp)
 
 
 def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
-    """Stages 1 and 2: the updated parameters are gathered in one message."""
+    """Return the messages of stages 1 and 2, which gather updated parameters in one message."""
     message, nbytes = _over_replicas(plan), precision_of(plan) * profile.trained_elements
-    # DeepSpeed's own default averages a whole bucket on all ranks, and each keeps its share.
+    # By default DeepSpeed averages a whole bucket on all ranks, and each rank uses its share.
     to_owner = zero.get("reduce_scatter", True) and not zero.get(
         "use_multi_rank_bucket_allreduce", True
     )
@@ -105,7 +106,7 @@ def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
 
 
 def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
-    """Stage 3: persistent parameters are gathered once, after the step."""
+    """Return the messages of stage 3, which gathers persistent parameters once, after the step."""
     message, size = _over_replicas(plan), precision_of(plan)
     sizes = BufferSizes.of(zero)
     _, persistent = sizes.split_persistent(parameter_shapes(profile, trained=False))
@@ -125,7 +126,7 @@ def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
 
 
 def _flat_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
-    """Stages 1 and 2 with the update on the host: gradients go there, parameters come back."""
+    """Return the transfers of stages 1 and 2 if the host updates: gradients, and parameters."""
     if json_section(zero, "offload_optimizer").get("device", "none") == "none":
         return []
     own_elements = piece_size(profile.trained_elements, plan.dp)
@@ -143,7 +144,7 @@ def _flat_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traf
 
 
 def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
-    """Stage 3: parameters come for each gathering; sums of gradients go to the host and back."""
+    """Return the transfers of stage 3: parameters for each gathering, and sums of gradients."""
     size, own_elements = precision_of(plan), piece_size(profile.trained_elements, plan.dp)
     messages = []
     parameters_away = json_section(zero, "offload_param").get("device", "none") != "none"
@@ -166,21 +167,21 @@ def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traff
 
 
 def _overlaps(zero: dict[str, Any], plan: Plan, phase: OverlapPhase) -> OverlapPhase:
-    """Return `phase`, or "nothing" if the exchange does not overlap with computation.
+    """Return `phase`, or "nothing" if messages do not overlap with the computation.
 
-    Without `overlap_comm`, a GPU computes and communicates on one stream. On a CPU, ranks
-    compute while others communicate, whatever the setting.
+    Without `overlap_comm`, a GPU computes and communicates on one stream. On a CPU, some ranks
+    compute while other ranks communicate, whatever the setting.
     """
     return phase if plan.device_type == "cpu" or overlaps_exchanges(zero) else "nothing"
 
 
 def _reductions(profile: Profile, bucket: int, plan: Plan) -> int:
-    """Return the number of messages: one a bucket, and one more where two ranks share a bucket."""
+    """Return the number of reductions: one for each bucket, and one for each bound of shares."""
     return message_count(map(math.prod, reversed(parameter_shapes(profile))), bucket) + plan.dp - 1
 
 
 def _gatherings(zero: dict[str, Any], tensors: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of messages: one a tensor if the setting says so, else one a layer."""
+    """Return the number of all-gathers: one for each tensor if sequential, or for each layer."""
     if zero.get("stage3_allgather_sequential", False):
         return len(tensors)
     return max(1, sum(len(shape) > 1 for shape in tensors))
@@ -199,7 +200,8 @@ def _gathered(
 def _recomputed_shapes(profile: Profile) -> list[tuple[int, ...]]:
     """Return the shapes of parameters that are gathered once more for recomputed blocks.
 
-    The last layer of a block is not: its backward pass begins right after its recomputation.
+    The last layer of a block is not gathered again, because its backward pass begins right after
+    its recomputation.
     """
     shapes: list[tuple[int, ...]] = []
     for name, first, _ in profile.windows:
@@ -209,7 +211,7 @@ def _recomputed_shapes(profile: Profile) -> list[tuple[int, ...]]:
 
 
 def _without_last(block: BlockTicks) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's parameters without its last matrix and those after it."""
+    """Return the shapes of a block's parameters before its last matrix."""
     shapes = list(block.shapes)
     while shapes and len(shapes[-1]) < 2:
         shapes.pop()

@@ -1,6 +1,6 @@
-"""DeepSpeed's engine as an `Update`, and its state by plain names.
+"""DeepSpeed's engine as an `Update`, and the engine's state under plain names.
 
-Of each tensor a rank saves and loads the flat slice that it updates.
+A rank saves and loads the flat slice of each tensor that it updates.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
 
 
 class DeepSpeedUpdate:
-    """DeepSpeed's engine as an `Update`; see `bigtrain.optim.update.Update`.
+    """An `Update` by DeepSpeed's engine; see `bigtrain.optim.update.Update`.
 
     Args:
-        built: the engine.
+        built: the engine, and the objects that belong to it.
         context: the ranks that share the parameters.
-        model: a model with plain names.
-        stage: 1, 2 or 3.
+        model: the user's model, with plain parameter names.
+        stage: the stage of ZeRO: 1, 2 or 3.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DeepSpeedUpdate:
         self.shards.clear()
 
     def norm(self) -> float:
-        """The norm of the whole gradient, the same on every rank. Collective."""
+        """Return the norm of the whole gradient, the same on every rank. Collective."""
         return math.sqrt(math.fsum(self._context.all_gather_numbers(self._own_square())))
 
     def _own_square(self) -> float:
@@ -70,7 +70,7 @@ class DeepSpeedUpdate:
             yield from self.shards.pieces
 
     def gradients(self) -> dict[str, StateTensor]:
-        """See `Runner.gradients`."""
+        """See `Runner.gradients`: this rank's slices."""
         tensors = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -82,7 +82,7 @@ class DeepSpeedUpdate:
 
     @torch.no_grad()
     def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Let a function change the whole gradient of a parameter. Collective.
+        """Replace the gradient of a parameter by a function of the whole gradient. Collective.
 
         Each rank gathers the gradient, and stores its own elements of the result.
         """
@@ -120,7 +120,7 @@ class DeepSpeedUpdate:
         return tensors
 
     def masters(self) -> dict[str, StateTensor]:
-        """See `Update.masters`: all parameters, as stage 3 leaves none in the module."""
+        """See `Update.masters`: all parameters, because stage 3 leaves no values in the module."""
         tensors = {}
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
@@ -134,7 +134,7 @@ class DeepSpeedUpdate:
         return tensors
 
     def _sharded(self, parameter: nn.Parameter, flat: Tensor) -> StateTensor:
-        """Return a parameter's elements on this rank, of a tensor laid out as its piece."""
+        """Return a parameter's elements on this rank, from a flat tensor like its piece."""
         flat_slice, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
         if flat_slice is None:
             return StateTensor(torch.float32, shape, (), lambda: torch.empty(0))
@@ -173,7 +173,7 @@ class DeepSpeedUpdate:
             part.copy_(saved.read(extents))
 
     def update_parameters(self) -> None:
-        """Copy the loaded values to the parameters. Collective."""
+        """Copy the loaded values from the flat pieces to the parameters. Collective."""
         with torch.no_grad():
             self.shards.update_parameters()
 
@@ -184,7 +184,7 @@ class DeepSpeedUpdate:
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter, whether it is whole now or in shards."""
+    """Return the whole shape of a parameter, which may be sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

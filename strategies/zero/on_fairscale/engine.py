@@ -1,7 +1,7 @@
 """Stages 1 and 2 on fairscale: OSS inside DDP, and ShardedDataParallel with OSS.
 
 Whole parameters are assigned to ranks, the largest first, each to the rank with the fewest elements
-so far, which balances best. A rank has the optimizer state of its parameters only.
+so far. A rank has the optimizer state of its parameters only.
 Memory: the parameters of a rank become views of one buffer, which is broadcast in place after
 the step, so there is no second copy. Stage 1 has DDP's whole gradients on every rank. Stage 2
 sends a gradient to its rank as soon as it is made, and frees it on the others. bf16 is autocast
@@ -55,15 +55,15 @@ from bigtrain.tracing.routes import Routes
 from bigtrain.units import format_bytes
 
 FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
-"""The preset for the torch engine with the same stage."""
+"""The preset with the same stage on the torch engine, by stage."""
 
 
 def refuse_common(options: Zero, plan: Plan) -> None:
     """Refuse plans that no stage of fairscale supports.
 
     Raises:
-        ConfigError: fairscale is not installed, cannot be imported or lacks a name that we use, the
-            model is cut, states are offloaded, or an option is for another engine.
+        ConfigError: fairscale is not installed, cannot be imported or lacks a name that is used,
+            the model is cut, states are offloaded, or an option is for another engine.
     """
     instead = FAIRSCALE_ALTERNATIVES[options.stage]
     require_fairscale("strategy.replicate.engine=fairscale", f"use --strategy {instead}")
@@ -91,7 +91,7 @@ def refuse_common(options: Zero, plan: Plan) -> None:
 
 
 class FairscaleEngine(Zero):
-    """The common part of the stages."""
+    """The part that all stages on fairscale share."""
 
     @property
     def traits(self) -> Traits:
@@ -122,7 +122,7 @@ class FairscaleEngine(Zero):
         return FAIRSCALE.warning()
 
     def check(self, plan: Plan) -> None:
-        """Refuse, as `Strategy.check` does."""
+        """See `Strategy.check`: refuse plans that no stage of fairscale supports."""
         refuse_common(self, plan)
 
     def updated_slices(
@@ -162,7 +162,7 @@ class FairscaleEngine(Zero):
 
 
 class FairscaleOSS(FairscaleEngine):
-    """Stage 1: DDP averages the gradients, OSS updates the parameters of a rank."""
+    """Stage 1: DDP averages the gradients, and OSS updates each rank's share of parameters."""
 
     def estimate(
         self,
@@ -179,7 +179,7 @@ class FairscaleOSS(FairscaleEngine):
         return with_averaged_gradients(replace(forecast, states=states, step=step), profile)
 
     def apply(self, assembly: Assembly) -> None:
-        """Make OSS first, as it moves the parameters into its buffers; then wrap with DDP."""
+        """Make OSS, which moves the parameters into its buffers, and then wrap with DDP."""
         if assembly.plan.dp == 1:
             return  # nothing to shard: it runs as `single`
         assembly.update = OSSUpdate(assembly)
@@ -190,7 +190,7 @@ class FairscaleShardedDDP(FairscaleEngine):
     """Stage 2: each gradient is sent to the rank that updates its parameter, then freed."""
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Add the states of the fullest rank, and others' gradients while they are sent."""
+        """Return the forecast of the fullest rank, with other ranks' gradients while in flight."""
         if plan.dp == 1:
             return forecast
         most_bytes = in_flight_bytes(self, profile.gradient_bytes)
@@ -211,7 +211,7 @@ class FairscaleShardedDDP(FairscaleEngine):
         return max((of_share(rank) for rank in assign_parameters(profile, plan.dp)), key=peak)
 
     def apply(self, assembly: Assembly) -> None:
-        """Make OSS, then wrap the model with ShardedDataParallel by its assignment."""
+        """Make OSS, then wrap the model with ShardedDataParallel by OSS's assignment."""
         if assembly.plan.dp == 1:
             return  # nothing to shard: it runs as `single`
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -224,10 +224,10 @@ class FairscaleShardedDDP(FairscaleEngine):
             update.oss,
             process_group=assembly.context.group(),
             sync_models_at_startup=False,  # the weights are the same on all ranks already
-            # Its buckets keep the gradients of all ranks, and lose accumulated ones after gradients
-            # have been set to None.
+            # Its buckets hold the gradients of all ranks, and lose accumulated gradients after
+            # gradients have been set to None.
             reduce_buffer_size=0,
-            # It would rebuild its buffers at each change between training and evaluation.
+            # Otherwise it rebuilds its buffers at each change between training and evaluation.
             auto_refresh_trainable=False,
         )
         wrapped.refresh_trainable()  # otherwise it does so in the first forward pass
@@ -264,10 +264,10 @@ class OwnedUpdate:
 
 
 class OSSUpdate(OwnedUpdate):
-    """fairscale's sharded optimizer around the job's; see `bigtrain.optim.update.Update`.
+    """An `Update` by OSS, fairscale's sharded optimizer, around the job's optimizer.
 
     Args:
-        assembly: its model has values; the trained parameters become views of OSS's buffers.
+        assembly: its model has values. The trained parameters become views of OSS's buffers.
 
     Raises:
         ConfigError: no parameter is trained, or they have several dtypes.
@@ -293,7 +293,7 @@ class OSSUpdate(OwnedUpdate):
         self.oss = OSS(ordered, optim=make, group=context.group())
         self.optimizer: torch.optim.Optimizer = self.oss.optim
         self.hooks: list[Any] = []
-        """(autograd node, hook) of parameters. A hook lives only while its node is referenced."""
+        """Pairs (autograd node, hook); a hook lives only while its node is referenced."""
         shares = enumerate(self.oss.partition_parameters())
         rank_of = {id(p): rank for rank, groups in shares for g in groups for p in g["params"]}
         self.owners = {name: rank_of[id(p)] for name, p in self.parameters.items()}
@@ -306,7 +306,8 @@ class OSSUpdate(OwnedUpdate):
 
     def step(self) -> None:
         """See `Update.step`."""
-        # OSS copies its own options to the optimizer that does the work: set them first.
+        # OSS copies the options of its groups to the inner optimizer, where schedules set them. So
+        # they are copied to OSS first.
         for source, target in zip(self.optimizer.param_groups, self.oss.param_groups, strict=False):
             target.update({key: value for key, value in source.items() if key != "params"})
         self.oss.step()
@@ -351,10 +352,10 @@ def _in_groups(
 
 
 class ShardedGradients(LoopRunner):
-    """The plain loop in which each rank has only the gradients of its share."""
+    """The plain loop, if each rank has only the gradients of its share of the parameters."""
 
     def norm(self) -> Tensor:
-        """See `LoopRunner.norm`. Return the norm of the gradients of all ranks. Collective."""
+        """See `LoopRunner.norm`: the norm of the gradients of all ranks. Collective."""
         own_norm = local_norm([p.grad for p in self._trained if p.grad is not None])
         return self.context.all_reduce_sum(own_norm.to(self.context.device).square()).sqrt()
 
@@ -365,12 +366,13 @@ class ShardedGradients(LoopRunner):
 
 
 def _reaverage(update: OSSUpdate) -> None:
-    """Reduce after every micro-batch, and count the gradients of earlier ones once.
+    """Let gradients be reduced after every micro-batch, and count those of earlier ones once.
 
-    ShardedDataParallel divides a rank's accumulated gradient by the number of ranks with every
-    micro-batch. So the gradient of earlier ones is multiplied by that number first, when a new
-    gradient comes: a micro-batch may not use the parameter. Its `no_sync` would need whole
-    gradients on all ranks between the micro-batches.
+    ShardedDataParallel divides a rank's accumulated gradient by the number of ranks in every
+    micro-batch. So the gradient of earlier micro-batches is multiplied by that number first. This
+    is done when a new gradient comes, because a micro-batch may not use the parameter. The
+    alternative, ShardedDataParallel's `no_sync`, needs whole gradients on all ranks between the
+    micro-batches.
     """
     ranks = update.oss.world_size
 
@@ -385,10 +387,10 @@ def _reaverage(update: OSSUpdate) -> None:
 
 
 def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
-    """Free others' gradients as soon as they are sent; keep at most `max_bytes` of them.
+    """Free other ranks' gradients as soon as they are sent; allow at most `max_bytes` of them.
 
-    ShardedDataParallel frees them when it happens to find their reduction finished. If computing is
-    faster than the network, that is after the whole backward pass.
+    ShardedDataParallel frees a gradient when it happens to find its reduction finished. If
+    computing is faster than the network, that is after the whole backward pass.
     """
     handles = take_over_waiting(wrapped)
     under_way: deque[nn.Parameter] = deque()
@@ -412,13 +414,13 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
 
 
 def _adder(parameter: nn.Parameter) -> Any:
-    """Return the node that accumulates a parameter's gradient; its hooks live as long as it."""
+    """Return the node that accumulates a parameter's gradient; it keeps its hooks alive."""
     expanded: Any = parameter.expand_as(parameter).grad_fn
     return expanded.next_functions[0][0]
 
 
 def _free(gradient: Tensor) -> None:
-    """Free the memory now: a backend's thread may reference the tensor for a moment."""
+    """Free a gradient's memory at once, although a backend's thread may still have the tensor."""
     storage = gradient.untyped_storage()
     if storage.nbytes() == gradient.nbytes:  # not a slice of a buffer with other gradients
         storage.resize_(0)

@@ -1,7 +1,7 @@
 """Stage 3 on fairscale: FullyShardedDataParallel around each block and around the whole model.
 
-fairscale creates the CUDA streams in which it gathers and reduces only on a GPU, so it is refused
-on a CPU. Every parameter is sharded by itself, not in one long vector for each block. So a rank has
+fairscale creates the CUDA streams in which it gathers and reduces only on a GPU, so a CPU is
+refused. Every parameter is sharded by itself, not in one long vector for each block. So a rank has
 a flat slice of each parameter, padded at the end, and the whole state is gathered tensor by tensor
 under plain names.
 Memory: 16P/N bytes and the parameters of the block that computes; gradients are reduced to slices
@@ -58,7 +58,7 @@ class FairscaleFSDP(FairscaleEngine):
         )
 
     def check(self, plan: Plan) -> None:
-        """Refuse, as `Strategy.check` does."""
+        """See `Strategy.check`: refuse CPUs and fp64, too."""
         super().check(plan)
         if plan.device_type != "cuda":
             raise ConfigError(
@@ -94,7 +94,7 @@ class FairscaleFSDP(FairscaleEngine):
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Give values to and shard one block after the other, then the layers outside of blocks."""
+        """Give each block its values and shard it, then do the same for the other layers."""
         model, context = assembly.model, assembly.context
         if assembly.plan.dp == 1:
             assembly.materialize(names_of(model))
@@ -108,13 +108,14 @@ class FairscaleFSDP(FairscaleEngine):
             wrapped: nn.Module = FullyShardedDataParallel(
                 unit,
                 process_group=context.group(),
-                process_group_reduce_scatter=context.group(),  # and no second communicator
+                process_group_reduce_scatter=context.group(),  # no second communicator
                 # A root that stays gathered after an evaluation would ignore values loaded then.
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
                 bucket_cap_mb=(self.bucket_size or 25 * MIB) // MIB,
                 compute_device=context.device,
-                # Autocast keeps bf16 copies of all parameters until the forward pass is over.
+                # Otherwise autocast holds bf16 copies of all parameters until the end of the
+                # forward pass.
                 clear_autocast_cache=assembly.plan.precision == "bf16",
             )
             return wrapped
@@ -136,7 +137,7 @@ class FairscaleFSDP(FairscaleEngine):
 
 
 class FlatShardUpdate(OwnedUpdate):
-    """The job's optimizer on a flat slice of every parameter."""
+    """An `Update` with the job's optimizer on a flat slice of every parameter."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._group = assembly.context.group()
@@ -167,7 +168,7 @@ class FlatShardUpdate(OwnedUpdate):
         }
 
     def flat_slice(self, value: Tensor, parameter: nn.Parameter) -> StateTensor:
-        """Return this rank's slice of a tensor, or all of a 0-dim tensor."""
+        """Return this rank's slice of a tensor like the parameter, or all of any other tensor."""
         if value.shape != parameter.shape or not value.dim():
             return StateTensor.of(value)
         extents = self.extents(parameter)
@@ -176,13 +177,13 @@ class FlatShardUpdate(OwnedUpdate):
         return StateTensor(value.dtype, size, extents, lambda: value.detach()[:length])
 
     def extents(self, parameter: Tensor) -> tuple[Extent, ...]:
-        """Return the elements of a parameter on this rank; the slices of the last are padded."""
+        """Return the extents of a parameter's elements on this rank, without padding."""
         start = self._rank * parameter.numel()
         length = min(parameter.numel(), math.prod(whole_size(parameter)) - start)
         return (Extent(start, length),) if length > 0 else ()
 
     def load(self, target: Tensor, saved: SavedTensor, parameter: Tensor) -> Tensor:
-        """Load a flat slice, with zeros as its padding."""
+        """Copy saved values into a flat slice, with zeros as padding; return the slice."""
         values = saved.read(self.extents(parameter))
         target[: len(values)].copy_(values)
         target[len(values) :].zero_()
@@ -232,7 +233,7 @@ class FullyShardedRunner(ShardedGradients):
         return self._update
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        """Return parameters, under each of their names, and persistent buffers."""
+        """Return the parameters, under each of their names, and the persistent buffers."""
         tensors: dict[str, Tensor] = dict(plain_names(self.module, remove_duplicate=False))
         for path, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):

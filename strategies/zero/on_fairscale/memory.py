@@ -1,4 +1,4 @@
-"""The memory of a rank under fairscale's stages: its share of parameters, gradients in flight."""
+"""The memory of a rank under fairscale's stages: its share of the states, gradients in flight."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ def in_flight_bytes(options: Zero, gradient_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class RankShare:
-    """The gradients of a profile that are assigned to one rank."""
+    """The gradients of a profile whose parameters one rank updates."""
 
     share: float
-    """Fraction of all trained elements."""
+    """The fraction of all trained elements."""
     births: frozenset[int]
-    """Births of these gradients in the profile's first micro-batch."""
+    """The ticks in the profile's first micro-batch at which these gradients are made."""
 
     def first_pass(self, timeline: Timeline, max_bytes: int) -> Timeline:
-        """Return the first micro-batch, with others' gradients only until they are sent."""
+        """Return the first micro-batch, with other ranks' gradients only until they are sent.
+
+        Args:
+            timeline: the first micro-batch of one process.
+            max_bytes: the most bytes of other ranks' gradients that are in flight.
+        """
         others = [s for s in timeline.spans if s.kind == "gradients" and s.birth not in self.births]
         others.sort(key=lambda span: span.birth)
         ends: dict[int, int] = {}
@@ -34,7 +39,7 @@ class RankShare:
         born = sorted(s.birth for s in timeline.spans)
         for span in others:
             pending.append(span)
-            # It is in flight when the next storage is allocated.
+            # The gradient is still in flight when the next storage is allocated.
             gone_at = next((birth for birth in born if birth > span.birth), span.death)
             while sum(s.nbytes for s in pending) > max_bytes:
                 ends[pending.popleft().birth] = gone_at
@@ -54,7 +59,7 @@ def assign_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list
         The shares of the fullest ranks, the fullest first, at most `max_shares`.
     """
     spans = [span for span in profile.passes["first"].spans if span.kind == "gradients"]
-    # The backward pass makes them in about the reverse order of the parameters.
+    # The backward pass makes gradients in about the reverse order of the parameters.
     spans.sort(key=lambda span: (-span.nbytes, -span.birth))
     loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]
     owners = assign_to_least([span.nbytes for span in spans], ranks)
@@ -69,7 +74,7 @@ def assign_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list
 
 
 def assign_to_least(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each size: in order, the first of those with the smallest sum so far."""
+    """Assign each size, in order, to the first rank with the smallest sum; return the ranks."""
     loads, owners = [0] * ranks, []
     for size in sizes:
         owners.append(loads.index(min(loads)))
@@ -78,7 +83,13 @@ def assign_to_least(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def reduce_gradients(timeline: Timeline, ranks: int, most: int) -> Timeline:
-    """Return the first micro-batch with every gradient reduced to a piece of it on each rank."""
+    """Return the first micro-batch, with every gradient reduced to a piece on each rank.
+
+    Args:
+        timeline: the first micro-batch of one process.
+        ranks: the number of ranks.
+        most: the most bytes of whole gradients that are in flight.
+    """
     pieces = tuple(
         s._replace(nbytes=s.nbytes // ranks) for s in timeline.spans if s.kind == "gradients"
     )

@@ -1,1 +1,1 @@
-"""ZeRO on PyTorch's own parts."""
+"""ZeRO on torch's DistributedDataParallel and fully_shard."""

@@ -1,8 +1,8 @@
 """Sliced tensors that enter or leave a unit of fully_shard, whose hooks handle only plain tensors.
 
-These hooks apply an autograd function to a unit's inputs and register a hook on its outputs. They
-look for tensors in tuples and in no other objects. So during the hooks a sliced tensor is a tuple
-of this rank's local tensor and its layout.
+The hooks of fully_shard apply an autograd function to a unit's inputs and register a hook on its
+outputs. They search tuples and similar containers for tensors, and no other objects. So a sliced
+tensor is replaced by a tuple of this rank's local tensor and the layout while the hooks run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of
 
 
 class _Layout:
-    """Which slices of a tensor this rank has, of which shape, in which group."""
+    """The slices that this rank has of a tensor, the group of ranks, and the whole shape."""
 
     def __init__(self, sliced: SlicedTensor) -> None:
         self.slices, self.group, self.shape = sliced.slices, sliced.group, tuple(sliced.shape)
@@ -30,7 +30,7 @@ class _Unwrapped(NamedTuple):
 
 
 def unwrap_at_boundaries(unit: nn.Module) -> None:
-    """Let the hooks that a module has already see plain tensors in place of sliced ones."""
+    """Let the existing forward hooks of a module get plain tensors in place of sliced tensors."""
     unit.register_forward_pre_hook(
         lambda _, args, kwargs: (_unwrap(args), _unwrap(kwargs)), prepend=True, with_kwargs=True
     )

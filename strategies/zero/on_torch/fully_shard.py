@@ -1,13 +1,14 @@
-"""Stages 2 and 3 on PyTorch's own fully_shard: parameters, gradients and state in shards.
+"""Stages 2 and 3 on torch's fully_shard: parameters, gradients and optimizer state in shards.
 
 Stage 3 gathers each unit (a block of the model, or all layers outside of blocks) for its forward
-pass and again for its backward pass. Stage 2 keeps a gathered unit from the forward to the backward
+pass and again for its backward pass. Stage 2 holds a gathered unit from the forward to the backward
 pass. Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard.
-In bf16 the only copy of the parameters are fp32 shards, which are gathered in bf16; gradients are
+In bf16 the only copy of the parameters are fp32 shards, which are gathered in bf16. Gradients are
 summed over the ranks in fp32.
 
-The model is built sharded: a unit gets its values and is sharded before the next one does. If its
-values are in files (pretrained weights), it is sharded first, and each rank reads its shards only.
+The model is never whole on a rank: a unit gets its values and is sharded before the next unit gets
+its values. If the values of a unit are in files (pretrained weights), the unit is sharded first,
+and each rank reads only its shards.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from bigtrain.versions.torch_versions import reduce_scatter_single
 
 
 class FullySharded(Zero):
-    """torch.distributed.fsdp.fully_shard, unit by unit."""
+    """ZeRO stages 2 and 3 by `torch.distributed.fsdp.fully_shard`, unit by unit."""
 
     @property
     def traits(self) -> Traits:
@@ -67,8 +68,9 @@ class FullySharded(Zero):
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
-            # Stage 2 frees gathered parameters before the last gradients are made. So the peak of a
-            # deep model with bf16 parameters is below all of them and a shard of the rest.
+            # Stage 2, too: it frees gathered parameters before the last gradients are made. So the
+            # peak of a deep model with bf16 parameters can be below the bytes of all whole
+            # parameters and shards of the other states.
             sharded_states=3,
             gathers_whole=self.stage == 2,
             moves_parameters=True,
@@ -86,7 +88,7 @@ class FullySharded(Zero):
             )
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse a parameter that two stages of a rank share: only one of them can shard it."""
+        """Refuse a parameter that two stages of a rank share: only one stage can shard it."""
         for name in facts.shared[:1]:
             raise ConfigError(
                 f"strategy.replicate: {name} is used by two stages of one rank, and stages 2 and 3 "
@@ -110,7 +112,7 @@ class FullySharded(Zero):
         return forecast_fully_shard(forecast, profile, plan, stage=self.stage, ranks=ranks)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the gathering of units and the reduction of gradients; see `_UnitTraffic`."""
+        """Return the all-gathers of units and the reductions of gradients; see `_UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
         flow = _UnitTraffic(comm_units(profile), plan, ranks)
         regathered = [unit for unit in flow.units if unit is not profile.outside_blocks]
@@ -120,7 +122,7 @@ class FullySharded(Zero):
         return tuple(messages + flow.reduced())
 
     def apply(self, assembly: Assembly) -> None:
-        """Give values to and shard one unit after the other, the root last."""
+        """Give each unit its values and shard it, one unit after the other, the root last."""
         plan, mesh = assembly.plan, shard_mesh(assembly.context, self.shard_ranks)
         _check_on_shards(assembly, mesh)
         settings: dict[str, Any] = {
@@ -139,7 +141,7 @@ class FullySharded(Zero):
         )
 
         def shard_norms(unit: nn.Module) -> None:
-            """BatchNorm's kernels take no mixture of bf16 weights and fp32 statistics."""
+            """Shard BatchNorms in fp32: they take no bf16 weights with fp32 statistics."""
             norms = _norms(unit) if plan.bf16_parameters else []
             if norms:
                 fully_shard(norms, mp_policy=fp32_policy, **settings)
@@ -147,8 +149,8 @@ class FullySharded(Zero):
         whole_params = _left_whole(assembly)
         settings["ignored_params"] = whole_params
         for root in assembly.roots:
-            # A module that a cut goes through runs in several stages. None of them calls its
-            # forward method, so hooks on it would never run.
+            # If a cut divides a module, the module runs in several stages. No stage calls its
+            # forward method, so hooks on the module would never run.
             through: Collection[str] = getattr(root, "cut_through", ())
             for name, unit in units_of(root, assembly.routes):
                 if name in through:
@@ -173,9 +175,10 @@ class FullySharded(Zero):
 class _UnitTraffic:
     """The messages and transfers of a rank's units for one micro-batch.
 
-    Parameters are gathered in the precision of the computation; BatchNorm, which is gathered in
-    fp32, is counted the same. Gradients are reduced in the precision of the shards. Layers outside
-    of blocks are gathered once, in stage 3 too. Recomputation of a block gathers nothing more.
+    Parameters are gathered in the precision of the computation. BatchNorms are gathered in fp32,
+    but are counted in the precision of the computation. Gradients are reduced in the precision of
+    the shards. Layers outside of blocks are gathered once, also in stage 3. The recomputation of a
+    block gathers nothing more.
 
     Args:
         units: the units with their parameters.
@@ -191,7 +194,7 @@ class _UnitTraffic:
         self._away = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
 
     def gathered(self, units: Sequence[BlockTicks], overlaps: OverlapPhase) -> list[Traffic]:
-        """Return the all-gathers of units, and the copies from the host if shards are there."""
+        """Return the all-gathers of units, and the copies of shards that are on the host."""
         messages = []
         if self._away and units:
             nbytes = sum(self._padded(u, self._shard_width) for u in units) // self._ranks
@@ -204,7 +207,7 @@ class _UnitTraffic:
         return messages
 
     def reduced(self) -> list[Traffic]:
-        """Return the reduce-scatters, the all-reduces over replicas, and the copies to the host."""
+        """Return the reduce-scatters, the all-reduces between replicas, and copies to the host."""
         units = [unit for unit in self.units if any(unit.trained)]
         nbytes = sum(self._padded(unit, self._shard_width, trained=True) for unit in units)
         shard, messages = nbytes // self._ranks, []
@@ -247,12 +250,12 @@ class _UnitTraffic:
         return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
 
     def _padded(self, unit: BlockTicks, width: int, *, trained: bool = False) -> int:
-        """Return the bytes of a unit: each rank has equally many rows, the last ranks padded.
+        """Return the bytes of a unit with padding: each rank has as many rows as the first.
 
         Args:
             unit: the unit.
-            width: bytes of an element that is not packed.
-            trained: only those of trained parameters.
+            width: the bytes of an element that is not packed.
+            trained: whether only trained parameters are counted.
         """
         widths = unit.widths(width, width)
         return self._ranks * sum(
@@ -263,7 +266,15 @@ class _UnitTraffic:
 
 
 def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
-    """Return the dp axis as a mesh; for hybrid sharding its ranks as (replicate, shard)."""
+    """Return the dp axis as a 1-dim mesh or, for hybrid sharding, as a mesh (replicate, shard).
+
+    Args:
+        context: the ranks and their mesh.
+        shard_ranks: the number of ranks that share one copy of the states; None for all of dp.
+
+    Raises:
+        ConfigError: there is no process group.
+    """
     mesh = context.mesh
     if mesh is None:
         raise ConfigError("fully_shard needs a process group. Use bigtrain.connect.")
@@ -277,9 +288,10 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
 
 
 def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on every rank: 0-dim ones, which cannot be sharded.
+    """Return the 0-dim parameters, which stay whole on every rank because they cannot be sharded.
 
-    Their gradients are averaged over the replicas after the last micro-batch.
+    `Assembly.average` is set: it averages their gradients over the replicas after the last
+    micro-batch.
     """
     context = assembly.context
     scalars = {p for root in assembly.roots for p in root.parameters() if p.dim() == 0}
@@ -302,12 +314,12 @@ def _give_values(
 
     Args:
         unit: a block, or the model.
-        prefix: the beginning of its names in the model.
+        prefix: the prefix of the unit's names in the model.
         assembly: the run that is being built.
         whole_params: parameters that are not sharded.
 
     Returns:
-        Names in the unit of the parameters that have no values yet.
+        The names in the unit of the parameters that have no values yet.
     """
     parts = assembly.saved_parts
     meta = [n for n, p in unit.named_parameters() if p.is_meta and p not in whole_params]
@@ -336,30 +348,31 @@ def _read_shards(unit: nn.Module, prefix: str, assembly: Assembly, names: Sequen
         local = torch.empty_like(local_tensor(meta), device=device)
         parts.copy(prefix + name, local, extents_of(meta))
         parameter = nn.Parameter(as_dtensor_like(local, meta), meta.requires_grad)
-        for module, own in places[id(meta)]:  # a tied parameter has several
+        for module, own in places[id(meta)]:  # a tied parameter is in several modules
             setattr(module, own, parameter)
     for module in (unit, *_norm_units(unit)):
-        # Without a change of its own, `_apply` has fully_shard take the new parameters over.
+        # `_apply` of an identity function makes fully_shard adopt the new parameters.
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
 
 
 def _norm_units(unit: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorms inside a unit, which are sharded apart in bf16."""
+    """Return the BatchNorms of a unit, which are sharded separately in bf16 runs."""
     return [module for module in unit.modules() if isinstance(module, _NormBase)]
 
 
 def _make_contiguous(unit: nn.Module) -> None:
-    """Make parameters contiguous: fully_shard takes no others."""
+    """Make parameters contiguous, because fully_shard refuses others."""
     for parameter in unit.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
 
 
 def _check_on_shards(assembly: Assembly, mesh: DeviceMesh) -> None:
-    """Refuse an optimizer that updates DTensors otherwise than whole tensors. Collective.
+    """Refuse an optimizer that does not update DTensors like whole tensors. Collective.
 
-    An optimizer that multiplies matrices or uses norms may be right on DTensors: it is tried.
+    An optimizer that multiplies matrices or uses norms may be right on DTensors, so it is tried on
+    a small parameter.
     """
     whole_optimizer = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
     cut_anywhere = whole_optimizer.kind.elementwise and whole_optimizer.kind.separable
@@ -381,7 +394,7 @@ def _norms(unit: nn.Module) -> list[nn.Module]:
 
 
 class _ReduceScatter:
-    """fully_shard's reduce-scatter on a CPU; gloo's copy is freed when it returns."""
+    """fully_shard's reduce-scatter on a CPU, which returns after gloo has freed its copy."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
@@ -389,7 +402,7 @@ class _ReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer, as fully_shard makes it."""
+        """Return a buffer like that of fully_shard's default."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -406,7 +419,7 @@ class _ReduceScatter:
 
 
 def _finish(unit: nn.Module, name: str, assembly: Assembly) -> None:
-    """Add our hooks to a unit that is sharded."""
+    """Add hooks to a sharded unit: for missing gradients, sliced tensors and labels of memory."""
     if assembly.units is not None and assembly.use is not None and assembly.plan.dp > 1:
         units, number = assembly.units, assembly.units.add(name)
         unit.register_forward_pre_hook(lambda _module, _inputs: units.note(number))
@@ -420,7 +433,7 @@ def _label_gathered(unit: nn.Module, assembly: Assembly) -> None:
     """Label gathered parameters as parameters, before each forward pass of the unit."""
 
     def label(module: nn.Module, _inputs: Iterable[Any]) -> None:
-        # The shards of units inside are labelled: trained and frozen ones have their kinds.
+        # The shards of inner units have labels already, as trained or frozen parameters.
         gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
         assembly.meter.label(gathered, "parameters")
 

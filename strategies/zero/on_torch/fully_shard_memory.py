@@ -1,16 +1,17 @@
 """The memory of one rank under fully_shard: shards, and the units that are whole at each moment.
 
-fully_shard does the following (observed in the storages of real runs). A unit's parameters arrive
-in one flat buffer and are copied out of it. The buffer stays until the next unit is gathered, the
-last one's until the model's forward pass ends. In the backward pass the next unit is gathered while
-one computes. A unit's gradients are copied into one buffer, which is reduced to this rank's shard
-and stays until the next unit's gradients are reduced.
-Between two units the order is: the first one's parameters are freed, then the gradient buffer of
-the unit before it, then its own gradient buffer is allocated, and last the parameters of the next
-unit.
+fully_shard does the following (observed in the storages of real runs). A unit's parameters are
+gathered into one flat buffer and copied out of it. The buffer is alive until the next unit is
+gathered; the last unit's buffer is alive until the end of the model's forward pass. In the backward
+pass the next unit is gathered while a unit computes. A unit's gradients are copied into one buffer,
+which is reduced to this rank's shard and is alive until the next unit's gradients are reduced.
 
-On one rank nothing is exchanged: parameters are copied one by one out of the shards, in bf16 after
-a cast, and gradients out of the one buffer.
+When a unit's backward pass ends, the order is this: the parameters of the unit are freed, the
+gradient buffer of the previous unit is freed, the gradient buffer of the unit is allocated, and the
+parameters of the next unit are allocated.
+
+On one rank nothing is exchanged. Parameters are copied out of the shards one by one, in bf16 after
+a cast, and gradients are copied out of the gradient buffer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def forecast_fully_shard(
         forecast: the forecast with the techniques that are applied before.
         profile: the profile of one process.
         plan: precision, accumulation, offload.
-        stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
+        stage: 2 or 3; stage 2 holds gathered units from the forward to the backward pass.
         ranks: the number of ranks that share one copy of the states.
     """
     if profile.outside_blocks is None:
@@ -53,7 +54,7 @@ def forecast_fully_shard(
         forecast.states,
         parameters=trained,
         frozen=shards - trained,
-        # An offload leaves the same fraction of the shard's state here as of the whole state.
+        # An offload leaves the same fraction of a shard's state on the device as of a whole state.
         optimizer=round(state * min(1.0, forecast.states.optimizer / full_optimizer_bytes)),
     )
     # Every micro-batch makes new whole gradients, and only their shards are added up. So each has
@@ -64,14 +65,14 @@ def forecast_fully_shard(
     first = later = unit_passes.timeline(*unsharded, fresh=fresh)
     if fresh and plan.batch.accumulation_steps > 1:
         later = unit_passes.timeline(*unsharded, fresh=False)
-    if sizes.on_host:  # with gradients and state; gathered units stay on the GPU
+    if sizes.on_host:  # gradients and state are on the host too, gathered units on the GPU
         return replace(
             forecast.with_passes(first=first, later=later),
             states=replace(states, parameters=0, frozen=0, optimizer=0),
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
-    # The last micro-batch has the timeline of the others, which is no less than it needs.
+    # The last micro-batch gets the timeline of the other ones, which is no less than it needs.
     passes = {"first": first, "later": later}
     if plan.pp > 1:
         passes |= {
@@ -92,10 +93,10 @@ def forecast_fully_shard(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of a unit: gathered, as it is reduced, and of a rank's shard."""
+    """The bytes of a unit: of its gathered parameters, its gradient buffer, and a rank's shard."""
 
     shard_width: int
-    """Bytes of an element of a shard, of parameters as of gradients."""
+    """Bytes of an element of a shard, of parameters and of gradients."""
     plan: Plan
     ranks: int
     _known: dict[tuple[int, bool], tuple[BlockTicks, int]] = field(default_factory=dict)
@@ -107,13 +108,13 @@ class _Sizes:
 
     @property
     def frozen_width(self) -> int:
-        """Bytes of an element of a frozen parameter's shard: it has no fp32 value in bf16 runs."""
+        """Bytes of an element of a frozen parameter's shard, which may have no fp32 values."""
         return self.used_width if self.plan.frozen_in_bf16 else self.shard_width
 
     def shard(self, unit: BlockTicks, *, trained: bool = False) -> int:
-        """Bytes of a rank's shard: each rank has equally many rows, the last ranks padded."""
+        """Bytes of a rank's shard of a unit, padded to as many rows as the first rank has."""
         key = (id(unit), trained)
-        if key not in self._known:  # the unit is stored too, so that no other gets its id
+        if key not in self._known:  # with the unit, so that its id is not reused
             nbytes = sum(
                 width * self._padded(shape)
                 for shape, width, is_trained in zip(
@@ -129,11 +130,11 @@ class _Sizes:
         return unit.widths(self.shard_width, self.frozen_width)
 
     def _padded(self, shape: tuple[int, ...]) -> int:
-        """The elements of a rank's shard of a parameter."""
+        """The number of elements of a rank's shard of a parameter, with padding."""
         return math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
 
     def first_shards(self, units: Sequence[BlockTicks]) -> int:
-        """Bytes by which sharding the units one by one exceeds the whole model at the most.
+        """The most bytes above those of the whole model, while its units are sharded one by one.
 
         A unit's shard is made before its whole parameters are freed.
         """
@@ -168,10 +169,11 @@ class _Sizes:
         return self.ranks * sum(count * width for count, width in elements)
 
     def copied(self, unit: BlockTicks) -> int:
-        """Bytes in addition to a whole unit at the most, while one rank copies its parameters.
+        """The most bytes above those of a whole unit, while a single rank copies its parameters.
 
-        They are copied one after the other: each from the host, if shards are there, then cast,
-        then into the unit. The result of a cast is freed after that of the next one is made.
+        The parameters are copied one after the other. Each is copied from the host, if the shards
+        are on the host, then cast, and then copied into the unit. The result of a cast is freed
+        after the result of the next cast is made. With several ranks the bytes are zero.
         """
         if not self.alone:
             return 0
@@ -189,13 +191,14 @@ class _Sizes:
         return max(0, most - done)
 
     def reduced(self, unit: BlockTicks) -> int:
-        """Bytes of the buffer in which a unit's gradients are reduced."""
+        """Bytes of the buffer in which a unit's gradients are reduced, padding included."""
         return self.shard(unit, trained=True) * self.ranks
 
 
 _FINE = 16
-"""Moments in a tick of the profile's clock: all actions of a unit's hooks fall on one tick."""
-# In the order of the hooks: a unit's post-hook runs before the pre-hook of the next one.
+"""The number of moments in a tick of the profile's clock. All actions of a unit's hooks fall on one
+tick, so the moments order them."""
+# The moments in the order of the hooks: a unit's post-hook runs before the next unit's pre-hook.
 _AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
 _NEXT_GATHERS, _UNIT_WHOLE, _NEXT_WHOLE, _BUFFER_FREE, _PREFETCH = range(9, 14)
 
@@ -215,8 +218,8 @@ class _Pass:
         """Return the pass of one process with the memory of gathering and reducing.
 
         Args:
-            unsharded: without any sharding.
-            rest: the layers outside of blocks; whole until their gradients are reduced.
+            unsharded: the pass without any sharding.
+            rest: the layers outside of blocks, which are whole until their gradients are reduced.
             fresh: whether the shards of the gradients are allocated in this pass.
             resumed: whether passes of other micro-batches come in between. The forward pass then
                 finds units gathered by an earlier one, and the backward pass finds none, because
@@ -255,11 +258,11 @@ class _Pass:
         return Timeline(tuple(span for span in spans if span.nbytes), phases)
 
     def strayed(self, usual: Timeline, rest: BlockTicks) -> Timeline:
-        """Return the backward pass after several forward passes.
+        """Return a pass whose backward pass comes after forward passes of several micro-batches.
 
         Units are prefetched in the reverse order of all forward passes. So the last unit of the
-        backward pass prefetches the last unit of the forward pass before. Layers outside of blocks
-        are still whole and are not gathered again.
+        backward pass prefetches the last unit of the previous forward pass. Layers outside of
+        blocks are still whole and are not gathered again.
         """
         if rest.shapes or len(self.units) < 2:
             return usual
@@ -269,7 +272,7 @@ class _Pass:
         return Timeline((*usual.spans, stray), usual.phases)
 
     def _plain(self, plain: Timeline, end: int) -> list[Span]:
-        """Return the spans of one process; a gradient lives until its unit's buffer has it."""
+        """Return the spans of one process, with gradients until they are in their unit's buffer."""
         spans = []
         units = sorted(self.units, key=lambda unit: unit.backward)
         begins = [unit.backward[0] for unit in units]
@@ -286,8 +289,8 @@ class _Pass:
         return spans
 
     def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, end: int) -> list[Span]:
-        """Return the flat buffers in which units are gathered, each until the next one's."""
-        if not units:  # a stage of less than a block
+        """Return the flat buffers of gathered units, each until the next unit is gathered."""
+        if not units:  # a stage that has less than a block
             return []
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
         ends = [*((tick, _NEXT_WHOLE) for tick in starts[1:]), (end, _AFTER_LAST)]
@@ -311,7 +314,7 @@ class _Pass:
         ]  # fmt: skip
 
     def _regathered_rest(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
-        """Return the spans of layers outside of blocks, gathered when the backward pass starts."""
+        """Return the spans of layers outside of blocks that are gathered for the backward pass."""
         whole_bytes, buffer = (
             self.sizes.whole(rest),
             self.sizes.padded(rest) + self.sizes.copied(rest),
@@ -324,7 +327,7 @@ class _Pass:
     def _in_backward(self, back: int, end: int) -> list[Span]:
         """Return the spans of units that are gathered for their backward pass.
 
-        Each unit is gathered while the unit before it in the backward pass computes.
+        Each unit is gathered while the previous unit in the backward pass computes.
 
         Args:
             back: the tick at which the gradient of the model's output is made. The first unit is
@@ -346,12 +349,12 @@ class _Pass:
         return spans
 
     def _unused_prefetches(self, back: int, end: int) -> tuple[list[Span], list[BlockTicks]]:
-        """Return the buffers of units that are prefetched and have no backward pass.
+        """Return the buffers of prefetched units without a backward pass, and other units.
 
-        Units are prefetched by the order of the forward pass. After the backward pass fully_shard
-        closes the units in the order of the model's modules: it reduces the gradients that are
-        left, and frees such buffers. The second list has the units before them, which are not
-        prefetched.
+        Units are prefetched in the reverse order of the forward pass. After the backward pass
+        fully_shard closes the units in the order of the model's modules: it reduces the gradients
+        that are left, and frees the buffers of units without a backward pass. The second list has
+        the units that are followed by such a unit in the forward pass, and are not prefetched.
 
         Args:
             back: see `_in_backward`.
@@ -375,7 +378,7 @@ class _Pass:
         return spans, alone
 
     def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
-        """Return each unit's gradient buffer, until the next unit's, and the shard it becomes."""
+        """Return each unit's gradient buffer, until the next unit is reduced, and its shard."""
         spans = []
         order = [(unit.backward[1], unit) for unit in self.units] + [(end - 1, rest)]
         order.sort(key=lambda pair: pair[0])
@@ -395,7 +398,7 @@ class _Pass:
 
 
 def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks]:
-    """Return the blocks with the tick at which their gradients are reduced.
+    """Return the blocks, whose backward passes end at the tick at which gradients are reduced.
 
     Blocks whose inputs need no gradient are reduced last, one by one in the order of the model's
     modules, after the layers outside of blocks.

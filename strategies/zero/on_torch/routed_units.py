@@ -1,9 +1,9 @@
 """Units of fully_shard when ranks do not call the same modules or use the same parameters.
 
-All ranks gather a unit together, so all of them have to call it. If only some ranks call a module,
-the unit is the nearest enclosing module that all of them call. The same holds for a block that no
-rank calls, because only its methods or inner modules are used. All ranks also reduce a unit's
-gradients together: a rank without a gradient gives zeros.
+All ranks gather a unit together, so all ranks have to call it. If only some ranks call a block, the
+unit is the nearest enclosing module that all ranks call. The same holds for a block that no rank
+calls, because only its methods or inner modules are used. All ranks also reduce a unit's gradients
+together: a rank without a gradient contributes zeros.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from bigtrain.tracing.routes import Routes
 
 
 def units_of(root: nn.Module, routes: Routes) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are units, by name, inner ones first, without the root."""
+    """Return the units of fully_shard below the root, as (name, module), inner modules first.
+
+    Args:
+        root: the model, or a stage of it.
+        routes: the modules that every pass of the model calls.
+    """
     blocks = independent_blocks(root)
     called = {name: block for name, block in blocks if routes.calls(name)}
     enclosing: dict[str, nn.Module] = {}
@@ -41,7 +46,7 @@ def _nearest_called(root: nn.Module, name: str, routes: Routes) -> Iterator[tupl
 
 
 def _is_independent(root: nn.Module, module: nn.Module) -> bool:
-    """Whether no module outside of it has any of its parameters."""
+    """Return whether no module outside of `module` has a parameter of `module`."""
     inside = {id(inner) for inner in module.modules()}
     parameters = {id(p) for p in module.parameters()}
     outside = (outer_module for outer_module in root.modules() if id(outer_module) not in inside)
@@ -53,11 +58,11 @@ def _is_independent(root: nn.Module, module: nn.Module) -> bool:
 
 
 def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
-    """Reduce zeros for each gradient that this rank lacks, once for each pass through the unit.
+    """Let zeros be reduced for each gradient that this rank lacks, once for each forward pass.
 
     Args:
-        unit: a unit of fully_shard.
-        use: notes which parameters had a gradient.
+        unit: a module to which fully_shard was applied.
+        use: gets a note of each parameter that had a gradient, or a stand-in.
     """
     planned = {id(p) for p in unit.parameters() if p.requires_grad}
     passes = 0
@@ -74,12 +79,12 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
             if unsharded is None:
                 continue
             if id(fsdp_param.sharded_param) not in planned:
-                if unsharded.grad is not None:  # not reduced: no other rank may have one
+                if unsharded.grad is not None:  # other ranks may lack it: not reduced
                     use.surprise, unsharded.grad = fsdp_param.sharded_param, None
                 continue
             if unsharded.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
                 use.note(fsdp_param.sharded_param)
-            elif fills:  # no rank does if no pass went through the unit
+            elif fills:  # without a pass through the unit, no rank fills
                 unsharded.grad = torch.zeros_like(unsharded)
                 use.stand_ins = True
 
@@ -95,7 +100,7 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
 
 
 def _groups(unit: Any) -> list[Any]:
-    """Return the parameter groups of a unit; fully_shard reduces one at a time."""
+    """Return fully_shard's parameter groups of a unit, each of which is reduced at once."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # older versions of torch have a single group

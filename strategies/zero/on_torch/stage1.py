@@ -1,11 +1,12 @@
 """Stage 1 on torch: DDP averages the gradients, and each rank updates its share of the parameters.
 
 The shares are equal flat slices of all parameters one after the other. They are updated in place
-and broadcast in place (see `optim.partitioned`), so nothing is copied: 8P + 8P/N bytes in fp32, and
-4P + 12P/N in bf16, where only the rank that updates a parameter has its fp32 copy. torch's
-ZeroRedundancyOptimizer gives whole parameters to ranks and is never better balanced.
-The ranks exchange DDP's average of the gradients, and each parameter once after the step: half as
-much again as DDP alone.
+and broadcast in place (see `optim.partitioned`), so nothing is copied. P parameters on N ranks need
+8P + 8P/N bytes on a rank in fp32. In bf16 they need 4P + 12P/N bytes, because only the rank that
+updates a parameter has its fp32 copy. torch's ZeroRedundancyOptimizer assigns whole parameters to
+ranks, so its shares are never more equal.
+The ranks exchange DDP's average of the gradients, and each parameter once after the step. Together
+that is 1.5 times the bytes of DDP alone.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class ShardedOptimizer(Zero):
         """Add a share of the optimizer state, and gradients in DDP's buckets."""
         size = 8 if plan.precision == "fp64" else 4
         share = math.ceil(profile.trained_elements / plan.dp)
-        # fp32 elements for each element of the share: the state, and in bf16 the parameter itself.
+        # fp32 values for each element of the share: the state, and in bf16 the parameter itself.
         state_slots = profile.state_slots + (1 if plan.bf16_parameters else 0)
         kept_fraction = float(plan.offload_tiers.optimizer == "device")
-        if profile.optimizer_bytes:  # SGD has no state, and yet each rank has its fp32 share
+        if profile.optimizer_bytes:  # plain SGD has none, and yet each rank has fp32 values
             kept_fraction = forecast.states.optimizer / profile.optimizer_bytes
         optimizer = size * share * state_slots + profile.state_scalars / plan.dp
         states = replace(forecast.states, optimizer=round(optimizer * min(1.0, kept_fraction)))
@@ -93,7 +94,7 @@ class ShardedOptimizer(Zero):
         return with_averaged_gradients(forecast, profile)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return DDP's average, and the broadcast of each rank's updated slices."""
+        """Return DDP's average of gradients, and the broadcasts of all ranks' updated slices."""
         if plan.dp == 1:
             return ()
         stride = plan.pp * plan.tp
@@ -108,12 +109,12 @@ class ShardedOptimizer(Zero):
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Partition the update, then let DDP average the gradients."""
+        """Partition the optimizer's update over the replicas, and let DDP average gradients."""
         context = assembly.context
         trained = assembly.trained()
         roots = assembly.roots if assembly.plan.bf16_parameters else []
         low = {name for root in roots for name in bf16_parameter_names(root)}
-        # Before DDP wraps the model: the partition takes the fp32 values, and DDP sees bf16 ones.
+        # Before DDP wraps the model: this takes the fp32 values, and leaves bf16 values for DDP.
         assembly.update = PartitionedUpdate(
             trained,
             assembly.make_optimizer,
@@ -125,7 +126,7 @@ class ShardedOptimizer(Zero):
 
 
 def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
-    """Return the step of the rank whose share needs the most memory; None if it is not known."""
+    """Return the memory of the step on the rank that needs the most; None if it is not known."""
     if profile.step_memory is None or not profile.updated:
         return None
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
@@ -138,9 +139,11 @@ def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
 
 
 def _on_chunks(profile: Profile, plan: Plan, step: Timeline) -> Timeline:
-    """Return a step on fp32 copies: the norm, then a chunk's gradients and the optimizer's tensors.
+    """Return the memory of a step that updates fp32 values chunk by chunk.
 
-    Of all chunks, those with the most elements and with the largest piece are run.
+    It has the norm, then the fp32 gradients of a chunk and the temporaries of the optimizer. Two
+    chunks are tried, the one with the most elements and the one with the largest piece; the one
+    that needs more memory is used.
     """
     share = math.ceil(profile.trained_elements / plan.dp)
     chunk_size = chunk_elements(profile.trained_elements, plan.dp)
@@ -182,7 +185,7 @@ class _Piece(NamedTuple):
 
     shape: tuple[int, ...]
     group: int
-    """Its parameter group in the optimizer."""
+    """The number of the parameter's group in the optimizer."""
 
     @property
     def elements(self) -> int:
@@ -192,7 +195,7 @@ class _Piece(NamedTuple):
 def _pieces_by_rank(
     profile: Profile, plan: Plan, memory: StepMemory, chunk_size: int | None = None
 ) -> list[list[_Piece]]:
-    """Return the pieces of each replica, in order; of one replica only if the plan is for one."""
+    """Return the pieces of each replica, in order; those of `plan.dp_rank` alone if it is set."""
     may_split = memory.kind in ELEMENTWISE_OPTIMIZERS
     sizes = {str(n): math.prod(shape) for n, (shape, _) in enumerate(profile.updated)}
     pieces: list[list[_Piece]] = [[] for _ in range(plan.dp)]
@@ -204,7 +207,7 @@ def _pieces_by_rank(
 
 
 def _shapes_by_group(pieces: Sequence[_Piece]) -> list[list[tuple[int, ...]]]:
-    """Return the shapes of pieces, by their parameter group."""
+    """Return the shapes of the pieces in each parameter group of the optimizer."""
     shapes: list[list[tuple[int, ...]]] = [
         [] for _ in range(max((piece.group for piece in pieces), default=0) + 1)
     ]
