@@ -56,7 +56,10 @@ class Zero(Strategy):
     engine: Literal["deepspeed", "torch", "fairscale"] = "deepspeed"
     """The library that implements the stage."""
     bucket_size: Bytes | None = Field(None, gt=0)
-    """Bytes of gradients that are reduced at once; the default depends on engine and model."""
+    """Bytes of gradients that are reduced at once; the default depends on engine and model.
+
+    It has no effect, and is refused, with torch's stages 2 and 3, which reduce block by block.
+    """
     shard_ranks: int | None = Field(None, ge=1)
     """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many adjacent ranks.
 

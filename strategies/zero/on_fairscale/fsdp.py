@@ -37,7 +37,7 @@ from bigtrain.strategies.zero.on_fairscale.engine import (
     OwnedUpdate,
     ShardedGradients,
 )
-from bigtrain.strategies.zero.on_fairscale.memory import reduce_gradients
+from bigtrain.strategies.zero.on_fairscale.memory import bucket_mib, reduce_gradients
 from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
 from bigtrain.units import MIB
 
@@ -79,8 +79,7 @@ class FairscaleFSDP(FairscaleEngine):
         if plan.dp == 1:
             return forecast
         ranks, states = plan.dp, forecast.states
-        bucket_size = self.bucket_size or 25 * MIB
-        first = reduce_gradients(profile.passes["first"], ranks, bucket_size)
+        first = reduce_gradients(profile.passes["first"], ranks, bucket_mib(self) * MIB)
         return replace(
             forecast.with_passes(first=first),
             states=replace(
@@ -112,7 +111,7 @@ class FairscaleFSDP(FairscaleEngine):
                 # A root that stays gathered after an evaluation would ignore values loaded then.
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
-                bucket_cap_mb=(self.bucket_size or 25 * MIB) // MIB,
+                bucket_cap_mb=bucket_mib(self),
                 compute_device=context.device,
                 # Otherwise autocast holds bf16 copies of all parameters until the end of the
                 # forward pass.

@@ -6,9 +6,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bigtrain.core.replicas import BUCKET_SIZE
 from bigtrain.costs.forecast import Profile
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.strategies.zero import Zero
+from bigtrain.units import MIB
+
+
+def bucket_mib(options: Zero) -> int:
+    """Return the size of a bucket of stage 3 in whole MiB, as fairscale takes it.
+
+    At least 1: fairscale has no buckets if the size is 0.
+    """
+    return max(1, (options.bucket_size or BUCKET_SIZE) // MIB)
 
 
 def in_flight_bytes(options: Zero, gradient_bytes: int) -> int:

@@ -18,6 +18,8 @@ from bigtrain.costs.traffic import (
     parameter_shapes,
 )
 from bigtrain.strategies.zero import Zero
+from bigtrain.strategies.zero.on_fairscale.memory import bucket_mib
+from bigtrain.units import MIB
 
 
 def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
@@ -73,7 +75,7 @@ def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...
     every, trained = parameter_shapes(profile, trained=False), parameter_shapes(profile)
     parameter_bytes = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
     back = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in trained]
-    calls = message_count(reversed(back), options.bucket_size or BUCKET_SIZE)
+    calls = message_count(reversed(back), bucket_mib(options) * MIB)
     return (
         Traffic(
             "all_gather",

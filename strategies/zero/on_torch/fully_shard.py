@@ -77,8 +77,18 @@ class FullySharded(Zero):
         )
 
     def check(self, plan: Plan) -> None:
-        """Refuse a number of shards that does not divide the replicas."""
+        """Refuse options without effect, and a number of shards that does not divide the replicas.
+
+        Raises:
+            ConfigError: with the key and the fix.
+        """
         self.refuse_config()
+        if self.bucket_size is not None:
+            raise ConfigError(
+                f"strategy.replicate.bucket_size={self.bucket_size} has no effect: torch's "
+                "fully_shard (engine=torch, stages 2 and 3) reduces the gradients of each block at "
+                "once. Leave it out."
+            )
         ranks = self.shard_ranks
         if ranks is not None and plan.dp % ranks:
             fitting = [n for n in range(1, plan.dp + 1) if plan.dp % n == 0]

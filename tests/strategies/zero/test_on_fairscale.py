@@ -12,6 +12,8 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.strategies.zero.on_fairscale.fsdp import FairscaleFSDP
+from bigtrain.strategies.zero.on_fairscale.memory import bucket_mib
 
 pytest.importorskip("fairscale")
 
@@ -34,6 +36,14 @@ def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
     strategy, keys, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
         make_plan(job_from_keys(strategy, keys), 2, "cuda" if case == "fp64" else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("size", "mib"), [(None, 25), ("1KiB", 1), ("1MiB", 1), ("3.5MiB", 3), ("64MiB", 64)]
+)
+def test_a_bucket_of_stage_3_has_whole_mebibytes(size, mib):
+    options = FairscaleFSDP.model_validate({"stage": 3, "engine": "fairscale", "bucket_size": size})
+    assert bucket_mib(options) == mib
 
 
 def advice(strategy: str, ranks: int, slots: int, sizes=(100, 100, 100, 100)) -> str | None:

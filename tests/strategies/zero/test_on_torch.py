@@ -10,6 +10,7 @@ from bigtrain.job.load import job_from_keys
 
 REFUSED = {
     "shard_ranks=3 does not divide the 4 ranks": {"strategy.replicate.shard_ranks": 3},
+    "bucket_size=1024 has no effect: torch's fully_shard": {"strategy.replicate.bucket_size": 1024},
     "strategy.replicate.stage": {"strategy.replicate.stage": 4},
     "stage=0 shards nothing": {"strategy.replicate.stage": 0},
     "strategy.replicate.engine": {"strategy.replicate.engine": "horovod"},
