@@ -75,7 +75,7 @@ class InitRecorder:
         Raises:
             CannotDefer: an array changed after a tensor was made of it.
         """
-        if not all(torch.equal(tensor, before) for tensor, before in self._shared):
+        if not all(_equal(tensor, before) for tensor, before in self._shared):
             raise CannotDefer("it changes an array after making a tensor of it")
 
     @contextmanager
@@ -113,7 +113,10 @@ class InitRecorder:
         """
         with self.paused():
             real = function(*args, **{**kwargs, "device": CPU})
-        return real.detach().to("meta").requires_grad_(real.requires_grad)
+            values = real.detach().clone()
+            if function is not torch.tensor:  # the others may share the memory of an array
+                self._shared.append((real.detach(), values))
+        return values.to("meta").requires_grad_(real.requires_grad)
 
     def adopted(self, real: torch.Tensor) -> torch.Tensor:
         """Copy a tensor that shares an array's memory to meta, and record the copy."""
@@ -304,3 +307,8 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]
             value = args[position] if by_position else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if _on_meta(leaf)]
     return written
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have equal elements; NaN equals NaN."""
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())

@@ -260,6 +260,12 @@ def fuzz(
         for n in range(min(2, most), most + 1)
         if samples % n == 0 and n % fixed == 0
     ]
+    if not any(any(space.candidates()) for space in spaces):
+        raise ConfigError(
+            f"verify --fuzz: no plan of at most {most} ranks can be drawn: it needs a number of "
+            f"ranks that mesh.pp x mesh.tp = {fixed} divides, and that divides the {samples} "
+            f"samples of a step. Leave mesh.pp and mesh.tp out, or use -n {fixed * -(-2 // fixed)}."
+        )
     done = refused = 0
     for drawn in draw_plans(random.Random(options.seed), spaces, blocks[1:]):
         drawn = replace(drawn, steps=options.steps)
@@ -267,7 +273,10 @@ def fuzz(
         if row.verdict == "refused":
             refused += 1
             if refused > _REFUSALS * options.fuzz:
-                raise ConfigError(f"none of {refused} drawn plans can run: {row.reason}")
+                raise ConfigError(
+                    f"{refused} of {refused + done} drawn plans cannot run, the last of them "
+                    f"because: {row.reason}"
+                )
             continue
         done += 1
         if row.verdict == "pass":

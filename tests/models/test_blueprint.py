@@ -223,6 +223,7 @@ CONSTANTS: dict[str, Callable[[], torch.Tensor]] = {
     "as_tensor": lambda: torch.as_tensor(np.arange(6.0).reshape(2, 3)),
     "legacy": lambda: torch.FloatTensor([1.0, 2.0]),
     "from_numpy": lambda: torch.from_numpy(np.arange(6)),
+    "NaN of an array": lambda: torch.from_numpy(np.array([np.nan, 1.0])),
     "new_tensor": lambda: torch.ones(2).new_tensor([1, 2]),
     "empty": lambda: torch.empty(3).zero_(),
     "division": lambda: torch.arange(4) / 3,
@@ -249,7 +250,7 @@ def test_what_is_not_random_is_exact(name: str, dtype: torch.dtype) -> None:
     assert blueprint.deferred, blueprint.reason
     actual = values(blueprint.materialize("cpu", seed=0))["x"]
     assert actual.dtype == expected.dtype
-    assert torch.equal(actual, expected)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.get_default_dtype() == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ def _numpy_weights() -> torch.Tensor:
     return torch.from_numpy(np.random.rand(3))
 
 
-def _array_filled_later() -> torch.Tensor:
+def _array_filled_later(make: Callable[[object], torch.Tensor]) -> torch.Tensor:
     array = np.zeros(3)
-    tensor = torch.from_numpy(array)
+    tensor = make(array) + 1.0
     array[:] = 1.0
     return tensor
 
@@ -75,10 +76,13 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "random numbers on the CPU",
     ),
     "legacy": (module_with_buffer(lambda: torch.Tensor(2).zero_()), "puts 'x' on cpu itself"),
-    "array": (
-        module_with_buffer(_array_filled_later),
-        "changes an array after making a tensor of it",
-    ),
+    **{
+        f"array, {make.__name__}": (
+            module_with_buffer(partial(_array_filled_later, make)),
+            "changes an array after making a tensor of it",
+        )
+        for make in (torch.from_numpy, torch.as_tensor, torch.asarray)
+    },
     "asks": (lambda: AsksForMeta(2, 2), "reset_parameters asks whether a tensor is on meta"),
     "loose": (lambda: One(_loose), r"keeps a tensor at 'cache\[0\]'"),
     "no kernel": (

@@ -123,6 +123,11 @@ def test_the_line_that_repeats_a_plan_is_the_plan():
             "--fuzz draws strategies, and --strategy names some. Leave one of them out",
         ),
         (["--fuzz", "1", "model.name=support.odd_strategies:Nothing"], "has no 'Nothing'"),
+        (
+            ["--fuzz", "1", "-n", "3", "mesh.pp=2", "train.global_batch_size=9"],
+            "verify --fuzz: no plan of at most 3 ranks can be drawn: it needs a number of ranks "
+            "that mesh.pp x mesh.tp = 2 divides, and that divides the 9 samples of a step.",
+        ),
     ],
 )
 def test_wrong_input(tmp_path, monkeypatch, capsys, words, message):
