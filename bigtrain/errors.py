@@ -161,11 +161,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def as_word(key: str, value: object) -> str:
-    """Return `KEY=VALUE` for pasting into a shell, in quotes if the shell would split it.
+    """Return `KEY=VALUE` for pasting into a shell, in quotes if the shell would change it.
 
     Args:
         key: a key of a job.
-        value: its value, which is written as YAML: null for None, lists without spaces.
+        value: the value of the key. It is written as YAML: null for None, true or false, lists
+            without spaces. A string is written without YAML's quotes.
     """
     return shlex.quote(unquoted_word(key, value))
 

@@ -295,9 +295,11 @@ def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
 class Partitioner:
     """Cuts parameters into the pieces of ZeRO stage 3, on ranks that all have the same values.
 
+    The constructor replaces `torch.nn.functional.linear` by the function of ZeRO stage 3.
+
     Args:
         config: DeepSpeed's configuration.
-        closing: takes the callback that restores `torch.nn.functional.linear`.
+        closing: gets the callback that restores `torch.nn.functional.linear`.
     """
 
     def __init__(self, config: dict[str, Any], closing: ExitStack) -> None:

@@ -286,7 +286,13 @@ def _item(plan: Plan) -> int:
 
 
 def _chunked(step: Timeline, share: float, chunk_bytes: int) -> Timeline:
-    """Return the step's timeline if only a share of the state is updated at a time."""
+    """Return the timeline of a step that updates the state chunk by chunk.
+
+    Args:
+        step: the timeline of a step that updates all elements at once.
+        share: the share of the elements in a chunk.
+        chunk_bytes: bytes of a chunk's state, which are in memory during the whole step.
+    """
     spans = tuple(s._replace(nbytes=round(s.nbytes * share)) for s in step.spans)
     start = step.phases[0][0]
     end = max((span.death for span in spans), default=start + 1)

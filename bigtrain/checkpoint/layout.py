@@ -247,7 +247,14 @@ def tensor_file(
 
 
 def checkpoint_files(entries: Sequence[TensorEntry]) -> list[TensorFile]:
-    """Return the files of a checkpoint: one per part of the state and rank that writes to it."""
+    """Return the tensor files of a checkpoint: one per part of the state and rank that writes it.
+
+    Args:
+        entries: the tensors of the checkpoint. Their names begin with the part of the state.
+
+    Raises:
+        CheckpointError: safetensors has no code for a tensor's type.
+    """
     files = []
     for part in STATE_PARTS:
         of_part = [entry for entry in entries if entry.name.startswith(f"{part}.")]

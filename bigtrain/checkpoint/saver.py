@@ -25,14 +25,17 @@ _END_S = 5.0
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 
-    An asynchronous save returns once each rank has copied its share of the files; together the
-    ranks copy the state once. A thread exchanges the copies through its own process group, and
-    hashes and writes them. Hashing and writing release Python's GIL. The next save waits for the
-    thread. The memory of the copies is reused for each save, as touching new memory is slow.
+    An asynchronous save returns once each rank has copied its share of the files to the host;
+    together the ranks copy the state once. If a rank's copy would exceed
+    `checkpoint.snapshot_bytes`, the rest is written before the save returns. A thread exchanges the
+    copies through its own process group, and hashes and writes them. Hashing and writing release
+    Python's GIL. The next save waits for the thread. The memory of the copies is reused for each
+    save, because the first write to newly allocated memory is slow.
 
     Args:
         context: the context of the run.
-        config: whether to save asynchronously, and how many checkpoints to keep.
+        config: whether to save asynchronously, how many bytes a rank may copy for such a save, and
+            how many checkpoints to keep.
     """
 
     def __init__(self, context: RunContext, config: CheckpointConfig) -> None:

@@ -119,4 +119,7 @@ class Runner(Protocol):
         """
 
     def close(self) -> None:
-        """Release resources that outlive the objects: hooks, files, threads."""
+        """Remove the runner's hooks and marks from the model, and release its files and threads.
+
+        These would otherwise outlive the runner.
+        """

@@ -104,11 +104,6 @@ class Plan:
         replicate_has_bf16 = self.replicate.bf16_parameters and not self.shares_engine
         return self.precision == "bf16" and (replicate_has_bf16 or not self.master_weights)
 
-    @property
-    def autocast_weights(self) -> bool:
-        """Whether autocast converts fp32 parameters at each use."""
-        return self.precision == "bf16" and not self.bf16_parameters
-
     @cached_property
     def frozen_in_bf16(self) -> bool:
         """Whether frozen parameters have no fp32 values: in bf16 runs, if torch is the only engine.

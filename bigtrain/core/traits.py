@@ -98,8 +98,8 @@ class Traits:
     engine: str = "torch"
     """The library that implements the technique; forecast errors are recorded by engine."""
     owns_step: bool = False
-    """Whether the technique replaces the loop over micro-batches; a job has at most one such
-    technique."""
+    """Whether the technique replaces the loop over micro-batches, the backward pass or the update
+    of parameters. A job has at most one such technique, except where `takes_over_from` is true."""
     needs_group: bool = False
     """Whether the technique needs a process group even for one rank."""
     materializes: bool = False

@@ -1,8 +1,10 @@
 """The order of the samples: one global sequence, and each rank's share of a step.
 
-The sequence depends on the seed alone, and a position in it is counted in global samples, so a
-run resumed with other ranks, micro-batches or batch size continues it exactly. It is never
-stored: each position is computed, in memory that does not grow with the data set.
+The sequence depends on the number of samples, on the seed, and on whether the samples are shuffled.
+With `drop_last` it also depends on the global batch size. A position in the sequence is counted in
+global samples. So a run that is resumed with other ranks, micro-batches or, without `drop_last`,
+another batch size continues the sequence exactly. The sequence is never stored: each position is
+computed, in memory that does not grow with the data set.
 """
 
 from __future__ import annotations

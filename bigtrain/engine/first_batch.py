@@ -59,13 +59,14 @@ def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) ->
 
 
 class FirstBatch:
-    """Reads facts from the first batch of a run that no example has shown.
+    """Reads from the first batch of a run the facts that the run's example does not show.
 
-    These are the divisors of the loss, and the number of rows, on which the predicted memory
-    depends. The engine discards the object in the first step.
+    Without an example these facts are the divisors of the loss, and the number of rows of a
+    micro-batch, on which the predicted memory depends. With an example, only the number of rows may
+    differ. The engine discards the object in the first step.
 
     Args:
-        example: the example of the run; None if none was given.
+        example: the example of the run; None if the user gave none.
         job: the job, whose keys may set the number of rows of a micro-batch.
         resolved: the plan that is run.
         context: this rank's context; all ranks must find the same divisors.

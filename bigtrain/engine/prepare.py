@@ -207,13 +207,17 @@ def _check_arguments(
 def _restore_at_close(
     engine: Engine, model: nn.Module, form: Mapping[str, tuple[Any, ...]], undo: ExitStack
 ) -> None:
-    """Let the engine restore the caller's module when the engine is closed.
+    """Let the engine's `close` restore the settings that `prepare` changed in the caller's module.
+
+    These are the module's `forward`, `requires_grad` of the parameters that the loss does not
+    reach, and `use_cache` in the configurations. Parameters that the strategy has cut, sliced or
+    sharded are not restored; the module is then recorded, so that `_check_whole` refuses it.
 
     Args:
         engine: the engine of the module.
         model: the caller's module.
         form: the module's `_form` before the engine was made.
-        undo: restores the way in which the module takes its inputs.
+        undo: restores the module's `forward`.
     """
     if _form(model) != form:
         _TAKEN_APART[model] = engine.plan.strategy.name

@@ -50,11 +50,6 @@ class RunPrediction:
     advice: tuple[str, ...] = ()
     """See `Prediction.advice`."""
 
-    @property
-    def is_made(self) -> bool:
-        """Whether a prediction was tried: `peak` is set, or `note` has the reason against it."""
-        return self.peak is not None or self.note is not None
-
     def plus_state(self, nbytes: int) -> RunPrediction:
         """Return a copy with `nbytes` more bytes of state at the peak, such as averaged weights."""
         if self.peak is None:

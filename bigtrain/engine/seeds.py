@@ -74,7 +74,9 @@ def stream_of(context: RunContext) -> int:
 def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
     """Set the random state of this rank to that of a checkpoint.
 
-    If the checkpoint has no state for this rank, the rank is seeded anew by the number of steps.
+    The rank is seeded anew if the checkpoint has no state for this rank, or if other ranks shared a
+    random stream when the checkpoint was saved; see `stream_of`. The new seed is the seed of the
+    run plus the number of steps.
 
     Args:
         meta: the metadata of the checkpoint; the key `random` has the states of its ranks.
@@ -85,5 +87,5 @@ def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: i
     as_then = meta.get("streams", [*range(len(states))]) == streams_of(context)
     if as_then and states[context.rank] is not None:
         set_random_state(states[context.rank])
-    else:  # the checkpoint has another number of ranks, or this rank was lost when it was saved
+    else:  # another number of ranks or another tp size was saved, or this rank was lost then
         seed_everything(context.seed + steps_done, stream_of(context))

@@ -83,7 +83,8 @@ def resolved_workload(
         context: this rank's context.
 
     Raises:
-        ConfigError: the ranks found different means in the loss. It is raised on all ranks.
+        ConfigError: the loss divides by different counts on different ranks. It is raised on all
+            ranks.
     """
     parts = resolved.plan.batch.num_parts
     return Workload(

@@ -104,7 +104,11 @@ def _is_same(descriptor: int, path: str) -> bool:
 def read_cache(path: Path) -> dict[str, Any]:
     """Return the entries of a cache file; an empty dict if the file is missing or damaged.
 
-    Damage is reported once per process, and the next writer replaces the file.
+    Rank 0 reports a damaged file on standard error, once per process. The next `write_cache`
+    replaces the file.
+
+    Args:
+        path: the path of a file with a JSON object.
 
     Raises:
         UnreadableError: the file exists, but the system refuses to read it. The caller must not

@@ -467,7 +467,11 @@ class _OnStream:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor viewed as bytes, so that backends exchange any element type."""
+    """Return the bytes of a tensor, 1-dim and uint8, so that backends exchange any element type.
+
+    The result shares the memory of a contiguous tensor, so a backend can receive into it. The
+    result for any other tensor may be a copy.
+    """
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

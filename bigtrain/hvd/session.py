@@ -83,35 +83,59 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this process among all, from 0."""
+    """Return the number of this process among all processes, from 0.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     return session.opened().rank
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its node, from 0."""
+    """Return the number of this process among the processes of its node, from 0.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     return session.opened().local_rank
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of processes.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     return session.opened().world_size
 
 
 def local_size() -> int:
-    """Return the number of processes on this node."""
+    """Return the number of processes on this node.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     return session.opened().local_world_size
 
 
 def cross_rank() -> int:
-    """Return the number, from 0, of this process among those that have its local rank.
+    """Return the number, from 0, of this process among the processes with the same local rank.
 
-    There is at most one on each node.
+    A node has at most one process with a given local rank. The processes are numbered in the order
+    of their nodes.
+
+    Raises:
+        LaunchError: `init` was not called.
     """
     return _cross_ranks().index(rank())
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a process with the local rank of this process."""
+    """Return the number of nodes that have a process with the local rank of this process.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     return len(_cross_ranks())
 
 
@@ -122,7 +146,11 @@ def _cross_ranks() -> list[int]:
 
 
 def is_homogeneous() -> bool:
-    """Whether every node has the same number of processes."""
+    """Whether every node has the same number of processes.
+
+    Raises:
+        LaunchError: `init` was not called.
+    """
     session.opened()
     nodes = [placement.node for placement in session.places]
     return len({nodes.count(node) for node in nodes}) <= 1

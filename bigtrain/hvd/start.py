@@ -28,14 +28,17 @@ def init(
     """Connect the ranks. A second call does nothing. Collective.
 
     Args:
-        comm: None, or a list of all ranks.
+        comm: None, or all ranks in ascending order. Horovod's other values, some of the ranks or a
+            communicator of MPI, are refused.
         process_sets: the sets to connect in addition to that of all ranks. "dynamic" has no effect,
             as `add_process_set` may always be called.
 
     Raises:
-        ConfigError: the launcher's variables contradict each other, there are fewer GPUs than
-            ranks, `comm` is not a list of all ranks, or `process_sets` is another string.
-        LaunchError: the ranks did not find each other.
+        ConfigError: a variable of the launcher is missing, wrong or contradicts another; there are
+            fewer GPUs than ranks; `comm` is not a list or tuple of all ranks; `process_sets` is
+            another string; or a set has no ranks, a rank that does not exist, or the same ranks as
+            another set.
+        LaunchError: the ranks did not find each other, or a process group exists already.
     """
     if session.context is not None:
         return

@@ -18,10 +18,11 @@ from bigtrain.hvd.session import size
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation in 1, 2 or 3 dims with the mean and variance over all ranks' samples.
+    """Batch normalisation whose mean and variance in training are over all ranks' samples.
 
-    Ranks may have different numbers of samples. It works on a CPU, too. For the arguments, see
-    `BatchNorm2d`.
+    An input is (samples, channels, ...) with any number of further dims. Ranks may have different
+    numbers of samples. In evaluation the running statistics are used, if the module has them. CPU
+    tensors are supported, too. The arguments are those of `torch.nn.BatchNorm2d`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
@@ -32,14 +33,19 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's
-        """Normalize over all ranks' samples. Collective in training mode.
+        """Normalize by the statistics of all ranks' samples, or by the running statistics.
+
+        Collective in training mode. Also collective in evaluation if the module has no running
+        statistics, because the statistics of the batch are then used.
 
         Args:
             input: (samples, channels, ...); the number of samples may differ between the ranks.
 
         Raises:
-            ConfigError: the input has no channels, or in training there is only one value for each
-                channel on all ranks.
+            ConfigError: the input has no channels; or the statistics of the batch are used, and all
+                ranks together have at most one value for each channel.
+            ValueError: torch's error for the latter, if there is only one rank.
+            LaunchError: `init` was not called, and the statistics of the batch are used.
         """
         self._check_input_dim(input)
         of_batch = self.training or self.running_mean is None

@@ -158,7 +158,17 @@ def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None:
-    """Refuse a parameter without a key of a job, unless ignoring it does not change the numbers."""
+    """Refuse an optimizer parameter that no key of a job sets, if it could change the numbers.
+
+    Args:
+        path: the path of the file, for the message.
+        key: the name of the parameter in `params` of the section `optimizer`.
+        value: the value of the parameter in the file.
+        is_adam: whether the optimizer is Adam or AdamW, whose `adam_w_mode` is read elsewhere.
+
+    Raises:
+        ConfigError: the parameter is unknown, or its value is not the only one that a job supports.
+    """
     if key in _KERNELS or value == AUTO_VALUE or (key == "adam_w_mode" and is_adam):
         return
     neutral = _NEUTRAL.get(key)

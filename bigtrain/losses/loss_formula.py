@@ -143,7 +143,10 @@ class LossFormula:
 
     @property
     def frames(self) -> frozenset[str]:
-        """The frames with changed calls: modules of the model, by name, or the loss."""
+        """The names of the frames with changed calls.
+
+        A name is `model.NAME` for a module of the model, and `IN_LOSS` for the loss function.
+        """
         return frozenset(frame for frame, _, _, _ in self.changes)
 
     @property

@@ -46,13 +46,15 @@ class CpuClock:
 
 
 def others_cores(uses: Sequence[CpuUse]) -> float | None:
-    """Return how many cores other processes used on average on the first rank's node.
+    """Return how many cores other processes used on average on the node of the first rank.
 
     Args:
-        uses: the CPU use of all ranks, during about the same interval.
+        uses: the CPU use of each rank during about the same interval, that of the first rank first.
+            Processes that are not in the list count as others.
 
     Returns:
-        The number of cores; None if it is unknown.
+        The number of cores; None if the system does not report the CPU time of all processes, or if
+        the interval has no length.
     """
     first = uses[0]
     if first.machine is None or first.elapsed <= 0:

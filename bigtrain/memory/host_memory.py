@@ -1,4 +1,4 @@
-"""Read the memory of the host and of this process, and how much memory is free."""
+"""Memory of the host and of this process, and OOM kills, read from Linux's /proc and cgroups."""
 
 from __future__ import annotations
 

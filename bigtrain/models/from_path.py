@@ -80,7 +80,7 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
 
 
 def _config_class(constructor: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the `config_class` of a model's class, as transformers has them; None without one."""
+    """Return the `config_class` of a model's class, as in transformers; None without one."""
     config_class = getattr(constructor, "config_class", None)
     return config_class if isinstance(config_class, type) else None
 

@@ -70,10 +70,13 @@ class InitRecorder:
             mode.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Check after the construction that arrays which were made into tensors did not change.
+        """Check after the construction that no array changed that shares memory with a tensor.
+
+        These are the arrays given to `torch.from_numpy`, `torch.as_tensor` and `torch.asarray`.
+        `torch.tensor` copies an array, which may change later.
 
         Raises:
-            CannotDefer: an array changed after a tensor was made of it.
+            CannotDefer: an array changed after a tensor was made that shares its memory.
         """
         if not all(_equal(tensor, before) for tensor, before in self._shared):
             raise CannotDefer("it changes an array after making a tensor of it")

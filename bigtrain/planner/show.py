@@ -256,7 +256,11 @@ def _row(planned: PlannedAnswer, plan: EvaluatedPlan) -> dict[str, Any]:
 
 
 def _rows(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
-    """Return plans as JSON values; those that look the same have a key for what differs."""
+    """Return plans as JSON values.
+
+    A plan that looks like another plan of the list has the key `differs`, with the options that
+    distinguish them; see `_differences`.
+    """
     differing = _differences(planned, plans)
     rows = [_row(planned, plan) for plan in plans]
     return [

@@ -333,8 +333,3 @@ def _gathers(
     for nbytes in (_gathered(first, scatter_ranks[0])[0], _gathered(after, scatter_ranks[1])[1]):
         if nbytes:
             yield TensorExchange("all_gather", nbytes)
-
-
-def renamed(section: Section, name: str) -> Section:
-    """Return a copy of a section with the name of another block that is equal to its block."""
-    return replace(section, name=name)

@@ -85,6 +85,9 @@ def _branch_taken(branch: OneBranch, resolved: ResolvedPlan) -> str:
 def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
     """Return the profile of a model that cannot run on fake tensors, without timelines.
 
+    It has the bytes of the parameters, gradients, buffers and the batch. The bytes of the
+    optimizer's state are 0, because they are not known without a step.
+
     Args:
         model: the model.
         micro_batch: one micro-batch.

@@ -59,7 +59,11 @@ class ModelSections:
 
     @cached_property
     def trained(self) -> int:
-        """The number of trained elements; a tied parameter counts once for each use."""
+        """The number of trained elements, summed over the sections.
+
+        A parameter that is used both before and after the blocks, such as the embedding whose
+        weight is also that of the head, is in two sections and counts twice.
+        """
         return sum(t.numbers for section in self.sections for t in section.tensors if t.trained)
 
 

@@ -165,14 +165,18 @@ class RunContext:
         return self.recorder.lost_ranks
 
     def tolerate_losses(self, spare: Sequence[int], names: Sequence[str]) -> None:
-        """Let the run continue if one of some ranks is lost. Collective.
+        """Let the run continue when spare ranks are lost, one or several. Collective.
 
-        Exchanges of this class between all ranks, or on the dp axis, then use `RootExchange`. Their
-        results contain None, or zeros, for lost ranks.
+        Exchanges of this class between all ranks, or on the dp axis, then use `RootExchange`. For a
+        lost rank, gathered objects contain None, gathered numbers and rows contain zeros, and sums
+        leave the rank out. Exchanges on other axes still need all their ranks.
+
+        The context needs a process group. The dp axis has to contain all ranks of the run if
+        exchanges on it are used.
 
         Args:
-            spare: the ranks that may be lost. Rank 0 may not: it has the hub, the store and the
-                log.
+            spare: the ranks that may be lost. Rank 0 must not be among them, because it has the
+                hub, the store and the log.
             names: the names of all ranks, for messages.
         """
         self.lost_ranks.group = self._new_long_group()

@@ -109,7 +109,7 @@ class RunNote:
     global_size: int
     """Samples of an optimizer step, over all ranks."""
     micro_size: int
-    """Samples of a micro-batch; 0 if the planner chooses it."""
+    """Samples of a micro-batch in the plan of the run."""
     model_ranks: int
     """The number of ranks that hold one copy of the model; 0 if the planner chooses it."""
     timeout: float

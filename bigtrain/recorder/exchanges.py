@@ -1,10 +1,12 @@
-"""The exchanges of this rank: torch's record of collectives, and the messages of a pipeline.
+"""The exchanges of this rank: torch's record of collectives, and the messages between ranks.
 
 torch records the collectives of gloo and NCCL in C++ (its Flight Recorder), including those of
-DDP's reducer and of `fully_shard`. It does not record sends and receives of gloo, so a hook on the
-pipeline's group adds them to the events of the `FlightRecorder`. Older versions of torch have no
-such hooks. With them `note_message` records the messages of pipeline stages when they begin, and
-of other messages a page shows only the stacks of the ranks.
+DDP's reducer and of `fully_shard`. It does not record the sends and receives of gloo. So
+`watch_messages` puts a hook on the group of a pipeline or of a parameter server, and the hook adds
+these messages to the events of bigtrain's `FlightRecorder`. Versions of torch without such hooks
+need `note_message`, with which pipeline stages record their messages when they begin. Messages of a
+parameter server are then not recorded: the page on a run that hangs or has died (`recorder.page`)
+shows only the stacks of the ranks.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class PredictedRank:
 
 
 def predict_ranks(parts: RunSetup) -> list[PredictedRank]:
-    """Return the predictions for the first rank of each pipeline rank, in order."""
+    """Return the predictions for the first rank at each position of the pp axis, in order."""
     return [PredictedRank.predicted(parts, pp_rank) for pp_rank in range(parts.plan.pp)]
 
 

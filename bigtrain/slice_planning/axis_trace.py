@@ -358,7 +358,7 @@ _MAKES_ANEW = {
 
 
 def _heads(output: Any) -> list[Tensor]:
-    """Return the tensors that a loss uses: outputs named logits, aux or out, or else all."""
+    """Return the outputs named logits, out, aux or aux_logits*, which a loss uses; else all."""
     if isinstance(output, Tensor):
         return [output]
     names = ("out", "aux", "logits", "aux_logits", "aux_logits1", "aux_logits2")

@@ -191,7 +191,16 @@ def _bounds(axis: DimAxis) -> list[int]:
 
 
 def _refined(axis: DimAxis, lengths: Sequence[int]) -> list[Dim] | None:
-    """Make an axis a sum of these lengths, which refine an existing sum; None if it cannot be."""
+    """Make an axis a sum of parts of these lengths, and return the parts.
+
+    Args:
+        axis: an atomic axis or a sum. Each part of a sum is cut into one or more new parts.
+        lengths: the lengths of the new parts. The parts of a sum have to begin where new parts
+            begin.
+
+    Returns:
+        None if a part cannot be cut at these lengths.
+    """
     if not axis.parts:
         axis.parts = [new_dim(length, axis.blocked) for length in lengths]
         return axis.parts

@@ -403,12 +403,18 @@ def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
 def matching_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
     """Return an operand's part that matches slices of another operand in a pointwise function.
 
+    Collective if the operand is sliced along another dim or by other sections. The backward pass
+    is collective also if the operand is not sliced.
+
     Args:
         value: the operand; anything but a tensor is returned as it is.
-        slices: the slices of the other operand.
+        slices: the slices of the other operand. Only their sections are used.
         dim: the sliced dim, counted from the last dim (-1). An operand that is broadcast along the
             sliced dim is returned whole.
         group: the ranks.
+
+    Returns:
+        A plain tensor: this rank's part, or the whole operand.
     """
     if not isinstance(value, Tensor):
         return value

@@ -72,7 +72,14 @@ class Slices:
         return tuple(parts)
 
     def same(self, other: Slices, size: int) -> bool:
-        """Whether each rank holds the same elements in the same order; the dims may differ."""
+        """Whether each rank holds the same positions along the sliced dim, in the same order.
+
+        The numbers of the dims (`dim`) are not compared.
+
+        Args:
+            other: the slices to compare with, of the same or another tensor.
+            size: the number of ranks.
+        """
         return self.sections == other.sections or _same(self, other, size)
 
     def length(self, rank: int, size: int) -> int:

@@ -256,7 +256,10 @@ class Trial:
         }
 
     def show(self, title: str, folder: Path) -> None:
-        """Print the table and the solutions of the inequality.
+        """Print the table of all rows, and for each strategy the values from which more ranks pay.
+
+        For these values see `threshold_lines`. Reasons for missing figures, a warning if other
+        programs used the cores, and the path of speedup.json are printed, too.
 
         Args:
             title: the title of the table.

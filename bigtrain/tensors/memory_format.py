@@ -22,7 +22,12 @@ def set_channels_last(model: nn.Module) -> None:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """Return all elements in memory order, in one dim: a view, or a copy if there are gaps."""
+    """Return all elements of a tensor as a 1-dim tensor.
+
+    Without gaps in memory, the result is a view in memory order. With gaps, it is in row-major
+    order: a view if the elements have equal distances, as a column of a matrix, and otherwise a
+    copy.
+    """
     if tensor.is_contiguous():
         return tensor.view(-1)
     if is_dense(tensor):

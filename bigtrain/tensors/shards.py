@@ -217,12 +217,18 @@ def box_extents(
 
 
 def slice_extents(tensor: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
-    """Return elements [start, stop), in memory order, of this rank's part of a tensor.
+    """Return where a range of this rank's part of a tensor is in the whole tensor.
 
     Args:
         tensor: a tensor or a DTensor whose local part has no gaps in memory, in any order of dims.
-        start: the first element.
-        stop: one past the last element.
+        start: the first element of the range. The elements of the local part are counted from 0 in
+            memory order.
+        stop: one past the last element of the range, counted in the same way.
+
+    Returns:
+        The extents of these elements in the whole tensor, whose elements are counted in row-major
+        order. The extents are in the memory order of the local part. The result is empty if the
+        range is empty.
 
     Raises:
         ValueError: the local part has gaps in memory.

@@ -95,9 +95,10 @@ def nested_tensors(value: Any) -> list[Tensor]:
 
 
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping with new values.
+    """Return a copy of a mapping with new values, or `items` for a plain dict.
 
-    A subclass may override `__setitem__`, so values are set one by one.
+    For a mapping that cannot be changed the result is `items`, too. In a copy, the values are set
+    one by one, because the class may override `__setitem__`.
     """
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items

@@ -152,7 +152,7 @@ def _none(why: str) -> StepForecast:
 
 
 class RunClock:
-    """Predicts the steps of one run as the planner predicts those of a candidate.
+    """Predicts the seconds of one run's step as the planner predicts those of a plan.
 
     Args:
         job: the job of the run.

@@ -88,13 +88,13 @@ class ParameterUses:
         )
 
     def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
-        """Return the modules that are never called although their parameters are used.
+        """Return the names of the modules that are never called although their parameters are used.
 
         The model calls other methods of such a module, calls modules inside it, or reads its
         parameters.
 
         Args:
-            named: the modules to look at, with their names.
+            named: the names of the modules that are checked, with the modules.
         """
         return [
             name

@@ -230,16 +230,19 @@ def fuzz(
 ) -> Iterator[FuzzResult]:
     """Draw plans, verify them one after the other, and reduce each plan that fails.
 
-    Yields the result of each plan that can run.
+    Yields the result of each plan that can run, and ends after `options.fuzz` results. A plan that
+    cannot run is skipped.
 
     Args:
-        options: the options of the command line, with the number of plans (`fuzz`), the `seed`,
-            and the largest number of ranks.
+        options: the options of the command line, with the number of results (`fuzz`, at least 1),
+            the `seed`, the `steps` of a plan, and the largest number of ranks.
         job_words: the KEY=VALUE words of every run.
-        folder: the folder for the runs' files.
+        folder: the folder for the runs' files. It has to exist. Each run gets a new folder in it,
+            named by its number.
 
     Raises:
-        ConfigError: the job cannot run in one process, or too many drawn plans cannot run.
+        ConfigError: the job cannot run in one process, the largest number of ranks is below 1, no
+            plan can be drawn for any allowed number of ranks, or too many drawn plans cannot run.
     """
     bench = _FuzzBench(options, job_words, folder)
     words = [*without_strategy(options.overrides), *job_words, *QUIET, *ONE_PROCESS]

@@ -151,7 +151,10 @@ class Pipeline(CutStrategy):
         return "devices" if on_devices else self.engine
 
     def micro_batches(self, pp: int) -> int:
-        """See `CutStrategy.micro_batches`: `naive` has no pipeline to fill."""
+        """See `CutStrategy.micro_batches`: 4 for each pp rank, or for each of `devices`.
+
+        Schedule `naive` has 1, because it has no pipeline to fill.
+        """
         return 1 if self.schedule == "naive" else 4 * (self.devices or pp)
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:

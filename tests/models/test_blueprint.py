@@ -250,7 +250,7 @@ def test_what_is_not_random_is_exact(name: str, dtype: torch.dtype) -> None:
     assert blueprint.deferred, blueprint.reason
     actual = values(blueprint.materialize("cpu", seed=0))["x"]
     assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.get_default_dtype() == before
 
 

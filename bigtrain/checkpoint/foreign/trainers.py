@@ -143,7 +143,7 @@ def _is_extra(name: Any) -> bool:
 
 
 def _holds_model(value: Any) -> bool:
-    """Whether a value contains tensors and is not the state of an optimizer."""
+    """Whether a value is a mapping with a tensor, at any depth, outside of optimizer states."""
     if not isinstance(value, Mapping) or _is_optimizer(value):
         return False
     return any(is_tensor(item) or _holds_model(item) for item in value.values())

@@ -80,7 +80,7 @@ Writes into a parameter between its uses are lost, and a second backward pass fi
 
 
 class DeepSpeed(Zero):
-    """Wraps the model in DeepSpeed's engine, which replaces the micro-batch loop."""
+    """ZeRO by DeepSpeed's engine, which runs the backward passes and the optimizer's step."""
 
     @property
     def traits(self) -> Traits:

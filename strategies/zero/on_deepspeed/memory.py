@@ -203,7 +203,10 @@ def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: 
 
 @dataclass(frozen=True)
 class _Backward:
-    """One micro-batch whose gradients are freed as soon as they are reduced."""
+    """One micro-batch in one process, with each gradient freed soon after it is made.
+
+    The methods add the shards, buffers and copies that DeepSpeed allocates.
+    """
 
     timeline: Timeline
     gradients: tuple[Span, ...]

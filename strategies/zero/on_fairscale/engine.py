@@ -420,7 +420,10 @@ def _adder(parameter: nn.Parameter) -> Any:
 
 
 def _free(gradient: Tensor) -> None:
-    """Free a gradient's memory at once, although a backend's thread may still have the tensor."""
+    """Free a gradient's memory at once, even if a thread of the backend still has the tensor.
+
+    A gradient that is a slice of a larger buffer is left unchanged.
+    """
     storage = gradient.untyped_storage()
     if storage.nbytes() == gradient.nbytes:  # not a slice of a buffer with other gradients
         storage.resize_(0)

@@ -200,7 +200,7 @@ class FlatShardUpdate(OwnedUpdate):
 
 
 class FullyShardedRunner(ShardedGradients):
-    """The plain loop, which saves and loads flat slices of parameters."""
+    """A `LoopRunner` that saves and loads this rank's flat slice of each parameter."""
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""

@@ -1,14 +1,20 @@
 """Stages 2 and 3 on torch's fully_shard: parameters, gradients and optimizer state in shards.
 
-Stage 3 gathers each unit (a block of the model, or all layers outside of blocks) for its forward
-pass and again for its backward pass. Stage 2 holds a gathered unit from the forward to the backward
-pass. Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard.
-In bf16 the only copy of the parameters are fp32 shards, which are gathered in bf16. Gradients are
-summed over the ranks in fp32.
+The units are the blocks of the model, and the root: all layers outside of blocks. If not every pass
+calls a block, the unit is the nearest enclosing module that every pass calls. Stage 3 gathers each
+block for its forward pass and again for its backward pass. Stage 2 gathers a block once and holds
+it from the forward to the backward pass. In both stages the root is gathered once and held until
+its gradients are reduced. In a pipeline the passes of other micro-batches may free a gathered unit,
+which is then gathered again.
 
-The model is never whole on a rank: a unit gets its values and is sharded before the next unit gets
-its values. If the values of a unit are in files (pretrained weights), the unit is sharded first,
-and each rank reads only its shards.
+Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard. In bf16
+the only copy of the trained parameters are fp32 shards, which are gathered in bf16 (BatchNorms in
+fp32), and gradients are summed over the ranks in fp32. 0-dim parameters are not sharded: each rank
+has them whole.
+
+A model on the meta device is never whole on a rank: a unit gets its values and is sharded before
+the next unit gets its values. If the values of a unit are in files (pretrained weights), the unit
+is sharded first, and each rank reads only its shards.
 """
 
 from __future__ import annotations

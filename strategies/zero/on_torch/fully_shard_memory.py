@@ -155,7 +155,7 @@ class _Sizes:
 
     @property
     def alone(self) -> bool:
-        """Whether one rank has everything, so that nothing is exchanged."""
+        """Whether each rank has a whole copy of the states: nothing is gathered or scattered."""
         return self.ranks == 1
 
     def padded(self, unit: BlockTicks) -> int:
