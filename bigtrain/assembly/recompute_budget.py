@@ -18,7 +18,7 @@ from bigtrain.cutting.choose import NOMINAL_RATES
 from bigtrain.cutting.layout import Layout
 from bigtrain.devices import tracing_device
 from bigtrain.errors import ConfigError
-from bigtrain.memory.timeline import Peak
+from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.models.blocks import find_blocks
 from bigtrain.prediction.operation_log import BlockCost, block_costs
 from bigtrain.prediction.predict import forecast_rank
@@ -236,16 +236,22 @@ class _BudgetTask:
             f"a step takes about {100 * share:.0f} % longer"
         )
 
+    def _fix(self, kind: MemoryKind) -> str:
+        """Return what lowers the memory of a kind, as words of the command line."""
+        if kind == "buffers" and self.plan.replicate.sharded_states == 3:
+            return "--strategy zero2"  # fully_shard's buffers are as large as its units
+        return _FIXES[kind]
+
     def _too_small(self, peak: Peak, pp_rank: int) -> str:
         where = f" on pp rank {pp_rank}" if self.plan.pp > 1 else ""
         breakdown = vars(peak.breakdown)
-        kind = max(breakdown, key=lambda part: breakdown[part])
+        kind = max(MEMORY_KINDS, key=breakdown.__getitem__)
         return (
             f"strategy.recompute.budget={self.limit} ({format_bytes(self.limit)}) is below the "
             f"smallest peak that this job reaches{where}, {peak.bytes} bytes "
             f"({format_bytes(peak.bytes)}, in the {peak.phase} phase), of which {kind} are "
             f"{format_bytes(breakdown[kind])}. Use strategy.recompute.budget={peak.bytes}, or "
-            f"{_FIXES[kind]}."
+            f"{self._fix(kind)}."
         )
 
 
@@ -263,7 +269,7 @@ _POLICY_WORDS: dict[BlockPolicy, tuple[str, str]] = {
 }
 """The words for a policy in a line for the user: a verb, and the tensors that are saved."""
 
-_FIXES = {
+_FIXES: dict[MemoryKind, str] = {
     "parameters": "--strategy fsdp on more ranks",
     "frozen": "--strategy fsdp on more ranks",
     "gradients": "--strategy zero2 on more ranks",

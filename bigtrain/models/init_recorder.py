@@ -116,8 +116,9 @@ class InitRecorder:
         """
         with self.paused():
             real = function(*args, **{**kwargs, "device": CPU})
-            values = real.detach().clone()
+            values = real.detach()
             if function is not torch.tensor:  # the others may share the memory of an array
+                values = values.clone()
                 self._shared.append((real.detach(), values))
         return values.to("meta").requires_grad_(real.requires_grad)
 

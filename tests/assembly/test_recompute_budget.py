@@ -55,11 +55,23 @@ def test_the_smallest_peak_is_named_and_reached():
         resolved_plan(least - 1)
 
 
+def budget_task(plan: Any) -> _BudgetTask:
+    unused: Any = None
+    return _BudgetTask(plan, unused, 10, unused, None, None, {})
+
+
+def test_buffers_of_fully_shard_are_not_set_by_the_size_of_a_bucket():
+    peak = Peak("forward", Breakdown(buffers=1000))
+    for strategy, fix in (("fsdp", "--strategy zero2."), ("ddp", "bucket_size.")):
+        plan = make_plan(job_from_keys(strategy, {"train.global_batch_size": 8}), 2, "cpu")
+        assert budget_task(plan)._too_small(peak, 0).endswith(fix)
+
+
 @pytest.mark.parametrize("kind", MEMORY_KINDS)
 def test_a_budget_that_is_too_small_names_a_fix_for_each_kind_of_memory(kind):
     peak = Peak("forward", replace(Breakdown(), **{kind: 1000}))
-    search: Any = SimpleNamespace(limit=10, plan=SimpleNamespace(pp=1))
-    text = _BudgetTask._too_small(search, peak, 0)
+    plan: Any = SimpleNamespace(pp=1, replicate=SimpleNamespace(sharded_states=0))
+    text = budget_task(plan)._too_small(peak, 0)
     assert f"of which {kind} are 1000 B. Use strategy.recompute.budget=1000, or " in text
 
 

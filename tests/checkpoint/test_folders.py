@@ -17,6 +17,7 @@ from bigtrain.checkpoint.folders import (
     find_checkpoint,
     has_own_lock,
     is_complete,
+    replacing,
     sole_writer,
 )
 from bigtrain.checkpoint.manifest import Manifest
@@ -174,3 +175,40 @@ def test_a_checkpoint_says_what_it_needs(run: Path) -> None:
     assert not Manifest.open(path).looks_whole
     with pytest.raises(DamagedCheckpointError, match=r"state\.json is damaged: it has 3 bytes"):
         Checkpoint(path)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_draft_is_renamed_or_removed(is_folder: bool, tmp_path: Path) -> None:
+    def fill(draft: Path) -> None:
+        if is_folder:
+            draft.mkdir()
+        draft.joinpath("x" if is_folder else "").write_text("whole")
+
+    target = tmp_path / "target"
+    fill(target.with_name(f".target.{os.getpid()}"))  # of a killed process with this number
+    with replacing(target) as draft:
+        fill(draft)
+        assert not target.exists()
+    assert target.joinpath("x" if is_folder else "").read_text() == "whole"
+
+    def fail() -> None:
+        with replacing(tmp_path / "other") as draft:
+            fill(draft)
+            raise OSError("disk")
+
+    with pytest.raises(CheckpointError, match="other could not be written: disk"):
+        fail()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_processes_that_write_the_same_target_have_drafts_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    with replacing(target) as first:
+        first.write_text("first")
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        with replacing(target) as second:
+            second.write_text("second")
+        assert first.read_text() == "first"
+    assert target.read_text() == "first"

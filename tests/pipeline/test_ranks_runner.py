@@ -189,6 +189,27 @@ def test_replicas_of_a_pipeline(schedule: str, strategy: str) -> None:
     check(results, run_alone(EVEN, replicas=2, clip=0.5))
 
 
+def counted_passes(context: RunContext, schedule: str) -> tuple[str, int]:
+    """The recorder's word for what it counts, and the highest number in one step."""
+    recorder = context.recorder
+    runner = pipeline(context, schedule, "single", stages_for(schedule), None)
+    runner.meter.recorder = recorder  # as the engine does
+    recorder.begin_step(1)
+    record(runner, steps(EVEN, context.dp_rank)[:1])
+    return recorder.unit, max(event[3] for event in recorder._events if event is not None)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "word"), [("1f1b", "micro-batch"), ("interleaved_1f1b", "pass")]
+)
+def test_the_recorder_counts_passes_where_a_rank_has_several_stages(schedule, word) -> None:
+    micro_batches = len(steps(EVEN, 0)[0])
+    stages = stages_for(schedule)
+    for found, highest in run_ranks(counted_passes, 2, schedule, pp=2):
+        assert found == word
+        assert highest == stages * micro_batches
+
+
 def resume_state(context: RunContext, strategy: str) -> tuple[Any, ...]:
     """Run two steps, load their state into new stages, and run the third step there."""
     first = pipeline(context, "1f1b", strategy, 1, None)

@@ -262,7 +262,10 @@ AXOLOTL_KEYS = KeyTable(
         "qat": ("training with quantisation in mind has no counterpart", "Leave it out."),
         "quantization": ("it is for after the training", "Leave it out."),
         "auto_find_batch_size": ("the batch is found by running", "Use the planner's batch."),
-        "ddp_bucket_cap_mb": ("sizes of messages", "Use strategy.replicate.bucket_size=25MiB."),
+        "ddp_bucket_cap_mb": (
+            "sizes of messages",
+            "With ddp use strategy.replicate.bucket_size=25MiB.",
+        ),
         "resize_token_embeddings_to_32x": ("up to 31 more rows of embeddings", "Expect the same."),
         "embedding_lr*": ("a learning rate for embeddings alone", "Leave it out."),
         "optim_*": ("arguments of the optimizer", "Set keys of optim."),

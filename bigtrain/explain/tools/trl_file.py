@@ -223,7 +223,10 @@ TRL_KEYS = KeyTable(
         "lora_target_parameters": ("adapters of single parameters", "Name layers."),
         "neftune_noise_alpha": ("noise on the embeddings; it takes no memory", "Leave it out."),
         "optim_*": ("arguments of the optimizer", "Set keys of optim."),
-        "ddp_bucket_cap_mb": ("sizes of messages", "Use strategy.replicate.bucket_size=25MiB."),
+        "ddp_bucket_cap_mb": (
+            "sizes of messages",
+            "With ddp use strategy.replicate.bucket_size=25MiB.",
+        ),
         "activation_checkpointing*": (
             "its options have no counterpart",
             "Use gradient_checkpointing: true.",
