@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 .PHONY: train test test-full check gpu setup system clean help
 
 help:
-	@echo "make train   train a small language model on two ranks (two to three minutes)"
+	@echo "make train   train a small language model on two ranks (four to five minutes on two cores)"
 	@echo "make test    run the tests"
 	@echo "make test-full  run those, too, that prove the same at greater length (EVERY=--every: all cases)"
 	@echo "make check   style and types only"

@@ -290,17 +290,17 @@ def replacing(target: Path) -> Iterator[Path]:
         CheckpointError: `target` could not be written. The draft is removed.
     """
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    _remove(draft)  # of a process with the same number that was killed, as in a container
+    _remove_draft(draft)  # of a process with the same number that was killed, as in a container
     try:
         yield draft
         draft.replace(target)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
         raise CheckpointError(f"{target} could not be written: {error}") from None
     finally:
-        _remove(draft)
+        _remove_draft(draft)
 
 
-def _remove(path: Path) -> None:
+def _remove_draft(path: Path) -> None:
     """Remove a file or a folder; do nothing if there is none."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
