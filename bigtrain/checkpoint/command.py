@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -349,7 +350,10 @@ def _export(
     if output.exists():
         raise ConfigError(f"export: {output} is there already. Give another name, or remove it.")
     if not output.parent.is_dir():
-        raise ConfigError(f"export: there is no folder {output.parent}. Make it: mkdir -p")
+        folder = output.parent
+        raise ConfigError(
+            f"export: there is no folder {folder}. Make it: mkdir -p {shlex.quote(str(folder))}"
+        )
     if options.merge and options.part != "model":
         raise ConfigError("export: --merge is for --part model. Leave one of the two out.")
     dtype = _DTYPES[options.dtype] if options.dtype else None
