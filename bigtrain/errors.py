@@ -20,7 +20,11 @@ class BigtrainError(Exception):
 
 
 class ConfigError(BigtrainError, ValueError):
-    """The user's input is at fault; raised before any process group exists, if possible."""
+    """The user's input is at fault.
+
+    Raised before any process group exists, if the fault can be seen then. A model, a loss or a loop
+    that does something else in a later step raises it in that step.
+    """
 
     exit_status = 2
 

@@ -136,7 +136,7 @@ class StepRunner:
 
         Raises:
             NonFiniteError: the plan checks the losses, and one is not finite.
-            BigtrainError: the ranks used different parameters; see `Participation.check`.
+            ConfigError: the ranks used different parameters; see `Participation.check`.
         """
         loss = StepLoss(own_sum, mean)
         if self._checks_finite:
@@ -181,7 +181,7 @@ class StepRunner:
 
         Raises:
             NonFiniteError: the plan checks the losses, and one is not finite.
-            BigtrainError: the ranks used different parameters; see `Participation.check`.
+            ConfigError: the ranks used different parameters; see `Participation.check`.
         """
         rows = self.context.all_gather_rows([own_sum, *self.participation.row()], "dp")
         self.participation.check([row[1:] for row in rows])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 
 _EXACT_BITS = 52
@@ -146,7 +146,7 @@ class Participation:
         """Begin a step: forget the records of the last step, and check which parameters are frozen.
 
         Raises:
-            BigtrainError: a parameter was frozen or unfrozen after the model was prepared.
+            ConfigError: a parameter was frozen or unfrozen after the model was prepared.
         """
         self._step += 1
         self._problem = None
@@ -167,7 +167,7 @@ class Participation:
         if planned and self._follows_freezing:
             return
         was, now = ("trained", "frozen") if planned else ("frozen", "trained")
-        raise BigtrainError(
+        raise ConfigError(
             f"{name} was {was} when the model was put under strategy {self._strategy}, and is "
             f"{now} (requires_grad={not planned}) before step {self._step} of this engine, which "
             "cannot change that while it runs. Save with engine.save, close the engine, and "
@@ -210,12 +210,12 @@ class Participation:
             of_all: whether the rows are of all ranks instead.
 
         Raises:
-            BigtrainError: the orders of exchanges differ, or a rank reported a problem. All
+            ConfigError: the orders of exchanges differ, or a rank reported a problem. All
                 compared ranks raise it.
         """
         if any(row[1] for row in rows):
             problems = self._gathered(self._problem, of_all=of_all)
-            raise BigtrainError(next(problem for problem in problems if problem))
+            raise ConfigError(next(problem for problem in problems if problem))
         # Ranks of the same stage and slice are compared; the dp axis varies slowest.
         replicas = max(1, self._context.dp_size)
         lanes = len(rows) // replicas if of_all else 1
@@ -239,7 +239,7 @@ class Participation:
         names = [n for n, by_rank in calls.items() if len(set(by_rank.values())) > 1] or [*calls]
         ranks = ", ".join(f"rank {rank} {number}" for rank, number in calls[names[0]].items())
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise BigtrainError(
+        raise ConfigError(
             f"step {self._step}: the ranks did not use the same modules in the same order "
             f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} "
             "exchanges each of them over all ranks, so numbers of one module may have been "

@@ -18,7 +18,7 @@ from bigtrain.core.participation import GradientUse
 from bigtrain.core.strategy import Assembly
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.devices import is_accelerator
-from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.memory_format import flat_view
 from bigtrain.units import MIB
@@ -109,7 +109,7 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
     """Check before the update that every gradient of the step was averaged.
 
     Raises:
-        BigtrainError: the loss of this rank does not depend on some parameters.
+        ConfigError: the loss of this rank does not depend on some parameters.
     """
     try:
         wrapped.reducer._check_reducer_finalized()
@@ -119,7 +119,7 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
         missing = [names[int(number)] for number in match[1].split()] if match else []
         shown = ", ".join(missing[:3]) or "some parameters"
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise BigtrainError(
+        raise ConfigError(
             f"the loss of this rank does not depend on {shown}{more} in this step, and the other "
             "ranks wait for their gradients. Set strategy.replicate.find_unused_parameters=true "
             "(with --strategy ddp), or give prepare(..., example=(inputs, targets)), from which "

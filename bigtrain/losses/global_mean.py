@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import (
     HeadTargets,
     current_targets,
@@ -126,7 +126,7 @@ class GlobalMeanLoss:
 
         Raises:
             ConfigError: the user's function did not return one number.
-            BigtrainError: the user's function did not make the calls of its recording.
+            ConfigError: the user's function did not make the calls of its recording.
         """
         output = map_tensors(output, at_least_float32)
         scope = current_scope()
@@ -165,7 +165,7 @@ class GlobalMeanLoss:
             add_up: adds up numbers over the ranks that have different samples. Collective.
 
         Raises:
-            BigtrainError: a micro-batch's loss has other divisors than the first micro-batch's.
+            ConfigError: a micro-batch's loss has other divisors than the first micro-batch's.
         """
         counted = [self._counts(batch) for batch in micro_batches if not batch.padding]
         width = self._first.width
@@ -192,7 +192,7 @@ class GlobalMeanLoss:
         A formula that is not known is recorded, which takes two runs of the loss.
 
         Raises:
-            BigtrainError: the loss has other divisors than for the first micro-batch.
+            ConfigError: the loss has other divisors than for the first micro-batch.
         """
         known = self._formulas.setdefault(_signature(micro_batch), [])
         if _has_no_values(micro_batch):  # a forecast: all variants need the same memory
@@ -202,7 +202,7 @@ class GlobalMeanLoss:
                 return formula
         formula = self._find(micro_batch)
         if formula.layout != self._first.layout:
-            raise BigtrainError(
+            raise ConfigError(
                 f"model.loss: {self.name} divides by {formula.layout or 'nothing'} in this "
                 f"micro-batch, and by {self._first.layout or 'nothing'} in the first one. Let it "
                 "compute the same means for every batch, or use bigtrain.MeanLoss(fn, "
@@ -332,11 +332,11 @@ class LossScope:
         """Check that every call that has to divide by a total was made.
 
         Raises:
-            BigtrainError: the loss did not make the calls of its recording.
+            ConfigError: the loss did not make the calls of its recording.
         """
         if len(self._seen) < len(self.formula.changes):
             missing = next(p for p in self.formula.changes if p not in self._seen)
-            raise BigtrainError(
+            raise ConfigError(
                 f"model.loss: {self.loss.name} did not call {function_name(missing[2])} as it did "
                 "when its means were found. Let it make the same calls for every batch, or use "
                 "bigtrain.MeanLoss(fn, count_of=lambda targets: ...)."
@@ -455,7 +455,7 @@ def loss_scope(loss: Loss, micro_batch: CountedBatch) -> Iterator[None]:
         micro_batch: the micro-batch. Without totals, no divisors are set.
 
     Raises:
-        BigtrainError: see `GlobalMeanLoss.formula_of`.
+        ConfigError: see `GlobalMeanLoss.formula_of`.
     """
     with ExitStack() as stack:
         stack.enter_context(head_targets(loss, micro_batch.targets))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blueprint import kept_random_state
 from bigtrain.models.parameters import forget_left_out, leave_out
@@ -44,7 +44,7 @@ def freeze_unreached(
 
     Returns:
         The names of the frozen parameters. If no pass has called the module of a frozen parameter,
-        a later call of the module in training raises BigtrainError.
+        a later call of the module in training raises ConfigError.
     """
     if reached is not None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -149,7 +149,7 @@ class _Guard:
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            raise BigtrainError(
+            raise ConfigError(
                 f"{self._name} is used in this step, and was left out of training: no pass over "
                 "the first micro-batch used it. Use --strategy ddp with "
                 "strategy.replicate.find_unused_parameters=true, or first samples (example=...) "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import bigtrain
 from bigtrain.data import MicroBatch
 from bigtrain.engine.run_loss.follow_loss import follow_loss
-from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.losses.global_mean import GlobalMeanLoss, loss_scope
 from bigtrain.losses.loss import CrossEntropy, MeanLoss
 
@@ -331,7 +331,7 @@ def test_a_branch_that_divides_by_something_else_is_refused_at_that_step() -> No
     loss = follow_loss(MeanLoss(other), TinyLM(), text(), 2)
     assert isinstance(loss, GlobalMeanLoss)
     whole = MicroBatch(text().inputs, tokens(4, ignored=False).targets, 4, 4)
-    with pytest.raises(BigtrainError, match=r"divides by values of mean.*valid targets of cross"):
+    with pytest.raises(ConfigError, match=r"divides by values of mean.*valid targets of cross"):
         loss.with_totals([whole], lambda own: own)
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known
 from bigtrain.data import MicroBatch
-from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy, Loss, MeanLoss
@@ -105,7 +105,7 @@ def test_what_was_left_out_and_is_used_later_is_refused() -> None:
     net = AskedLater()
     assert freeze_unreached(net, example(), CrossEntropy()) == ("extra.weight", "extra.bias")
     net.late = True
-    with pytest.raises(BigtrainError, match=r"extra\.weight is used in this step.*Use --strategy"):
+    with pytest.raises(ConfigError, match=r"extra\.weight is used in this step.*Use --strategy"):
         net(example().inputs)
     net.eval()(example().inputs)
     unfreeze(net, ("extra.weight", "extra.bias"))
