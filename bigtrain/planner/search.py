@@ -59,8 +59,9 @@ class _OpenCandidate:
     least_bytes: int = 0
     """The lower bound on the bytes of the fullest rank; at first, on those of its states alone."""
     kept_bytes: int = 0
-    """`PlanBounds.floor_bytes` with `all_kept`, if it was within the limit: the candidate may fit,
-    and the bound for other policies is not in `least_bytes`. Otherwise 0."""
+    """`PlanBounds.floor_bytes` of blocks that save all activations, if within the limit; otherwise
+    0. If it is within the limit, the candidate may fit, and the bound for other policies is not in
+    `least_bytes`."""
     failed_limit: int = 0
     """The largest limit, in bytes, that the candidate was found not to fit."""
     refused: bool = False

@@ -176,8 +176,8 @@ def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
 class _ColumnLinear(torch.autograd.Function):
     """A linear layer that saves this rank's part of its input, not the gathered whole.
 
-    If other layers use the input as well, the backward pass returns the partial gradient of
-    `whole_input`; otherwise it returns the summed gradient of `source`.
+    If other layers use the input as well, the backward pass returns the partial gradient of the
+    whole input; otherwise it returns the summed gradient of this rank's part.
     """
 
     @staticmethod
