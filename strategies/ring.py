@@ -10,7 +10,9 @@ it, so replicas stay equal bit for bit.
 Memory: that of one process, and one chunk. Gradients are never freed: they are views of buckets.
 Communication: each rank sends and receives 2 (n-1)/n of the gradients' bytes in a step. With bf16
 gradients the sums are computed and sent in fp32: 3 (n-1)/n of the gradients' bytes.
-Constraints: 2 replicas or more; no pipeline. Buffers (BatchNorm statistics) are those of rank 0.
+Constraints: 2 replicas or more; no pipeline; on a GPU no slices and no synchronized BatchNorm,
+because NCCL would have to run their exchanges beside those of the ring. Buffers (BatchNorm
+statistics) are those of rank 0.
 Example: torchrun --nproc-per-node 3 bigtrain/train.py --strategy ring
 
 Source: Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of
@@ -69,7 +71,7 @@ class Ring(Strategy):
         return ()
 
     def check(self, plan: Plan) -> None:
-        """Refuse a single replica, and pipelines."""
+        """Refuse a single replica, pipelines, and other exchanges in the backward pass on a GPU."""
         if plan.dp == 1:
             raise ConfigError(
                 "strategy ring sends gradients around 2 replicas or more, and mesh.dp=1. "
@@ -80,6 +82,18 @@ class Ring(Strategy):
                 "strategy ring sends during the backward pass of a step's last micro-batch, and a "
                 f"pipeline (mesh.pp={plan.pp}) interleaves several. "
                 "Use strategy.replicate=ddp."
+            )
+        if plan.sync_batchnorm:
+            raise ConfigError(
+                "train.sync_batchnorm=true exchanges statistics while the thread of strategy ring "
+                "sends gradients, and NCCL may wait for ever if ranks begin the two in different "
+                "orders. Use strategy.replicate=ddp, or train.sync_batchnorm=false."
+            )
+        if plan.tp > 1 and is_accelerator(plan.device_type):
+            raise ConfigError(
+                f"slices (mesh.tp={plan.tp}) exchange tensors while the thread of strategy ring "
+                "sends gradients, and NCCL may wait for ever if ranks begin the two in different "
+                "orders. Use strategy.replicate=ddp, or device=cpu."
             )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
@@ -150,13 +164,20 @@ class RingReduce:
     """Averages tensors over a ring of ranks, in place.
 
     Args:
-        context: the rank and its dp group.
+        context: the rank.
+        group: a group of the ranks on the rank's dp axis.
         length: the number of elements of the longest tensor.
         dtype: the dtype of the tensors. If it is narrower than fp32, sums are in fp32.
     """
 
-    def __init__(self, context: RunContext, length: int, dtype: torch.dtype) -> None:
-        self._group, self._size = context.dp_group, context.dp_size
+    def __init__(
+        self,
+        context: RunContext,
+        group: dist.ProcessGroup | None,
+        length: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._group, self._size = group, context.dp_size
         self._rank, members = context.dp_rank, context.ranks_of("dp")
         self._next = members[(self._rank + 1) % self._size]
         self._before = members[(self._rank - 1) % self._size]
@@ -234,6 +255,7 @@ class GradientRing:
 
     def __init__(self, assembly: Assembly, bucket_size: int) -> None:
         self._context = assembly.context
+        self._group = self._context.new_group("dp")  # its thread alone exchanges in it
         self._buffers = list(assembly.model.buffers())
         parameters = [p for p in assembly.model.parameters() if p.requires_grad]
         if not parameters:
@@ -269,7 +291,7 @@ class GradientRing:
         total = sum(p.numel() for p in parameters)
         lengths = _bucket_lengths(total, bucket_size // first.dtype.itemsize)
         flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        reduce = RingReduce(self._context, max(lengths), first.dtype)
+        reduce = RingReduce(self._context, self._group, max(lengths), first.dtype)
         buckets = [_Bucket(part, reduce) for part in torch.split(flat, lengths)]
         begin = 0
         for parameter in parameters:

@@ -114,10 +114,9 @@ class Members:
     Args:
         context: the context of this process.
         members: the ranks, ascending. There are no groups if there is only one rank.
-        is_global: whether they are all ranks of the run.
     """
 
-    def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
+    def __init__(self, context: RunContext, members: Sequence[int]) -> None:
         self.members = tuple(members)
         self.device = context.device
         self.rank = context.rank
@@ -128,10 +127,8 @@ class Members:
         wait = timedelta(seconds=PATIENCE_S + BACKEND_GRACE_S)
         host = dist.new_group(list(members), backend="gloo", timeout=wait)
         own_group = None
-        if is_accelerator(context.device):
-            own_group = (
-                dist.group.WORLD if is_global else dist.new_group(list(members), timeout=wait)
-            )
+        if is_accelerator(context.device):  # also for all ranks: a thread needs its own group
+            own_group = dist.new_group(list(members), timeout=wait)
         if context.rank in self.members:
             self.host = cast("dist.ProcessGroup", host)
             self.own = cast("dist.ProcessGroup | None", own_group)
@@ -293,15 +290,14 @@ class Channel:
     Args:
         context: the context of this process.
         members: the ranks, ascending, which include this rank.
-        is_global: whether they are all ranks of the run.
     """
 
     timeline: Callable[[str, str, float, float], None] | None = None
     """Called twice for each exchange, with a kind, the name, and start and end as `time.time`
     returns them: for the agreement of the ranks and for the exchange. None to record nothing."""
 
-    def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
-        self.link = Members(context, members, is_global=is_global)
+    def __init__(self, context: RunContext, members: Sequence[int]) -> None:
+        self.link = Members(context, members)
         self._queue: SimpleQueue[tuple[Pending, torch.Stream | None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
@@ -495,7 +491,7 @@ def open_channel(members: Sequence[int]) -> Channel:
         LaunchError: `init` was not called.
     """
     context = session.opened()
-    channel = Channel(context, members, is_global=len(members) == context.world_size)
+    channel = Channel(context, members)
     _open.append(channel)
     return channel
 

@@ -159,6 +159,28 @@ class RunContext:
         self.recorder.traffic.leave_out(group)
         return group
 
+    def new_group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Create another group of the ranks on this rank's axis. Collective over all ranks.
+
+        A thread that exchanges tensors needs a group that no other thread uses. NCCL runs the
+        exchanges of a group in the order of the calls, which two threads do not keep. And torch
+        adds an exchange to the batch of messages that another thread has begun in the same group.
+
+        Returns:
+            The group, with the timeout of the axis; None without a process group.
+        """
+        if self.mesh is None:
+            return None
+        lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self._size(axis))
+        groups = {tuple(line): dist.new_group(line) for line in lines.tolist()}
+        group = cast("dist.ProcessGroup", groups[tuple(self.ranks_of(axis))])
+        timeout = _timeout_of(self.group(axis), self.device)
+        if timeout is not None:
+            set_timeouts([group], timeout)
+        if is_accelerator(self.device):  # NCCL's first exchange needs all ranks of the group
+            dist.all_reduce(torch.zeros((), device=self.device), group=group)
+        return group
+
     @property
     def lost_ranks(self) -> LostRanks:
         """The ranks that the run may lose, and the lost ranks, as far as this rank knows."""
@@ -371,13 +393,19 @@ def long_timeout(device: torch.device) -> Iterator[None]:
         device: the device whose backend's timeout changes.
     """
     world = dist.distributed_c10d._get_default_group()
-    options = getattr(world._get_backend(device), "options", None)
-    before = getattr(options, "_timeout", None)
-    if before is None:  # MPI has no timeouts
+    before = _timeout_of(world, device)
+    if before is None:
         yield
         return
-    set_timeouts([world], max(_LONG_TIMEOUT_S, before.total_seconds()))
+    set_timeouts([world], max(_LONG_TIMEOUT_S, before))
     try:
         yield
     finally:
-        set_timeouts([world], before.total_seconds())
+        set_timeouts([world], before)
+
+
+def _timeout_of(group: Any, device: torch.device) -> float | None:
+    """Return the seconds after which an exchange of the group fails; None if never, as for MPI."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds())

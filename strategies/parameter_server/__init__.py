@@ -33,6 +33,7 @@ from bigtrain.core.traits import Need, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, TrafficKind, parameter_shapes
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, scale_timeline
@@ -131,6 +132,13 @@ class ParameterServer(Strategy):
                     "strategy.replicate.mode=asynchronous."
                 )
             read_pushes(self.replay, plan.dp - self.servers, self.servers)
+        if self._asynchronous and is_accelerator(plan.device_type):
+            raise ConfigError(
+                "strategy.replicate.mode=asynchronous: the order of messages between servers and "
+                "workers is not known before, and NCCL, the backend of a GPU, waits for ever for "
+                "messages in another order or from a lost worker. "
+                "Use strategy.replicate.mode=synchronous, or device=cpu."
+            )
         if plan.cut is not None:
             raise ConfigError(
                 "strategy.replicate=parameter_server serves whole models, and strategy.cut makes "

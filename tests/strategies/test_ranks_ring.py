@@ -25,7 +25,7 @@ def rank_tensor(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 def average_lengths(context, dtype):
     """For each length: the average, and the bytes that were sent and received for it."""
     averages: list[tuple[Any, ...]] = []
-    reduce = RingReduce(context, max(LENGTHS), dtype)
+    reduce = RingReduce(context, context.new_group("dp"), max(LENGTHS), dtype)
     for length in LENGTHS:
         flat = rank_tensor(context.rank, length, dtype)
         context.recorder.traffic.begin()
@@ -84,6 +84,24 @@ def test_what_a_ring_cannot_be(ranks, strategy, message):
     keys = {"train.global_batch_size": 8, **({"mesh.pp": 2} if ranks > 1 else {})}
     with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(strategy, keys), ranks, "cpu")
+
+
+def test_on_a_gpu_nothing_else_is_exchanged_while_the_ring_sends():
+    keys = {"train.global_batch_size": 8}
+    slices = job_from_keys("ring+tensor", {**keys, "mesh.tp": 2})
+    with pytest.raises(ConfigError, match=r"slices \(mesh.tp=2\) exchange .* or device=cpu"):
+        make_plan(slices, 4, "cuda")
+    make_plan(slices, 4, "cpu")
+    statistics = job_from_keys("ring", {**keys, "train.sync_batchnorm": True})
+    with pytest.raises(ConfigError, match="exchanges statistics while .* train.sync_batchnorm=f"):
+        make_plan(statistics, 2, "cuda")
+
+
+def test_asynchronous_servers_need_another_backend_than_nccl():
+    job = job_from_keys("parameter_server_async", {"train.global_batch_size": 8})
+    with pytest.raises(ConfigError, match="mode=asynchronous: .* Use .*mode=synchronous, or dev"):
+        make_plan(job, 3, "cuda")
+    make_plan(job, 3, "cpu")
 
 
 def test_mpi_is_refused_in_a_line_where_torch_has_it_not():
