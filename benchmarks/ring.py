@@ -82,7 +82,7 @@ def averages(context: RunContext, pairs: int) -> list[dict[str, Any]]:
     rows = []
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4)
-        ring = RingReduce(context, len(tensor), tensor.dtype)
+        ring = RingReduce(context, context.dp_group, len(tensor), tensor.dtype)
         ways = (partial(ring, tensor), partial(_by_gloo, tensor, context))
         rows.append({"bytes": nbytes, **compare(ways, pairs, context)})
     return rows
