@@ -7,7 +7,7 @@ needs, the error names the function. No other module of bigtrain uses these modu
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -288,6 +288,18 @@ def generator_state(device: torch.device) -> Tensor | None:
 def set_generator_state(state: Tensor, device: torch.device) -> None:
     """Set an accelerator's random generator to a state that `generator_state` returned."""
     _module(device.type).set_rng_state(state, device)
+
+
+def own_generators() -> list[torch.Generator]:
+    """Return the random generator of this thread's accelerator; [] if there is none.
+
+    It is the generator that torch's functions use if they are given no other.
+    """
+    kind = accelerator()
+    if kind is None:
+        return []
+    generators: Sequence[torch.Generator] = _module(kind).default_generators
+    return [generators[_module(kind).current_device()]]
 
 
 def generator_states(kind: str) -> list[Tensor]:

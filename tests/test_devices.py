@@ -271,3 +271,39 @@ def test_what_tells_one_gpu_from_another(gpus: MadeUp, monkeypatch: pytest.Monke
 @pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_a_gpu_there_are_no_versions_of_its_parts() -> None:
     assert devices.driver_versions() == {}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_dropout_of_a_slice_draws_from_the_generator_of_the_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Numbers of a stream of the rank; afterwards the common streams go on, and other devices' do
+    not change.
+    """
+    from bigtrain.slicing.rules.norms import rank_random
+
+    generators = [torch.Generator().manual_seed(n) for n in range(2)]
+    made_up = SimpleNamespace(
+        is_available=lambda: True, current_device=lambda: 1, default_generators=generators
+    )
+    real = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda k: made_up if k == kind else real(k))
+    monkeypatch.setattr(devices, "KINDS", (kind,))
+    group: Any = SimpleNamespace(group=object(), rank=1)
+    torch.manual_seed(3)
+    before = [generator.get_state() for generator in generators]
+    drawn = []
+    for seed in (3, 3):
+        torch.manual_seed(seed)
+        with rank_random(group):
+            drawn.append((torch.rand(3), torch.rand(3, generator=generators[1])))
+            assert torch.equal(generators[0].get_state(), before[0])
+        drawn.append((torch.rand(3), torch.zeros(0)))
+    assert all(torch.equal(g.get_state(), b) for g, b in zip(generators, before, strict=True))
+    assert torch.equal(drawn[0][0], drawn[0][1])  # one seed for the host and for the device
+    for (first, on_device), (again, again_on_device) in zip(drawn[:2], drawn[2:], strict=True):
+        assert torch.equal(first, again)
+        assert torch.equal(on_device, again_on_device)
+    torch.manual_seed(3)
+    torch.randint(1 << 62, ())  # the seed
+    assert torch.equal(torch.rand(3), drawn[1][0])

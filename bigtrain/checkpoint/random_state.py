@@ -13,7 +13,11 @@ from bigtrain import devices
 
 
 def random_state() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch, with those of all accelerators."""
+    """Return the random states of Python, numpy and torch, with those of all accelerators.
+
+    The state of this rank's accelerator is also in `own`. A process that resumes may see it at
+    another index.
+    """
     import numpy as np
 
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -26,6 +30,7 @@ def random_state() -> dict[str, Any]:
     if kind := devices.accelerator():
         states = devices.generator_states(kind)
         state[kind] = [device_state.numpy().tobytes().hex() for device_state in states]
+        state["own"] = state[kind][devices.current_device(kind).index]
     return state
 
 
@@ -46,6 +51,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         )  # an older version saved the state of one device
         for number, generator_state in enumerate(states[: devices.device_count()]):
             devices.set_generator_state(_bytes_tensor(generator_state), torch.device(kind, number))
+        if "own" in state:  # this rank's device may have had another index at the save
+            own_device = devices.current_device(kind)
+            devices.set_generator_state(_bytes_tensor(state["own"]), own_device)
 
 
 def _bytes_tensor(text: str) -> Tensor:

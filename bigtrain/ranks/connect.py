@@ -38,15 +38,21 @@ from bigtrain.ranks.context import AXES, RunContext, resolve_mesh
 from bigtrain.ranks.exit_status import is_peer_failure
 from bigtrain.ranks.failure_guard import guard_alone, guard_ranks
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
-from bigtrain.ranks.launcher_env import SINGLE_RANK, RankInfo
-from bigtrain.ranks.rendezvous import Rendezvous, open_rendezvous
+from bigtrain.ranks.launcher_env import SINGLE_RANK, VISIBLE_DEVICES, RankInfo
+from bigtrain.ranks.rendezvous import (
+    GLOO_INTERFACE,
+    Rendezvous,
+    address_towards,
+    gloo_interface,
+    interface_addresses,
+    open_rendezvous,
+)
 from bigtrain.recorder.exchanges import read_exchanges, start_recording, watch_messages
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import set_timeouts
 
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 """Variables of Slurm, with which every rank sees only one GPU, with index 0."""
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables with which a launcher hides GPUs."""
 
 
@@ -135,7 +141,7 @@ def _connection_settings(
     placement: RankInfo, meeting: Rendezvous, agreement: Agreement
 ) -> Iterator[None]:
     """Set the CPU threads and gloo's interface for a connection; close the agreement at its end."""
-    cores, gloo = _share_cores(placement, meeting), _local_gloo(placement)
+    cores, gloo = _share_cores(placement, meeting), _set_gloo_interface(placement, meeting)
     with cores, gloo, contextlib.closing(agreement):
         yield
 
@@ -200,7 +206,7 @@ def _is_own(name: str, value: str | None) -> bool:
 
 def _hidden_by(environ: Mapping[str, str]) -> str:
     """Return text with the set variables that may hide other GPUs; empty if none is set."""
-    variables = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
+    variables = [f"{name}={environ[name]}" for name in VISIBLE_DEVICES if name in environ]
     return f" visible with {' '.join(variables)}" if variables else ""
 
 
@@ -327,9 +333,16 @@ def _why_not_connected(
             f"{who} could not connect to the others: {first_line} Run again with NCCL_DEBUG=WARN, "
             "which prints the cause, or set mesh.backend=gloo"
         )
+    interfaces = ""
+    if not placement.one_node:
+        used = os.environ.get(GLOO_INTERFACE, "that of the host's name")
+        interfaces = (
+            f". The nodes must reach each other: gloo's interface is {used}. For another: "
+            f"export {GLOO_INTERFACE}=eth0 NCCL_SOCKET_IFNAME=eth0"
+        )
     return LaunchError(
         f"{who} could not connect to the others within {waited_s:.0f} s: {first_line} "
-        "Check that all ranks started, or raise mesh.setup_timeout"
+        f"Check that all ranks started, or raise mesh.setup_timeout{interfaces}"
     )
 
 
@@ -375,20 +388,24 @@ def _destroy() -> None:
 
 
 @contextlib.contextmanager
-def _local_gloo(placement: RankInfo) -> Iterator[None]:
-    """Let gloo use the loopback on one node; its default is the address of the host's name.
+def _set_gloo_interface(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
+    """Let gloo use the loopback on one node, and on several the interface to the node of rank 0.
 
-    The default address may be unreachable (containers, laptops), or open to other machines.
+    Its default is the address of the host's name. That may be unreachable (containers, laptops, the
+    127.0.1.1 of Debian), or open to other machines.
     """
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or not placement.one_node:
+    if placement.one_node:
+        interface: str | None = "lo" if sys.platform == "linux" else "lo0"
+    else:
+        interface = gloo_interface(os.environ, address_towards(meeting.host), interface_addresses())
+    if GLOO_INTERFACE in os.environ or interface is None:
         yield
         return
-    os.environ[name] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ[GLOO_INTERFACE] = interface
     try:
         yield
     finally:
-        del os.environ[name]
+        del os.environ[GLOO_INTERFACE]
 
 
 @contextlib.contextmanager

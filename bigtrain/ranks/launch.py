@@ -26,7 +26,7 @@ from bigtrain.job.schema import Job
 from bigtrain.memory.allocator import allocator_environ
 from bigtrain.memory.host_memory import free_host_bytes, host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
-from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
+from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE, VISIBLE_DEVICES
 from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote, left_behind
 from bigtrain.units import MIB, format_bytes
 
@@ -219,6 +219,31 @@ class _Failure:
         )
 
 
+def devices_without(rank: int, num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that hide the device of a lost rank from all ranks.
+
+    A device that answers but fails would otherwise be given to another rank. If no variable names
+    the visible devices, they are assumed to be the first `num_ranks`.
+
+    Args:
+        rank: the lost rank; its device is at this place among the visible ones.
+        num_ranks: the number of ranks that had a device.
+        environ: the environment of the ranks.
+
+    Returns:
+        Variables to set; none if the ranks share a device.
+    """
+    names = [name for name in VISIBLE_DEVICES if environ.get(name)] or [VISIBLE_DEVICES[0]]
+    hidden = {}
+    for name in names:
+        visible = (
+            environ[name].split(",") if environ.get(name) else list(map(str, range(num_ranks)))
+        )
+        if len(visible) >= num_ranks > 1:
+            hidden[name] = ",".join(visible[:rank] + visible[rank + 1 :])
+    return hidden
+
+
 class _RestartingRun:
     """A run whose ranks are started again after a failure.
 
@@ -240,6 +265,8 @@ class _RestartingRun:
         self._min_ranks = min_ranks
         self._words: list[str] = []
         self._note: RunNote | None = None
+        self._visible: dict[str, str] = {}
+        """The variables that hide the devices of lost ranks from all ranks."""
 
     def to_the_end(self, num_ranks: int) -> int:
         """Run the ranks, restart them after failures, and return the exit status."""
@@ -269,6 +296,9 @@ class _RestartingRun:
             self._prepare_restart(fewer)
             before, reason = failure, ""
             if fewer is not None:
+                if not refused:
+                    environ = {**os.environ, **self._visible}
+                    self._visible |= devices_without(failure.rank, num_ranks, environ)
                 reason = f"rank {failure.rank} was lost twice in a row and is left out: "
                 reason = f"{num_ranks} ranks were refused: " if refused else reason
                 num_ranks = fewer
@@ -281,6 +311,7 @@ class _RestartingRun:
         environ = {n: v for n, v in environ.items() if not n.startswith("TORCHELASTIC_")}
         environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
         environ |= allocator_environ(environ)
+        environ |= self._visible
         environ |= {LAUNCH_VARIABLE: str(self._folder / str(start))}
         if start:
             environ[RESTART_VARIABLE] = Restart(tuple(self._words), "").text()

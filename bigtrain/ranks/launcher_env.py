@@ -25,6 +25,8 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 """The first of Slurm's step numbers for the batch script, the interactive shell and Slurm's own
 processes. Steps of srun have lower numbers."""
 
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""The variables that say which accelerators a process sees, for CUDA, ROCm and XPU."""
 LAUNCH_VARIABLE = "BIGTRAIN_LAUNCH"
 """The variable that `bigtrain train -n N` sets for its ranks: FOLDER/START.
 

@@ -46,6 +46,7 @@ _DEFAULT_PORT = 29500
 
 SECRET_VARIABLE = "BIGTRAIN_SECRET"
 """The environment variable of an optional secret that all ranks of a run share."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: reads the address of an interface
 _PROBE_S = 2.0
 _ANSWER_S = 5.0
@@ -263,14 +264,50 @@ def _rendezvous_by_hydra(
 
 def _own_addresses() -> list[str]:
     """Return the IPv4 addresses of this host, the loopback last."""
-    addresses = []
+    addresses = interface_addresses().values()
+    return sorted(addresses, key=lambda address: address.startswith("127."))
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface of this host that has one."""
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-    return sorted(addresses, key=lambda address: address.startswith("127."))
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def address_towards(host: str) -> str | None:
+    """Return the IPv4 address that this host uses to reach another; None without a route to it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        address: str = probe.getsockname()[0]
+        return address
+    return None
+
+
+def gloo_interface(
+    environ: Mapping[str, str], own_address: str | None, addresses: Mapping[str, str]
+) -> str | None:
+    """Return the interface for gloo's exchanges between nodes; None for gloo's default.
+
+    It is the interface that NCCL was told to use, if that is one name; otherwise that of the
+    route to the node of rank 0. The loopback reaches no other node and is not used.
+
+    Args:
+        environ: the environment, with `NCCL_SOCKET_IFNAME` if that is set.
+        own_address: the address from which this host reaches the node of rank 0.
+        addresses: the address of each interface of this host.
+    """
+    named = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if named in addresses:
+        return named
+    if own_address is None or own_address.startswith("127."):
+        return None
+    return next((name for name, address in addresses.items() if address == own_address), None)
 
 
 def _reachable(addresses: Sequence[str], port: int, timeout: timedelta) -> str:

@@ -209,6 +209,7 @@ def test_a_type_that_cannot_be_saved_is_named(tmp_path):
 
 def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
     device_states = {0: 10, 1: 11}
+    own = [0]
 
     def put(state, device):
         device_states[device.index] = int(state[0])
@@ -216,6 +217,7 @@ def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
     gpus = SimpleNamespace(
         is_available=lambda: True,
         device_count=lambda: len(device_states),
+        current_device=lambda: own[0],
         get_rng_state=lambda device: torch.tensor([device_states[device.index]], dtype=torch.uint8),
         set_rng_state=put,
     )
@@ -230,8 +232,17 @@ def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
     device_states = {0: 7}  # one GPU fewer than at the save
     set_random_state(state)
     assert device_states == {0: 10}
+    own, device_states = [1], {0: 10, 1: 11}
+    state = json.loads(json.dumps(random_state()))
+    own, device_states = [0], {0: 7}  # one visible GPU for each rank: the device of rank 1 is 0 now
+    set_random_state(state)
+    assert device_states == {0: 11}
+    del state["own"]
     device_states = {0: 7, 1: 8}
-    set_random_state({**state, "cuda": state["cuda"][1]})  # the format of older checkpoints
+    set_random_state(state)  # the format of older checkpoints
+    assert device_states == {0: 10, 1: 11}
+    device_states = {0: 7, 1: 8}
+    set_random_state({**state, "cuda": state["cuda"][1]})  # and of still older ones
     assert device_states == {0: 11, 1: 8}
 
 

@@ -22,6 +22,9 @@ from bigtrain.ranks.rendezvous import (
     SECRET_VARIABLE,
     Rendezvous,
     _silence,
+    address_towards,
+    gloo_interface,
+    interface_addresses,
     master_address,
     open_rendezvous,
 )
@@ -339,6 +342,45 @@ def test_a_rank_that_did_not_come_in_time_is_told_from_that(monkeypatch, identit
     assert isinstance(error, LaunchError)
     assert "rank 0 of 2 could not connect to the others within 300 s: wait timeout" in str(error)
     assert "raise mesh.setup_timeout" in str(error)
+
+
+def test_a_rank_of_several_nodes_that_reaches_no_other_is_told_the_variable(monkeypatch) -> None:
+    """gloo takes the address of the host's name, which is 127.0.1.1 on Debian."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    many = dict.fromkeys(range(8), "GPU-a") | {0: "GPU-b"}
+    error = connection_error(monkeypatch, many, 0, "wait timeout after 300000ms")
+    assert "gloo's interface is that of the host's name. For another: export GLOO_SO" in str(error)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
+    error = connection_error(monkeypatch, many, 0, "wait timeout after 300000ms")
+    assert "gloo's interface is docker0. For another: export GLOO_SOCKET_IFNAME=et" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("variable", "own_address", "interface"),
+    [
+        (None, "10.0.0.7", "eth0"),  # the route to rank 0
+        (None, "192.168.9.7", "ib0"),
+        (None, "127.0.1.1", None),  # rank 0's own node, whose name is that of the loopback
+        (None, "172.17.0.1", None),  # no interface has it
+        (None, None, None),
+        ("ib0", "10.0.0.7", "ib0"),
+        ("=ib0", "10.0.0.7", "ib0"),
+        ("^docker0,lo", "10.0.0.7", "eth0"),  # a pattern of NCCL, which gloo does not know
+        ("eth", "192.168.9.7", "ib0"),
+    ],
+)
+def test_gloo_takes_the_interface_of_nccl_or_of_the_route(variable, own_address, interface) -> None:
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "192.168.9.7"}
+    environ = {} if variable is None else {"NCCL_SOCKET_IFNAME": variable}
+    assert gloo_interface(environ, own_address, addresses) == interface
+
+
+def test_the_address_towards_a_host_is_that_of_an_interface() -> None:
+    addresses = interface_addresses()
+    assert addresses["lo"] == address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no-such-host.invalid") is None
+    for address in addresses.values():  # the node of rank 0 reaches itself from its own address
+        assert address_towards(address) == address
 
 
 def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:

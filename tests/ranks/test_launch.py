@@ -15,7 +15,13 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.memory.host_memory import oom_kill_count
 from bigtrain.ranks import launch
-from bigtrain.ranks.launch import _status, check_resources, check_shares, start_ranks
+from bigtrain.ranks.launch import (
+    _status,
+    check_resources,
+    check_shares,
+    devices_without,
+    start_ranks,
+)
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo, launcher_hint
 from bigtrain.units import MIB
 
@@ -280,6 +286,37 @@ def test_a_place_that_is_lost_twice_is_done_without(
     assert words[3:] == (batch if rows else [])
     line = f"rank 1 was lost twice in a row and is left out: restart 2 of 2 on {fewer} ranks"
     assert line in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "hidden"),
+    [
+        ({}, 1, {"CUDA_VISIBLE_DEVICES": "0,2,3"}),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1, {"CUDA_VISIBLE_DEVICES": "4,6,7"}),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, 3, {"CUDA_VISIBLE_DEVICES": "0,1,2,4"}),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 1, {}),  # the ranks share a GPU
+        ({"ZE_AFFINITY_MASK": "0,1,2,3"}, 0, {"ZE_AFFINITY_MASK": "1,2,3"}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 3, {"CUDA_VISIBLE_DEVICES": "0,1,2"}),
+    ],
+)
+def test_the_device_of_a_lost_rank_is_hidden(
+    environ: dict[str, str], rank: int, hidden: dict[str, str]
+) -> None:
+    assert devices_without(rank, 4, environ) == hidden
+
+
+def test_the_ranks_that_are_left_do_not_see_the_device_of_the_lost_one(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that answers and fails would be given to another rank."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    seen = tmp_path / "seen"
+    program = "note(); time.sleep(0.2)\n"
+    variable = "os.environ['CUDA_VISIBLE_DEVICES']"
+    program += f"if rank == 0: print({variable}, file=open({str(seen)!r}, 'a'))\n"
+    program += "if life < 2 and rank == 1: die()\nif life in (2, 3) and rank == 0: die()"
+    assert launched(program, num_ranks=3, restarts=4, min_ranks=1) == 0
+    assert seen.read_text().split() == ["4,5,6", "4,5,6", "4,6", "4,6", "6"]
 
 
 def test_a_place_that_fails_twice_is_done_without_and_a_program_is_not_saved_so(

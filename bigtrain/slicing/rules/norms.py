@@ -40,19 +40,20 @@ def rank_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
     if group.group is None:  # fake tensors draw nothing
         yield
         return
-    with torch.random.fork_rng(devices=_devices()):
-        torch.manual_seed(seed + group.rank)
+    generators = [torch.default_generator, *devices.own_generators()]
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed + group.rank)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def draw_whole(x: SlicedTensor, func: Any, *args: Any, **kwargs: Any) -> SlicedTensor:
     """Call a random function with the whole tensor and slice its result: see `Draws.whole`."""
     return x.like(scattered(func(x.whole(), *args, **kwargs), x.slices, x.group))
-
-
-def _devices() -> list[int]:
-    device = devices.current_device(devices.accelerator() or "cpu")
-    return [] if device.index is None else [device.index]
 
 
 @rule_with_function(
