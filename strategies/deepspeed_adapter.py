@@ -1,9 +1,9 @@
-"""The private names of DeepSpeed that the techniques use, and the functions that use these names.
+"""The names of DeepSpeed that the techniques use, and the functions that use these names.
 
-`DEEPSPEED` lists each private name that is used, with the versions that were tested. The list
-includes every attribute that any module reads from DeepSpeed's engines and optimizers. No other
-technique imports DeepSpeed. A version that lacks one of the names is refused before the ranks
-connect. An untested version gives a warning.
+`DEEPSPEED` lists each name that is used, with the versions that were tested. The list includes
+every attribute that any module reads from DeepSpeed's engines and optimizers. No technique imports
+DeepSpeed itself: only this module does. A version that lacks one of the names is refused before the
+ranks connect. An untested version gives a warning.
 """
 
 from __future__ import annotations

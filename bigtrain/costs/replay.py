@@ -132,7 +132,12 @@ class _Held:
             self.nbytes += by * self._sums[slot]
 
     def spans(self, counts: Mapping[_Slot, int], end: int) -> list[Span]:
-        """Return the storages of these counts as spans from tick 0 to `end`, merged by kind."""
+        """Return storages that wait as spans from tick 0 to `end`, one for each slot and kind.
+
+        Args:
+            counts: for each slot, how many times its storages wait.
+            end: the tick at which the spans end.
+        """
         return [
             Span(size * count, kind, 0, end)
             for slot, count in counts.items()

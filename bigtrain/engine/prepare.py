@@ -97,8 +97,8 @@ def connect_beside(
         facts: see `connect_job`.
 
     Raises:
-        ConfigError: the ranks are connected already and `first_engine` is None, or its mesh or
-            device is not that of the job.
+        ConfigError: `first_engine` is None, and the ranks are connected already; or `first_engine`
+            is given, and its mesh or device is not that of the job.
     """
     if first_engine is None:
         if dist.is_initialized():

@@ -167,7 +167,9 @@ def attach(
 def _quantized_layers(
     model: nn.Module, config: LoraConfig, saved: Sequence[str], shared: Mapping[str, str]
 ) -> tuple[dict[str, QuantizedLayer], list[str]]:
-    """Return the layers to quantize, and the names of the other linear layers but the head.
+    """Return the layers to quantize, and the names of the linear layers that are not quantized.
+
+    Neither contains the head, layers that are never called, or layers inside `saved` modules.
 
     Raises:
         ConfigError: torchao is not installed, a weight cannot be divided into blocks, or there is

@@ -72,10 +72,10 @@ FindFormula = Callable[[Any], LossFormula]
 
 
 class GlobalMeanLoss:
-    """A mean loss of (output, target) as the contributions of micro-batches to its global value.
+    """A user's mean loss of (output, target); a call returns one micro-batch's contribution to it.
 
     It is a `Loss` whose count is the number of rows. Outside of a `loss_scope` with totals, as in a
-    validation, it returns the mean of the batch times its rows.
+    validation, a call returns the batch's mean, multiplied by the number of rows of the batch.
 
     Args:
         fn: the user's function of (output, target).

@@ -601,7 +601,7 @@ class _Analysis:
         return second_number in (2 * first_number, first_number / 2) and not self._changing_reads()
 
     def _read_of(self, first_number: float, second_number: float) -> Node | None:
-        """Return the statistic from which Python has read this number, if there is one."""
+        """Return the statistic that Python read as these numbers in the two recordings, if any."""
         for read, second_read in zip(self.first.reads, self.second.reads, strict=True):
             if isinstance(read.value, bool) or not isinstance(read.value, (int, float)):
                 continue

@@ -280,7 +280,7 @@ class _WholeCopy:
         self.note()
 
     def note(self) -> None:
-        """Record the version counters of the copy and of the slices, whose values now agree."""
+        """Record the version counters of the copy and of the slices; call it when the two agree."""
         self._version, self._local_version = self.whole._version, _version(self.local)
 
     @property

@@ -327,7 +327,12 @@ def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> li
 
 
 def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], SyncStep]:
-    """Return a function that predicts steps, corrected by the measured step of the most ranks."""
+    """Return a function that predicts the step of a number of ranks, scaled to a measured step.
+
+    Args:
+        forecaster: predicts steps.
+        last: the step that was measured on the largest number of ranks.
+    """
     known = forecaster.step(last.ranks).exposed
     scale = max(0.0, last.exposed) / known if known > 0 else 1.0
 
