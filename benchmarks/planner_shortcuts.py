@@ -89,7 +89,7 @@ SHORTCUTS: dict[str, Callable[[], None]] = {
     "even bound (EVEN_SLACK)": without_even_bound,
     "cut bound (END_SLACK)": without_cut_bound,
     "dominated slices (DOMINANCE_SLACK)": without_dominated_slices,
-    "ends of another loss (shared_blocks.py)": without_other_ends,
+    "ends of another loss (FakeRuns._with_other_ends)": without_other_ends,
 }
 
 

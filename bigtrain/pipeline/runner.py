@@ -12,9 +12,11 @@ the memory of the micro-batches in flight. Losses are detached, so they keep no 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.core.loop import StepRunner
@@ -26,9 +28,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.pipeline.schedule_loop import ScheduleLoop
 from bigtrain.pipeline.stage_module import StageModule, StageShapes, is_sharded
 from bigtrain.pipeline.stage_worker import StageWorker
-from bigtrain.pipeline.state import gather_names
 from bigtrain.pipeline.tied_parameters import TiedGradients, TiedParameter
 from bigtrain.pipeline.transport import StageTransport
+from bigtrain.ranks.context import RunContext
 from bigtrain.schedules.events import (
     EventRow,
     forward_events,
@@ -296,3 +298,22 @@ def _signature(micro_batch: MicroBatch) -> str:
     """Return a text that determines the shapes in the model: the batch with tensors as shapes."""
     batch = (micro_batch.inputs, micro_batch.targets)
     return repr(map_tensors(batch, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
+
+
+def gather_names(context: RunContext, names: Iterable[str]) -> set[str]:
+    """Return the union of the names of all ranks of the pipeline. Collective over the pp axis."""
+    return {name for part in gather_over_stages(context, list(names)) for name in part}
+
+
+def gather_over_stages(context: RunContext, value: Any) -> list[Any]:
+    """Return the objects of all ranks of the pipeline, in rank order. Collective over pp.
+
+    Args:
+        context: the ranks.
+        value: the object of this rank, which can be pickled.
+    """
+    if context.pp_group is None:
+        return [value]
+    gathered: list[Any] = [None] * context.pp_size
+    dist.all_gather_object(gathered, value, group=context.pp_group)
+    return gathered

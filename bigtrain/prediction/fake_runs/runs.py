@@ -27,10 +27,6 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.fake_runs.shared_blocks import (
-    holds_beyond,
-    with_ends_of,
-)
 from bigtrain.prediction.fake_runs.slices import (
     are_even,
     coarser,
@@ -45,7 +41,7 @@ from bigtrain.prediction.record_sections import (
     record_sections,
     record_split_backward,
 )
-from bigtrain.prediction.sections import PassPair, Section
+from bigtrain.prediction.sections import Anchor, PassPair, Section
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
 from bigtrain.prediction.whole_model import WHOLE_MODEL, WholeModel
 from bigtrain.slicing.state import ModelSlices
@@ -266,11 +262,11 @@ class FakeRuns:
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
-        if any(holds_beyond(block) for run in runs for block in run.sections[1:-1]):
+        if any(_holds_beyond(block) for run in runs for block in run.sections[1:-1]):
             return ()
         ends = self._with_one_block(plan, kind, sizes, loss)
         pairs = zip(runs, ends, strict=True) if ends else ()
-        return tuple(with_ends_of(run, end) for run, end in pairs)
+        return tuple(_with_ends_of(run, end) for run, end in pairs)
 
     def _with_one_block(
         self,
@@ -409,3 +405,18 @@ def _where(error: BaseException | None) -> str:
         if user_frames
         else ""
     )
+
+
+def _holds_beyond(section: Section) -> bool:
+    """Whether the first or the last section of the model decides when a storage is freed."""
+    return any(
+        storage.until >= Anchor.FIRST
+        for section_pass in section.passes
+        for storage in section_pass.storages
+    )
+
+
+def _with_ends_of(run: RecordedSections, ends: RecordedSections) -> RecordedSections:
+    """Return a run with the blocks of `run`, and the sections of `ends` before and after them."""
+    sections = (ends.sections[0], *run.sections[1:-1], ends.sections[-1])
+    return replace(run, sections=sections)
