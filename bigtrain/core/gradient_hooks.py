@@ -21,6 +21,29 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 _Hooks = dict[int, Callable[[Tensor], Any]]
 
 
+def unpredicted_hooks(model: nn.Module) -> str | None:
+    """Return a line on memory that hooks allocate and no forecast contains; None without hooks.
+
+    A hook may return a new tensor. Where gradients are sharded, hooks run on a whole gradient,
+    which is gathered for them.
+
+    Args:
+        model: a model whose parameters still have their hooks.
+    """
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"the forecast of memory leaves out the hooks on the gradients of {names[0]}{more}: they "
+        "get whole gradients, one at a time, and may make new ones"
+    )
+
+
 class GradientHooks:
     """The hooks of a model's parameters, by name, in the order of the model."""
 

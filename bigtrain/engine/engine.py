@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
+from bigtrain.core.gradient_hooks import unpredicted_hooks
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
 from bigtrain.core.workload import Workload
@@ -156,6 +157,8 @@ class Engine(SavedState):
         predicted."""
         if self.layout is not None and workload.example is not None and context.is_main:
             self.advice.append(self.layout.check(workload.model, workload.example, self.loss))
+        hooks = unpredicted_hooks(self.blueprint.model) if job.memory.predict else None
+        self.advice += [] if hooks is None else [hooks]
         self._forecaster = RunForecaster(job, resolved, workload, context)
         self.prediction = RunPrediction()
         if workload.example is not None:
