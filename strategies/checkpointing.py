@@ -67,7 +67,8 @@ class Checkpointing(RecomputeStrategy):
     summary: ClassVar[str] = "blocks save less for the backward pass and are recomputed in it"
 
     mode: Literal["full", "selective"] = "full"
-    """The tensors that a chosen block saves: inputs (full), or also products (selective)."""
+    """The tensors that a chosen block saves: its inputs (full), or also the results of matrix
+    products and of attention (selective)."""
     every: int | None = Field(None, ge=1)
     """Choose every k-th block, starting at the k-th; by default all blocks."""
     layers: tuple[str, ...] = ()

@@ -54,12 +54,15 @@ class Offload(Strategy):
 
     name: ClassVar[str] = "offload"
     role: ClassVar[Role] = "offload"
-    summary: ClassVar[str] = "optimizer state or activations on disk or in the host's memory"
+    summary: ClassVar[str] = (
+        "optimizer state, parameters or activations in the host's memory or on disk"
+    )
 
     optimizer: StorageTier = "device"
     """Where the optimizer's state (and fp32 copies) is stored between the steps."""
     parameters: StorageTier = "device"
-    """Where the parameters are stored between their uses (only with stages 2 and 3 of `zero`)."""
+    """Where the parameters are stored between their uses. Only `zero` moves them: its stages 2 and
+    3 on torch, and its stage 3 on DeepSpeed. `disk` is refused."""
     activations: StorageTier = "device"
     """Where tensors that blocks save for backward are stored until then; see strategy.recompute."""
     path: str | None = None

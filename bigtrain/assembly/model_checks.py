@@ -64,10 +64,12 @@ class ModelChecks:
         return plan, tuple(notes)
 
     def routes_of(self, plan: Plan) -> Routes:
-        """Return the modules that only some passes call.
+        """Return the modules that only some passes call, those that all call, and used blocks.
 
-        If the plan has one replica, these do not matter, and only the called modules and the
-        blocks that are never called are returned. Without an example the result is empty.
+        A used block is never called, although its parameters are used. With one replica it does not
+        matter which passes call a module: the fields `modules`, `parameters` and `cause` are empty,
+        and `called` has the modules that one forward pass calls. Without an example all fields are
+        empty.
         """
         if self._workload.example is None:
             return Routes()

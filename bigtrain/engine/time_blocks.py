@@ -227,12 +227,12 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
 
 
 def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
-    """Return the model with values and few of its equal blocks.
+    """Return the model with its initial values, but only a few blocks of each run of equal ones.
 
     The weights of blocks that are left out are not made.
 
     Args:
-        setup: the parts of a run with the model.
+        setup: the parts of a run, of which the model is used.
         context: this rank's context, with the device and the seed.
     """
     model, blueprint = setup.blueprint.model, setup.blueprint

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub: their configuration, weights and tokenizer, in and out.
+"""Load and export models of the Hugging Face Hub: configuration, weights and tokenizer.
 
 Decides: how a folder or an id is found; which class of transformers (or timm) its configuration
 means; which tensors of the files make each tensor of the model, and the reverse for an export;
-which of the folder's files a checkpoint keeps. Only this package imports transformers, timm and
-huggingface_hub, and only when such a model is named.
+which of the folder's files a checkpoint keeps. Only this package imports timm and huggingface_hub,
+and only for such a model. Besides this package, only `data` imports transformers, for tokenizers.
 """

@@ -1,9 +1,8 @@
-"""Horovod's interface for PyTorch. A script that uses Horovod runs after one changed import.
+"""Horovod's interface for PyTorch: scripts run after one change, `import bigtrain.hvd as hvd`.
 
-Replace `import horovod.torch as hvd` by `import bigtrain.hvd as hvd`. Decides which of Horovod's
-functions exist, with the same names, arguments and results; the order of exchanges, and the checks
-that ranks agree on them; the part that joined ranks take in exchanges; where elastic commits are
-stored.
+Decides which functions of `horovod.torch` exist, with the same names, arguments and results; the
+order of exchanges, and the checks that ranks agree on them; the part that joined ranks take in
+exchanges; where elastic commits are stored.
 """
 
 from typing import Any

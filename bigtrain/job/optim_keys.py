@@ -50,9 +50,9 @@ class OptimConfig(ConfigSection):
     the warm-up has `lr`."""
     schedule: Literal["constant", "cosine", "linear", "poly", "step", "deepspeed"] = "constant"
     """The rate after warm-up: constant; decayed to `final_lr_share` by the end of the last step
-    (cosine, linear, or poly: a power of the remaining share); multiplied by `step_factor` at each
-    of `milestones` (step); or, with its warm-up, the rate of the scheduler in the file of
-    `strategy.deepspeed`, computed by bigtrain (deepspeed)."""
+    (cosine, linear, or poly: a power of the remaining share); or multiplied by `step_factor` at
+    each of `milestones` (step). With deepspeed, the scheduler in the file of `strategy.deepspeed`
+    gives the rate of every step, warm-up included; bigtrain computes it."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
     """For schedule=cosine, linear and poly: the final rate, as a share of `lr`."""
     poly_power: float = Field(0.9, gt=0)

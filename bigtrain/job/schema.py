@@ -91,16 +91,17 @@ class ModelConfig(ConfigSection):
     """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
     a head for other classes."""
     freeze: tuple[str, ...] = ()
-    """Patterns for names of parameters, or of modules that contain them, that are not trained. A
-    pattern after `!` names parameters that are trained. The last pattern that fits decides:
-    `['*', '!head']`."""
+    """Patterns of names. A parameter is not trained if its name fits one, or the name of a module
+    that contains it. A pattern after `!` names parameters that are trained. The last pattern that
+    fits decides: `['*', '!head']`."""
     lora: LoraConfig | None = None
     """Train adapters, and freeze everything else: `model.lora.rank=8`."""
     loss: str | None = None
     """`package.module:function`, a mean loss of (output, target); by default the task's loss."""
     chunked_loss: bool | None = None
-    """Compute cross entropy in chunks, so that the logits never exist as a whole; by default true
-    for the built-in gpt models."""
+    """Compute cross entropy in chunks, so that the logits never exist as a whole. By default true
+    for the built-in gpt models, and for language models of the Hub whose logits are the unchanged
+    output of a linear layer."""
     chunk_size: Bytes | None = Field(None, gt=0)
     """Bytes of the logits in one chunk; by default 32 MiB on a CPU and 256 MiB elsewhere."""
     auxiliary_weight: float | None = Field(None, ge=0)
@@ -215,7 +216,8 @@ class MeshConfig(ConfigSection):
     """The device mesh, and how its ranks communicate."""
 
     pp: int | None = Field(None, ge=1)
-    """Pipeline stages. By default 1; with a pipeline strategy, all ranks that dp and tp leave."""
+    """Ranks that share the stages of a pipeline. By default 1; with a pipeline strategy, all ranks
+    that dp and tp leave."""
     dp: int = Field(-1, ge=-1)
     """Replicas; -1 is all ranks that pp and tp leave."""
     tp: int | None = Field(None, ge=1)
@@ -254,8 +256,8 @@ class StrategyConfig(ConfigSection):
     """At most one technique for each role."""
 
     name: str = "single"
-    """The label in reports: the words that named the strategy. Without `cut`, `replicate` and
-    `deepspeed` it names the strategy itself: {name: ddp+full}."""
+    """The words that name the strategy: {name: ddp+full}. They are also its label in reports. If
+    the section has `cut`, `replicate` or `deepspeed`, the name is only that label."""
     deepspeed: str | None = None
     """The path of a DeepSpeed configuration file (JSON), which configures `zero` on DeepSpeed."""
     cut: RoleConfig | None = None

@@ -152,7 +152,7 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
 
 
 def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
-    """Read one preset or file. Strategies that it names are read first; its own keys override."""
+    """Read one preset or file, and the strategies that it names. Its own keys override theirs."""
     if is_file(word):
         check_name(word, asked)
     key = os.path.realpath(word) if is_file(word) else word  # finds cycles of links, too

@@ -178,11 +178,11 @@ class _Trial:
         return _settings(twin) != _settings(self._optimizer)
 
     def same(self, cut: _Cut, *, noted: bool = True) -> bool:
-        """Whether the tensors of a cut are updated to the same values as whole parameters.
+        """Whether the tensors that `cut` makes are updated to the same values as whole parameters.
 
         Args:
             cut: divides the values of a parameter.
-            noted: whether the tensors have the user's attributes.
+            noted: whether the tensors get the attributes that the user has set on the parameters.
         """
         try:
             twin = self._run(cut, noted=noted)

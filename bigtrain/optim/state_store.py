@@ -1,8 +1,8 @@
-"""Stores for optimizer state and fp32 copies between the steps: the device, a disk, the host.
+"""Stores for optimizer state and parameters' fp32 copies between steps: device, disk or host.
 
-State on disk is read, updated and written back a chunk at a time. ZeRO-Offload (Ren et al. 2021,
-arXiv 2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, sections 5 and 6)
-do the same at the scale of clusters.
+State on disk is read, updated and written back a chunk at a time, as in ZeRO-Infinity (Rajbhandari
+et al. 2021, arXiv 2104.07857, sections 5 and 6). State on the host is updated there, as in
+ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _BatchNormSums:
 
 
 def has_running_statistics(model: nn.Module) -> bool:
-    """Whether a model has a BatchNorm module with running statistics."""
+    """Whether a model has a BatchNorm or an InstanceNorm with running statistics."""
     return any(_tracks(module) for module in model.modules())
 
 

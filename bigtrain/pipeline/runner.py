@@ -131,7 +131,9 @@ class PipelineRunner(StepRunner):
     def _mean_loss(self, own_sum: float) -> float:
         """Return the mean loss of the global batch from the sums of all ranks. Collective.
 
-        The rank of a pipeline's last stage has its summed loss times `scale`; other ranks have 0.
+        Args:
+            own_sum: on the rank of a pipeline's last stage, the summed loss of the pipeline,
+                multiplied by the result of `sum_scale`; 0 on other ranks.
         """
         rows = self.context.all_gather_rows([own_sum, *self.participation.row()])
         self.participation.check([row[1:] for row in rows], of_all=True)

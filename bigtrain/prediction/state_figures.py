@@ -40,13 +40,13 @@ def state_bytes(
 def optimizer_state_figures(
     model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the size of the optimizer's state in relation to the trained elements.
+    """Return the number of trained elements, and the sizes of the optimizer's state.
 
     Args:
         model: the profiled model.
         optimizer: the optimizer of the model after a step.
-        widths: the bytes of an element of each state of a bf16 parameter that is updated in fp32,
-            as techniques that shard the state do; see `state_bytes_by_slot`.
+        widths: by the name of a state, its bytes for each element of a bf16 parameter whose update
+            is in fp32. Techniques that shard the state update in fp32; see `state_bytes_by_slot`.
 
     Returns:
         The fields `trained_elements`, `state_slots` and `state_scalars` of `Profile`, by name.

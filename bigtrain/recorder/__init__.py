@@ -2,5 +2,6 @@
 
 The page shows which rank waits for which. The package decides which events are recorded, how
 torch's own record of exchanges is read, which rank is blamed for a hang, and the words and the file
-of the page. It also records which ranks a run may lose, and how the remaining ranks exchange data.
+of the page. It also keeps the list of ranks that a run may lose, and has exchanges that work after
+such a loss.
 """

@@ -1,5 +1,5 @@
 """Which tensors of a model are sliced over the ranks of the tp axis.
 
 Decides: what is read from a forward pass about each dim; which dims must be sliced together, and
-what that sends; the best choice; how slices are written as text.
+how many bytes the ranks then exchange; the best choice; how slices are written as text.
 """

@@ -548,10 +548,12 @@ def product_efficiency(
 
 
 def _with_sending(stage: MicroBatchSeconds, sending: float, weights_share: float) -> StageSeconds:
-    """Return the seconds of a stage's passes, each with sending its output.
+    """Return the seconds of a stage's passes, with sending and with the exchanges over tp.
+
+    The part of the backward pass for the weights sends and exchanges nothing.
 
     Args:
-        stage: the seconds without sending.
+        stage: the seconds of computing, and those of exchanges over tp, without sending.
         sending: the seconds of sending a boundary tensor.
         weights_share: the share of the backward pass that computes the gradients of the weights.
     """

@@ -26,9 +26,9 @@ HEAD = """# Every key of a job
 Made from the types in `bigtrain/job/schema.py`, `optim_keys.py` and `strategies/`; do not
 edit it by hand. How a job is written, with examples: [jobs.md](jobs.md). How strategies are named:
 [strategies.md](strategies.md). Write a key in a YAML file (`train: {steps: 100}`), on the command
-line (`train.steps=100`), or, if your own loop can follow it, in `bigtrain.prepare`
-(`train__steps=100`). A size is a number of bytes or has a unit: `25MiB`, `8GiB`. `null` means that
-nothing is set.
+line (`train.steps=100`), or, if it has an effect in your own loop, as an argument of
+`bigtrain.prepare` (`train__global_batch_size=32`). A size is a number of bytes or has a unit:
+`25MiB`, `8GiB`. `null` means that nothing is set.
 """
 
 

@@ -1,6 +1,7 @@
-"""Interpolate runs on fake tensors, for other numbers of rows or finer slices.
+"""Compute a run on fake tensors from two others: with other numbers of rows, or finer slices.
 
-Two runs can be interpolated if they differ only in the sizes of their tensors.
+The run is interpolated, and not executed. Two runs can be interpolated if they differ only in the
+sizes of their tensors.
 """
 
 from __future__ import annotations

@@ -147,7 +147,10 @@ class DeepSpeed(Zero):
         )
 
     def replaced_functions(self) -> AbstractContextManager[object]:
-        """See `Strategy.replaced_functions`: stage 3 saves other tensors for linear layers."""
+        """See `Strategy.replaced_functions`: stage 3 replaces `linear`.
+
+        DeepSpeed's function saves other tensors for the backward pass than torch's.
+        """
         return stage_3_linear() if self.traits.replaces_products else nullcontext()
 
     def warning(self) -> str | None:

@@ -410,7 +410,10 @@ def _norms(unit: nn.Module) -> list[nn.Module]:
 
 
 class _ReduceScatter:
-    """fully_shard's reduce-scatter on a CPU, which returns after gloo has freed its copy."""
+    """A reduce-scatter on a CPU for fully_shard. It waits until gloo frees its copy of the input.
+
+    The reason is in `MemoryMeter.exchange`.
+    """
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
