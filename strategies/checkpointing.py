@@ -1,8 +1,8 @@
 """Activation checkpointing: blocks save less for the backward pass and are recomputed in it.
 
 Memory: with `full` a block saves only its inputs, with `selective` also the results of matrix
-products and attention. With `budget` the policies of the blocks cost the least time with which the
-predicted peak fits the budget.
+products and attention. `budget` chooses the policy of each block: of the choices whose predicted
+peak fits the budget, the one that costs the least time.
 Communication: none.
 Constraints: a block has to compute the same results from the same inputs. Recomputation draws the
 same random numbers, and running statistics are updated once.
@@ -139,7 +139,7 @@ class Checkpointing(RecomputeStrategy):
             )
 
     def _check_split(self, plan: Plan) -> None:
-        """Refuse `selective` if saved products are changed in place, or used by two passes."""
+        """Refuse `selective` if saved products change in place, or serve two backward passes."""
         by_name = (self.blocks or {}).values()
         selective = "selective" in by_name or (self.blocks is None and self.mode == "selective")
         if not selective or plan.keeps_products:
@@ -193,7 +193,7 @@ class Checkpointing(RecomputeStrategy):
         return dict.fromkeys(names, self.mode)
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse a model that cannot be recomputed, such as by blocks with in-place changes."""
+        """Refuse a model that cannot be recomputed: a block may change its input in place."""
         missing = facts.untraceable or ""
         kind, _, reason = missing.partition(": ")
         if kind == "ConfigError" and reason.startswith("strategy.recompute"):

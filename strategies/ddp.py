@@ -3,8 +3,8 @@
 Memory: that of one process with gradients that are never freed: they are views of the buckets.
 Communication: one all-reduce of the gradients in a step, whatever the number of micro-batches. Each
 rank sends and receives 2 (n-1)/n of their bytes (ring).
-Constraints: the losses of all steps use a parameter, or no loss does (then it is not trained). If
-only some steps use a parameter, set `find_unused_parameters: true`.
+Constraints: a parameter is used by the loss of every step, or by no loss; a parameter that no loss
+uses is not trained. If only some steps use a parameter, set `find_unused_parameters: true`.
 Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp
 
 Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and 3.3.

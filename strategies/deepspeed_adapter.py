@@ -243,12 +243,13 @@ def start_engine(
         model: a model whose parameters have values.
         optimizer: the optimizer over the trained parameters of the model.
         config: DeepSpeed's configuration.
-        flatten: returns one flat tensor with the values of several. It is called with the tensors
-            and with DeepSpeed's function as the keyword argument `default`.
+        flatten: returns one flat tensor with the values of several tensors. It is called with these
+            tensors, and with DeepSpeed's function as the keyword argument `default`.
         align: returns tensors and their padding up to a multiple of a unit. It is called with the
             tensors, the unit and `default`.
-        in_place: whether `flatten` and `align` allocate no memory. If so, DeepSpeed does not move
-            the parameters to the host first, as it otherwise does if little memory is free.
+        in_place: whether `flatten` and `align` allocate no memory. If they allocate none, the
+            parameters stay on the device. Otherwise DeepSpeed first moves them to the host if
+            little memory is free.
 
     Returns:
         The engine, a DeepSpeedEngine.
@@ -277,9 +278,9 @@ def start_engine(
 def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
     """Let DeepSpeed step the user's optimizer.
 
-    DeepSpeed replaces an Adagrad optimizer by a new one that is made from its defaults. Without
-    this function, the options of parameter groups would be lost, and the user's optimizer would
-    have references to the fp32 copies of the parameters.
+    DeepSpeed replaces the user's Adagrad optimizer by a new one, which it makes from the defaults
+    of the user's optimizer. Without this function, the options of parameter groups would be lost,
+    and the user's optimizer would have references to the fp32 copies of the parameters.
 
     Args:
         zero: DeepSpeed's ZeRO optimizer.
@@ -339,7 +340,7 @@ def add_up_in_one_buffer(zero: Any) -> None:
 
 
 Replaced = Callable[..., Any]
-"""A method of DeepSpeed from before it was replaced."""
+"""The original of a method of DeepSpeed that has been replaced."""
 
 
 def replace_reduction(zero: Any, reduce: Callable[..., None]) -> Replaced:
@@ -401,7 +402,7 @@ def set_cut_norm(zero: Any, norm: Tensor) -> None:
 
 
 def replace_gradient_of_piece(zero: Any, set_gradient: Callable[[int], None]) -> None:
-    """Replace the method that sets the gradient of a flat piece of stage 3 before the step.
+    """Replace the method of stage 3 that sets a flat piece's gradient before the step.
 
     Args:
         zero: DeepSpeed's ZeRO optimizer.

@@ -240,7 +240,11 @@ class Offload(Strategy):
         return (*messages, *self._state_traffic(profile, plan))
 
     def _state_traffic(self, profile: Profile, plan: Plan) -> list[Traffic]:
-        """Return the transfers of state to and from disk, or of gradients and values."""
+        """Return the transfers of the optimizer's state, or of gradients and values.
+
+        With a disk, the state is written and read. If the host updates, the GPU sends gradients
+        and receives values.
+        """
         if plan.replicate.own_offload or self.optimizer == "device":
             return []
         ranks = plan.state_ranks
@@ -280,7 +284,7 @@ class Offload(Strategy):
 
 
 _DISK = {"optimizer": "optimizer", "activations": "activations"}
-"""The option to set to disk, by the option that is set to cpu and moves nothing."""
+"""For an option that moves nothing if it is cpu: the option to set to disk instead."""
 
 
 def _item(plan: Plan) -> int:

@@ -1,6 +1,6 @@
 """Replicas that average gradients by a ring of sends and receives during the backward pass.
 
-The gradients of each dtype are in one flat tensor, the last layer's first, which is cut into
+The gradients of each dtype are in one flat tensor, the last layer's first. This tensor is cut into
 buckets. A bucket is sent as soon as all its gradients are made, in n chunks whose sizes differ by
 one element at most. In each of 2 (n-1) steps a rank sends a chunk to the next rank and receives one
 from the previous rank: first partial sums, to which every rank adds its gradient (reduce-scatter),
@@ -114,10 +114,11 @@ class Ring(Strategy):
         return chunk * (size if size >= 4 else 2 * 4)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the chunks that a rank sends and receives: twice, all but one of each bucket.
+        """Return a rank's messages: in each of two rounds it sends and receives all chunks but one.
 
-        The rank's position in the ring decides which chunk is left out. The bytes are exact if all
-        gradients have one dtype: a profile does not have the sizes by dtype.
+        The rounds are the reduce-scatter and the all-gather. The rank's position in the ring
+        decides which chunk of a bucket is left out. The bytes are exact if all gradients have one
+        dtype: a profile does not have the sizes by dtype.
         """
         here, size = plan.dp_rank or 0, _number_bytes(profile)
         lengths = _bucket_lengths(profile.trained_elements, self.bucket_size // size)
@@ -151,7 +152,7 @@ def chunk_lengths(length: int, ranks: int) -> list[int]:
 
 
 def _bucket_lengths(elements: int, most: int) -> list[int]:
-    """Return the number of elements of each bucket; `most` is that of the largest."""
+    """Return the number of elements of each bucket, which is at most `most`."""
     most = max(1, most)
     return [min(most, elements - begin) for begin in range(0, max(1, elements), most)]
 
@@ -213,8 +214,9 @@ class RingReduce:
     def _exchange(self, sent: Tensor, arriving: Tensor) -> None:
         """Start both messages before waiting for either, so that no two ranks wait for each other.
 
-        The receive is started first, because gloo announces it to the sender in the same stream as
-        sent data. After a chunk the announcement would be late, and chunks would not overlap.
+        The receive is started first. gloo announces a receive to the sender in the stream that also
+        carries the data sent by this rank. Behind a chunk of data the announcement would be late,
+        and chunks would not overlap.
         """
         operations = []
         if len(arriving):  # a bucket with fewer elements than ranks has empty chunks
@@ -255,7 +257,7 @@ class GradientRing:
 
     def __init__(self, assembly: Assembly, bucket_size: int) -> None:
         self._context = assembly.context
-        self._group = self._context.new_group("dp")  # its thread alone exchanges in it
+        self._group = self._context.new_group("dp")  # only the sending thread uses it
         self._buffers = list(assembly.model.buffers())
         parameters = [p for p in assembly.model.parameters() if p.requires_grad]
         if not parameters:

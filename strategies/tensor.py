@@ -7,10 +7,10 @@ slices are summed. Attention is sliced by heads, embeddings and the loss by the 
 Memory: sliced parameters, their gradients, optimizer state and activations are divided by the
 number of ranks; activations between sliced layers are whole, unless `sequence` shards them.
 Communication: each pair of sliced layers all-reduces its output in the forward pass and the
-gradient of its input in the backward pass. No computation overlaps with them. Between pipeline
-stages each rank sends 1/tp of an activation, or of its gradient, and the receiving ranks gather the
-parts; tensors below 1 KiB are sent whole. With `sequence` each rank sends its sequence shard, and
-only masks and tables of positions are gathered.
+gradient of its input in the backward pass. No computation overlaps with these all-reduces. Between
+pipeline stages each rank sends 1/tp of an activation, or of its gradient, and the receiving ranks
+gather the parts; tensors below 1 KiB are sent whole. With `sequence` each rank sends its sequence
+shard, and only masks and tables of positions are gathered.
 Constraints: the ranks should share a node; a layer with fewer units than ranks stays whole.
 Example: bigtrain train -n 2 --strategy tensor
 

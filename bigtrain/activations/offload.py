@@ -1,8 +1,8 @@
 """Activation offload: a block's saved tensors are on the host or on disk until its backward pass.
 
-When a block begins, copies of the saved tensors of the block before it are started, and when the
-block ends, the memory of these tensors is freed. In the backward pass a block's tensors are copied
-back when the first of them is needed, and the copies for the block before it are started as well.
+When a block begins, copies of the saved tensors of the block before it are started. When the block
+ends, the memory of these tensors is freed. In the backward pass a block's tensors are copied back
+when the first of them is needed, and the copies for the block before it are started as well.
 So the tensors of at most two blocks are on the device, at moments that do not depend on the speed
 of the copies: a run on fake tensors allocates and frees the same bytes at the same ticks.
 
@@ -123,8 +123,8 @@ class ActivationOffloader:
             The result of `compute`.
 
         Raises:
-            BigtrainError: a tensor could not be written. The backward pass raises it, too, if a
-                tensor was changed in place after it was saved, or cannot be read.
+            BigtrainError: a tensor could not be written. The backward pass raises this error, too,
+                if a saved tensor cannot be read, or was changed in place after it was saved.
         """
         if self._transfer is None or not torch.is_grad_enabled():
             return compute()

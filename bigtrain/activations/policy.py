@@ -45,7 +45,8 @@ def apply_policies(
 ) -> None:
     """Apply policies to modules, in place.
 
-    No name changes. A copy of the model that is made afterwards has the same policies.
+    The names of modules and parameters do not change. A copy of the model that is made
+    afterwards has the same policies.
 
     Args:
         root: a model, real or fake, or a stage of one.

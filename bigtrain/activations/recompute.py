@@ -71,8 +71,9 @@ def checkpoint_block(
     del args, kwargs  # only the leaves are to be saved
 
     def run(*saved_leaves: Any) -> Any:
-        # The first call gets the caller's objects, because the block may change them, such as a
-        # list. torch saves the leaves: it checks that none is changed, and lets hooks offload them.
+        # The first call gets the caller's objects, because the block may change one of them, such
+        # as a list. torch saves the leaves: it checks that none is changed, and lets hooks offload
+        # them.
         with sums.known() if selective else nullcontext():
             if original:
                 args_now, kwargs_now = original.pop()
@@ -154,7 +155,7 @@ def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
     for name, table, key, tensor, version in versions:
         now: Any = dict(table.items()).get(
             key
-        )  # by its name a sliced buffer would be returned whole
+        )  # access by the attribute's name would return a sliced buffer whole
         if now is not tensor or tensor._version != version:
             raise ConfigError(
                 f"strategy.recompute: the forward pass of a {type(module).__name__} changes its "

@@ -19,8 +19,8 @@ from bigtrain.errors import BigtrainError
 from bigtrain.tensors.transfer import WaitFn
 
 PendingRelease = tuple[Any, int, Tensor | None, WaitFn | None]
-"""Location of the copy, bytes, and data and wait function of a copy in flight, of a storage that
-is not needed any more."""
+"""For a storage that is not needed any more: the location of its copy, its bytes, and the data and
+the wait function of a copy in flight."""
 
 
 class VersionedBase:

@@ -109,7 +109,7 @@ def saved_bytes(profile: Profile, predicted: Forecast) -> dict[str, int]:
 
 
 def _seconds(choice: BlockPolicy, cost: BlockCost, moved_bytes: int, tier: str) -> float:
-    """Return the seconds that a policy adds; copies count as far as they outlast the compute."""
+    """Return the seconds that a policy adds; a copy adds those by which it outlasts compute."""
     transfer_seconds = 2 * max(0.0, moved_bytes / OFFLOAD_BYTES_PER_SECOND[tier] - cost.whole)
     return {
         "keep": 0.0,
@@ -198,7 +198,7 @@ class _MemoryCurve:
 
     def __init__(self, timeline: Timeline) -> None:
         self._ticks, self._alive = timeline.steps()
-        # Births end with the pass; a tensor that outlives the pass has a later tick of its death.
+        # The last birth is in the pass. The death of a tensor that outlives the pass is later.
         self.end = max((span.birth for span in timeline.spans), default=0) + 1
 
     def at(self, tick: int) -> int:

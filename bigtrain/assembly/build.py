@@ -117,7 +117,7 @@ def build_runner(
         # recompute: changes blocks while they are still the user's modules. If the model is cut,
         # the code that makes the stages applies it.
         # offload: sets where the optimizer's state will be, before the optimizer is made.
-        # replicate: wraps or shards the result, with the hooks of recomputation.
+        # replicate: wraps or shards the changed modules, with the hooks of recomputation.
         # accumulate: sets how many micro-batches run before the optimizer steps.
         if layout is None:
             apply_policies(model, resolved.policies, mover, compiles=plan.compiles_blocks)
@@ -144,7 +144,8 @@ def _bf16_names(model: nn.Module, plan: Plan) -> list[str]:
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
     """Return the parameters that stay frozen because the loss does not depend on them.
 
-    A run that can train a parameter from any step on unfreezes them instead, and has none.
+    If the run can begin to train a parameter in any step, they are unfrozen instead, and the result
+    is empty.
     """
     if not resolved.plan.trains_late:
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -163,7 +164,7 @@ def _drop_other_stages(
 ) -> None:
     """Replace the parameters and buffers of other ranks' stages by placeholders.
 
-    If the model could not be built on the meta device, it first gets its values, which is
+    If the model could not be built on the meta device, it gets its values first. This is
     collective.
     """
     model = blueprint.model

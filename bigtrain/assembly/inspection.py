@@ -159,7 +159,7 @@ def _of_type(name: str, parameter: nn.Parameter) -> Iterator[Found]:
 
 
 def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Found]:
-    """Yield a property for the first trained parameter whose dtype differs from the others'."""
+    """Yield a property for the first trained parameter with another dtype than those before it."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for name, p in trained:
         if p.dtype != trained[0][1].dtype:

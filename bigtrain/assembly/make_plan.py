@@ -48,7 +48,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         )
     replicate = techniques["replicate"].traits
     shares_engine = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
-    given_up = "replicate" if shares_engine else None  # the cut's engine does its work as well
+    given_up = "replicate" if shares_engine else None  # the cut's engine does replicate's work
     owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
@@ -62,7 +62,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         )
     sharing = max(
         1, dp - replicate.num_servers
-    )  # no worker at all is refused by the technique's `check`
+    )  # the technique's `check` refuses a plan without workers
     plan = Plan(
         strategy=job.strategy,
         techniques=techniques,

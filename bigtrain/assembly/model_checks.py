@@ -64,7 +64,7 @@ class ModelChecks:
         return plan, tuple(notes)
 
     def routes_of(self, plan: Plan) -> Routes:
-        """Return the modules that only some passes call, those that all call, and used blocks.
+        """Return modules that only some passes call, those that all passes call, and used blocks.
 
         A used block is never called, although its parameters are used. With one replica it does not
         matter which passes call a module: the fields `modules`, `parameters` and `cause` are empty,

@@ -164,8 +164,8 @@ def check_kind(optimizer: WholeOptimizer, plan: Plan) -> None:
     """Check that each rank of a plan has the tensors that the optimizer's step reads.
 
     Raises:
-        ConfigError: it does not, or the step needs a closure. The message contains the optimizer's
-            class, the reason, and a strategy or optimizer that works.
+        ConfigError: a rank lacks such a tensor, or the step needs a closure. The message contains
+            the optimizer's class, the reason, and a strategy or optimizer that works.
     """
     kind, strategy_words = optimizer.kind, f"strategy {plan.strategy.name}"
     if kind.failure is not None and "closure" in kind.failure:
@@ -213,7 +213,7 @@ def _trial_failure(failure: str | None) -> str:
 
 
 def _readable_tensors(plan: Plan) -> tuple[OptimizerSees, str]:
-    """Return the tensors that a step may read on one rank of a plan, and why it has no others."""
+    """Return the tensors that a step may read on one rank, and why the rank has no others."""
     sees = plan.replicate.optimizer_sees if plan.dp > 1 or plan.replicate.owns_step else "all"
     if plan.tp > 1:
         return "elements", f"each rank has slices of them (mesh.tp={plan.tp})"

@@ -153,7 +153,7 @@ class _BudgetTask:
     def _uniform(
         self, names: Sequence[str], pp_rank: int
     ) -> Iterator[tuple[BlockPolicy, UniformForecast]]:
-        """Yield each policy that works with the model, and the forecast with it for all blocks."""
+        """Yield each policy that works with the model, and the forecast if all blocks have it."""
         for choice in BLOCK_POLICIES:
             if "offload" in choice and not self.plan.moves_activations:
                 continue
@@ -181,7 +181,7 @@ class _BudgetTask:
         )
 
     def _waiting(self, pp_rank: int) -> int:
-        """Return the number of micro-batches other than the current with activations on a rank."""
+        """Return how many micro-batches besides the current one have activations on a rank."""
         cut = self.plan.techniques.get("cut")
         if self.layout is None or not isinstance(cut, CutStrategy):
             return 0

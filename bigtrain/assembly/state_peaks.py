@@ -1,9 +1,10 @@
-"""Predict the peaks of memory of a save and of a resume on one rank, before anything is built.
+"""Predict the peak memory of one rank in a save and in a resume, before anything is built.
 
 In addition to the step's forecast, the prediction needs the elements of each tensor that each rank
 holds. Replicas hold all elements, `fully_shard` holds rows. With pieces, and with DeepSpeed's
 stages 1 and 2, a rank holds flat slices of all parameters concatenated; with DeepSpeed's stage 3,
-flat slices of each parameter. With slices (tp), the same holds within the slices of a tp rank.
+flat slices of each parameter. If layers are sliced over tp, the same is true within the slices of a
+tp rank.
 
 `forecast_save` predicts each round of a save from these elements. A resume holds the state that has
 been read, the part of one tensor that is being read, and a block of the file if this part consists
@@ -119,7 +120,7 @@ class _Saved:
 
 
 class _State:
-    """The training state that each of the ranks with one position on the tp axis holds.
+    """The training state of the ranks that have the same position on the tp axis.
 
     Args:
         resolved: the plan of the run.
@@ -346,7 +347,10 @@ class _State:
     def _extents(
         self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool
     ) -> tuple[Extent, ...]:
-        """Return the elements of a tensor on a rank; if `slot`, of an optimizer's tensor for it."""
+        """Return the elements that a rank holds of a tensor.
+
+        If `slot`, they are the elements of an optimizer's tensor for this tensor.
+        """
         ranks, kind = self._plan.state_ranks, self._kind
         state_rank = dp_rank % ranks
         if (

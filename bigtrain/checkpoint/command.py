@@ -49,7 +49,7 @@ _OTHER_FILES = (".bin", ".pth", ".ckpt", ".npz", ".gguf", ".onnx", ".h5")
 
 
 class _Console(Console):
-    """A console that raises if its output is closed; rich's ends the process with status 1."""
+    """A console that raises if its output is closed; rich's console exits with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

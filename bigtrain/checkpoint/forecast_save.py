@@ -6,7 +6,7 @@ The rounds are those of `FileWriting`; bytes are added up instead of moved:
     leaving           bytes that the rank sends to other writers, in the largest round
     snapshot          asynchronous only: all bytes that the rank contributes; reused by each save
     arriving          bytes of the rank's own piece that others send, in the largest round
-    made              tensors that must be assembled to be read: from a disk, or of several pieces
+    made              tensors to assemble before they are read: from a disk, or from several pieces
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Making:
 
 
 def files_of(held_by_rank: Sequence[Mapping[str, Held]]) -> list[TensorFile]:
-    """Return the files of a checkpoint of the ranks' tensors, if every rank sees the folder."""
+    """Return a checkpoint's files for the ranks' tensors, if all ranks see the same folder."""
     return checkpoint_files(plan_entries(held_by_rank, range(len(held_by_rank))))
 
 
@@ -159,7 +159,7 @@ class _Share:
 def _made(
     made: Mapping[str, Making], before: frozenset[str], names: frozenset[str]
 ) -> tuple[int, int]:
-    """Return the bytes of assembled tensors while a round's are assembled, and after that.
+    """Return the bytes of assembled tensors during the assembly for a round, and after it.
 
     The tensors of the previous round are released only after the assembly.
     """

@@ -1,7 +1,7 @@
 """State of users' objects, such as schedulers and counters, as JSON and back without loss.
 
-JSON has no tuples, no infinities and only string keys, so these are encoded. Nothing is pickled:
-somebody else's checkpoint can be read without running their code.
+JSON has no tuples, no infinities, and no keys other than strings, so such values are encoded.
+Nothing is pickled: somebody else's checkpoint can be read without running their code.
 """
 
 from __future__ import annotations

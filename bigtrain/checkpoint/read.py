@@ -36,7 +36,7 @@ class FileTensor:
 
     path: Path
     offset: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -90,7 +90,7 @@ class FileTensor:
 
 
 def read_beside_bytes(extents: Iterable[Extent]) -> int:
-    """Return the size of the block that is needed to read these extents, given in bytes.
+    """Return the size of the block that is needed to read extents of bytes.
 
     Separate runs are read together with the bytes between them, one block at a time. The size is 0
     if each extent is a single run.

@@ -32,7 +32,7 @@ from bigtrain.tensors.shards import StateTensor
 
 KeptFile = str | bytes | Callable[[Path], Mapping[str, FileRecord]]
 """The content of a file, or a function that writes it into the folder of a checkpoint whose tensors
-have been written, and returns its record."""
+have been written, and returns the file's record."""
 
 
 def save_checkpoint(

@@ -109,5 +109,5 @@ def random_streams(context: RunContext) -> dict[str, Any]:
 
 
 def streams_of(context: RunContext) -> list[int]:
-    """Return for each rank the first rank with the same random stream: that of its tp group."""
+    """Return for each rank the first rank of its tp group, whose ranks share a random stream."""
     return [rank - rank % context.tp_size for rank in range(context.world_size)]

@@ -95,7 +95,7 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
 
 
 def given_bytes(round_: Round, rank: int) -> tuple[int, int]:
-    """Return the bytes of a round that a rank sends to others, and those for its own piece."""
+    """Return how many bytes of a round a rank sends to others, and how many its own piece gets."""
     sent = kept_here = 0
     for owner, (file, piece) in round_.items():
         size = sum(part.extent.size for part in file.parts(piece).get(rank, ()))
@@ -201,7 +201,7 @@ class FileWriting:
 
         Raises:
             OSError: this rank could not write. It has completed the exchange with other ranks.
-            LostRankError: a rank whose bytes were needed is lost. The exchange is completed, too.
+            LostRankError: a rank whose bytes were needed is lost. The exchange is still completed.
         """
         try:
             self._exchange(context, len(self._rounds))
@@ -300,7 +300,7 @@ class FileWriting:
 def write_tensors(
     path: Path, state: Mapping[str, StateTensor], context: RunContext
 ) -> dict[str, FileRecord]:
-    """Write one file of tensors on rank 0, and return its record by name there. Collective."""
+    """Write one file of tensors on rank 0, and return its record by name on rank 0. Collective."""
     files = [tensor_file(path.name, 0, gather_entries(state, context, [0]))]
     return FileWriting(path.parent, files, state, context.rank).finish(context)
 

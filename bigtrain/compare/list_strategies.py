@@ -118,7 +118,7 @@ class PlanAttempt:
     """The plan for the first number of ranks that `make_plan` accepted; None if it accepted
     none."""
     ranks: int | None
-    """This number of ranks; None if `make_plan` accepted none."""
+    """The number of ranks of `plan`; None if `make_plan` accepted none."""
     reason: str | None
     """Why `make_plan` refused the first number of ranks, if it accepted none."""
 
@@ -344,7 +344,7 @@ def _show_list(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _added_words() -> Iterator[str]:
-    """Yield the presets that can only be added to another; of presets with equal keys the first."""
+    """Yield the presets that can only be added to others; of several with equal keys, the first."""
     meanings: list[Any] = []
     for name in sorted(set(preset_names(KIND)) - set(whole_strategies())):
         values = read_strategy(name, "").values

@@ -29,7 +29,7 @@ class ComparisonRow:
     predicted_peak_bytes: int | None = None
     """The predicted peak of this rank."""
     process_peak_bytes: int | None = None
-    """The highest peak of resident memory of any rank, less that before the model was built."""
+    """The largest growth of any rank's resident memory since before the model was built."""
     phase: str | None = None
     """The phase in which `peak_bytes` was reached."""
     breakdown: dict[str, int] | None = None

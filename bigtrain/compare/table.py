@@ -22,8 +22,8 @@ _LEFT_OUT: tuple[tuple[int, tuple[str, ...]], ...] = (
     (130, ("buffers", "process", "sent", "predicted s")),
     (0, (*MEMORY_KINDS, "process", "sent", "predicted s")),
 )
-"""The columns that are left out, by the smallest width of the terminal for which they are.
-compare.json has the figures of all columns."""
+"""Pairs of the least width of a terminal and the columns that are left out at this width. The first
+pair that fits is used. compare.json has the figures of all columns."""
 
 
 def comparison_table(

@@ -147,7 +147,7 @@ class StepRunner:
         return loss
 
     def _drop_unused(self) -> None:
-        """Set the gradients of parameters that no replica used from zeros to None."""
+        """Replace gradients of zeros by None for the parameters that no replica used."""
         if self._use is None or not self.participation.stand_ins:
             return
         used = [self._use.has(p) for p in self._trained]
@@ -206,7 +206,7 @@ class StepRunner:
         return float(norm) if loss is None else loss.read_with(norm)
 
     def clip(self) -> Tensor:
-        """Clip the gradients if the plan has a clipping norm; return their norm before that."""
+        """Clip the gradients if the plan has a clipping norm; return their norm before clipping."""
         norm = self.norm()
         if self._clip_norm is not None:
             dtype = torch.float64 if self._precision == "fp64" else torch.float32
@@ -259,7 +259,7 @@ class StepRunner:
         return dict(state) if self._slices is None else self._slices.whole(state)
 
     def whole_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StateTensor]:
-        """Return the gradients of these parameters, by name, slices as parts of whole tensors."""
+        """Return these parameters' gradients by name, with slices as parts of whole tensors."""
         gradients = {f"model.{n}": StateTensor.of(p.grad) for n, p in named if p.grad is not None}
         return {name.removeprefix("model."): g for name, g in self.whole_state(gradients).items()}
 

@@ -1,6 +1,6 @@
 """Checks that all ranks use the same parameters in a step, and only planned parameters.
 
-A collective on one rank matches the next collective on the other ranks, also if they exchange the
+A collective on one rank matches the next collective on the other ranks, even if that one exchanges
 values of another module. So each rank hashes the order in which it exchanges modules, and watches
 the parameters that were left out of training. The ranks exchange the results together with the
 losses, before the update.
@@ -146,7 +146,8 @@ class Participation:
         """Begin a step: forget the records of the last step, and check which parameters are frozen.
 
         Raises:
-            ConfigError: a parameter was frozen or unfrozen after the model was prepared.
+            ConfigError: after the model was prepared, a parameter was unfrozen, or was frozen
+                although `follows_freezing` is not set.
         """
         self._step += 1
         self._problem = None
@@ -206,8 +207,9 @@ class Participation:
         """Compare the rows of ranks. Collective over these ranks if there is a problem.
 
         Args:
-            rows: the result of `row` on each rank of this rank's dp group, in their order.
-            of_all: whether the rows are of all ranks instead.
+            rows: the results of `row`, in the order of ranks: by default those of this rank's dp
+                group.
+            of_all: whether the rows are those of all ranks.
 
         Raises:
             ConfigError: the orders of exchanges differ, or a rank reported a problem. All

@@ -66,7 +66,8 @@ NOT_JSON = object()
 def as_json(state: Any) -> Any:
     """Return a state after a round trip through JSON; NOT_JSON if that fails or changes it."""
     try:
-        # Two levels deeper, as in a checkpoint, so that the same bounds on depth hold.
+        # The state is nested two levels deeper, as in a checkpoint, so that the same limit of depth
+        # applies.
         copied = parse_json(json.dumps({"": {"": state}}, allow_nan=False), "")[""][""]
         return copied if bool(copied == state) else NOT_JSON
     except (TypeError, ValueError, RecursionError, RuntimeError):
@@ -184,8 +185,8 @@ def model_state(
     """Return a module's state on this rank, with the fp32 values of parameters that have them.
 
     Args:
-        state: the tensors of `state_dict`. That call reshards gathered parameters, which makes new
-            parameter objects, so it has to come before `named`.
+        state: the tensors of `state_dict`. Call `state_dict` before `named` is made: it reshards
+            gathered parameters, which makes new parameter objects.
         named: the parameters, under all their names.
         masters: the fp32 values of parameters by name; see `Update.masters`.
     """

@@ -429,7 +429,7 @@ class Strategy(BaseModel):
     def need(self) -> Need:
         """The shortage that this technique relieves, with its options.
 
-        Lists of strategies are grouped by it.
+        Lists of strategies are grouped by the shortage.
         """
         return _NEEDS.get(self.role, "nothing")
 
@@ -461,11 +461,11 @@ class Strategy(BaseModel):
         return None
 
     def replaced_functions(self) -> AbstractContextManager[object]:
-        """A context that replaces the torch functions that a run replaces; for fake tensors."""
+        """A context for fake tensors, which replaces the torch functions that a run replaces."""
         return nullcontext()
 
     def warning(self) -> str | None:
-        """One line, printed before the ranks connect, such as about a version; otherwise None."""
+        """A line to print before the ranks connect, as about a version; None for no line."""
         return None
 
     def check(self, plan: Plan) -> None:
@@ -525,9 +525,9 @@ class Strategy(BaseModel):
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """The forms of this technique that the planner may choose for this mesh and these batches.
 
-        `check` refuses the forms that cannot run. The default, for a user's technique that the job
-        names, is the technique with the job's options if its axis of the mesh has several ranks,
-        and otherwise no form.
+        `check` refuses the forms that cannot run. The default is for a user's technique that the
+        job names. It has one form, with the job's options, if the technique's axis of the mesh has
+        several ranks, and otherwise no form.
 
         Args:
             shape: the part of a plan that is fixed: the mesh, the micro-batches, the blocks.
@@ -593,7 +593,7 @@ class CutStrategy(Strategy):
         return self.traits.is_distributed
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions | None:  # noqa: ARG002
-        """The passes of its stages that a rank runs in a step, in order.
+        """The passes that a rank runs on its stages in a step, in order.
 
         If memory is not predicted by stage, the whole model is stage 0. None for the order of the
         plain loop, which runs one micro-batch after the other.
@@ -605,7 +605,7 @@ class CutStrategy(Strategy):
         return None
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """The most micro-batches whose activations each stage holds; empty if all hold 1."""
+        """For each stage, the most micro-batches whose activations it holds; empty if 1 each."""
         return ()
 
     def micro_batches(self, pp: int) -> int:  # noqa: ARG002

@@ -34,7 +34,7 @@ class Variant:
     """One form of a technique, as a job would set it."""
 
     label: str
-    """The name in tables. If there is a preset, it is the words for `--strategy`."""
+    """The name in tables. If a preset has this form, the name is the value of `--strategy`."""
     options: Mapping[str, Any] = field(hash=False)
     """The section of the technique's role in a job, with `name` if the role has several
     techniques."""

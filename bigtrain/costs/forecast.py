@@ -109,10 +109,10 @@ class GatheredUse(NamedTuple):
     forward: tuple[tuple[int, int], ...]
     """The ticks at which the module's forward passes began and ended."""
     backward: tuple[int | None, int | None] = (None, None)
-    """The first tick at which a gradient of the module's output was ready, and the last at which
-    one of its input was; None if there was none."""
+    """The first tick at which a gradient of the module's output was ready, and the last tick at
+    which a gradient of the module's input was; None where there was no such gradient."""
     births: tuple[int, ...] = ()
-    """The ticks at which the gradients of the trained parameters among them are made."""
+    """For the trained ones of these parameters, the ticks at which their gradients are made."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class Profile:
     """The number of elements of all trained parameters."""
     state_slots: float = 0.0
     """The size of the optimizer state that has the shapes of the parameters, and so is sharded like
-    them: elements, in the precision of the update, for each trained element. 2 for AdamW (1 with
-    bf16 moments), 1 for SGD with momentum."""
+    them. The unit is elements, in the precision of the update, for each trained element: 2 for
+    AdamW (1 with bf16 moments), 1 for SGD with momentum."""
     state_scalars: int = 0
     """Bytes of the other optimizer state, such as step counts, over all trained parameters."""
     passes: Passes = field(default_factory=_no_passes)
@@ -179,8 +179,8 @@ class Profile:
     """For each module that has parameters of its own, the ticks at which their gradients are made.
     Recorded like `viewed_births`."""
     module_begins: tuple[int | None, ...] = ()
-    """For each module of `module_births`, the last tick before the first of these gradients at
-    which a gradient of the module's output was ready; None if there was none."""
+    """For each module of `module_births`, the last tick at which a gradient of the module's output
+    was ready before the first gradient of its parameters was made; None if there was none."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each module of `module_births`, the ticks at which its forward passes began and ended."""
     gathered_uses: tuple[GatheredUse, ...] = ()
@@ -241,8 +241,8 @@ class Forecast:
     step_gradients: int | None = None
     """Bytes of gradients in the optimizer's step; None if they are `gradients`."""
     building: Breakdown = Breakdown()
-    """Bytes at the peak of building, by kind, if the engine of the technique builds the model and
-    its tensors get their values one by one. Zero if building needs less than a step."""
+    """Bytes at the peak of building, by kind, if the technique's engine builds the model and gives
+    the model's tensors their values one by one. Zero if building needs less than a step."""
     added_to_whole: int = 0
     """The most bytes that exist in addition to the whole model, if each rank builds the model whole
     and the technique then shards it."""

@@ -107,8 +107,8 @@ def _merge_states(
     """Return the states of a rank, the records of its stages, and its bytes of gradients.
 
     A trained or frozen parameter that several stages share is counted once, with the last of these
-    stages, which makes its gradient first. The batch is in the states of every stage, and is
-    counted once as well.
+    stages, because the last stage makes the gradient first. The batch is in the states of every
+    stage, and is counted once as well.
     """
     states, gradients = Breakdown(), 0
     records: dict[int, StageRecord] = {}
@@ -157,7 +157,8 @@ def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
         for size in sizes:
             matching = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
             if matching:
-                # Take the last of several: the stage begins with the shared parameter.
+                # Of several, take the gradient that is made last: the stage begins with the shared
+                # parameter.
                 number = max(matching, key=lambda n: spans[n].birth)
                 span = spans[number]
                 spans[number] = span._replace(kind="temporary", death=span.birth + 1)
@@ -215,7 +216,7 @@ class _SharedBoundaries:
         boundary, theirs = (self._forecasts[n].boundary for n in (stage, stage + 1))
         total = 0
         if not begun and not ended:
-            total += boundary.outgoing  # the next stage has not received it yet
+            total += boundary.outgoing  # the next stage has not received the outputs yet
         elif begun:
             total -= theirs.incoming - boundary.outgoing
         if stage_progress == 1:

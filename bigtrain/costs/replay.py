@@ -173,8 +173,8 @@ def replay_actions(
         actions: the actions of the rank, as in `orders.schedule_orders`.
         pieces: by stage, its recordings.
         in_transit: by action, the bytes in transit during it; empty if nothing is in transit.
-        before: by action, the bytes in transit just before it, 0 where that moment does not
-            matter; empty if it never does.
+        before: by action, the bytes in transit just before it; 0 where that moment does not
+            matter. Empty if no such moment matters.
 
     Returns:
         The timeline, from tick 0.
@@ -191,7 +191,7 @@ def replay_actions(
             act = _Act(case, _BEFORE_ACTION, "usual")
             highest = recordings.higher(highest, act, waiting, before[moment])
         waiting.change((case, action_index - 1), -1)
-        if kind != "F" and waiting.counts.get(stage):  # its recording contains these storages
+        if kind != "F" and waiting.counts.get(stage):  # the action's recording contains these
             waiting.change(stage, -1)
         act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
         highest = recordings.higher(highest, act, waiting, in_transit[moment] if in_transit else 0)

@@ -50,8 +50,8 @@ def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -
 
     The formulas are those of Figure 1 of the ZeRO paper, for P trained elements and N ranks, with
     K the optimizer's bytes (12): stage 0 (2+2+K)P, stage 1 4P + KP/N, stage 2 2P + (2+K)P/N,
-    stage 3 (4+K)P/N. They assume that all of these states exist at one moment of a step. With some
-    engines they do not: see `Traits.sharded_states`.
+    stage 3 (4+K)P/N. The formulas assume that all of these states exist at one moment of a step.
+    With some engines the states do not: see `Traits.sharded_states`.
 
     Args:
         numbers: the number of trained elements of the model, before sharding.

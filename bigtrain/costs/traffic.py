@@ -187,9 +187,10 @@ def message_count(sizes: Iterable[int], capacity: int, *, may_exceed: bool = Fal
 
     Args:
         sizes: the bytes of the tensors, in the order of sending.
-        capacity: the most bytes of one message; a larger tensor has its own message.
+        capacity: the most bytes of one message. A larger tensor has its own message, unless
+            messages may exceed the capacity.
         may_exceed: whether the tensor with which a message exceeds `capacity` still belongs to
-            it, as in the buckets of DistributedDataParallel.
+            that message, as in the buckets of DistributedDataParallel.
     """
     messages, filled = 0, 0
     for size in sizes:
@@ -258,10 +259,11 @@ def pinned_activations(profile: Profile) -> int:
 def _moved_sizes(profile: Profile) -> list[int]:
     """Return the bytes of each saved tensor of one micro-batch that is offloaded.
 
-    The run of the profile on fake tensors has offloaded them, so that a block's saved tensors are
-    freed while the next block runs. Therefore a temporary storage counts if it is alive when
-    another block than the first begins, and is large enough to be offloaded. This includes the
-    inputs of blocks, which blocks save. The saved tensors of the last block stay on the device.
+    The run on fake tensors that recorded the profile offloaded these tensors, so that a block's
+    saved tensors are freed while the next block runs. Therefore a temporary storage counts if it is
+    large enough to be offloaded, and is alive when any block except the first begins. The inputs of
+    blocks count, too, because blocks save them. The saved tensors of the last block stay on the
+    device.
     """
     # In a composed profile `windows` has only the recomputed blocks.
     windows, named = [w[1] for w in profile.windows], [first for first, _ in profile.blocks]

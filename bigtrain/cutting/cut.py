@@ -150,7 +150,7 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
     for name, used in traced_model.uses(places).items():
         owners[name] = tuple(sorted({*owners.get(name, ()), *used}))
     starts = _first_stages(trace, ticks)
-    for name in named:  # a tensor that is unused in training belongs to the stage of its module
+    for name in named:  # a tensor that no pass uses belongs to the stage of its module
         if name not in owners:
             path = name.rpartition(".")[0]
             while path and path not in starts:

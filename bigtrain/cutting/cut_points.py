@@ -174,7 +174,7 @@ def live_values(trace: ForwardTrace, tick: int) -> list[int]:
 
 
 def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
-    """Return the legal cuts in the order of execution, and the reasons against others, by name.
+    """Return the legal cuts in the order of execution, and by module name why others are refused.
 
     If nothing is computed between several legal cuts (before a block, and before its first layer),
     only the outermost cut is returned.

@@ -51,10 +51,11 @@ def partition(
     stages are chosen (the least sum of squares of seconds), then the fewest bytes over all cuts.
 
     With several stages on a device, the slowest stage is minimised as well, and the stages of a
-    device have to fit together. The result is optimal (`Partition.proven`) if the best partition in
-    which each stage alone may use the whole memory also fits together. Otherwise the memory of a
-    device is divided among its stages in many ways, and the best partition is found for each
-    division. The result then fits, but may not be the best.
+    device have to fit together. First the best partition is found in which each stage alone may use
+    the whole memory. If the stages of that partition fit together, it is optimal
+    (`Partition.proven`). Otherwise the memory of a device is divided among its stages in many ways,
+    and the best partition is found for each division. The result then fits, but may not be the
+    best.
 
     Args:
         layers: the costs of the layers.
@@ -63,13 +64,13 @@ def partition(
         state_factor: resident bytes (parameters, gradients, optimizer state) for each byte of
             parameters.
         in_flight: the most micro-batches in flight on each stage.
-        memory: for each stage the bytes that it may use, or that all stages of its device together
-            may use; None for no limit.
+        memory: for each stage the bytes of its device, which all stages of the device share; None
+            for no limit.
         devices: the rank of each stage; None for one stage on each rank.
 
     Raises:
-        ConfigError: there are more stages than layers, or no partition fits the memory (with
-            several stages on a device, none that was tried).
+        ConfigError: there are more stages than layers, or no partition fits the memory. With
+            several stages on a device, only some partitions are tried.
         ValueError: a sequence does not have one entry for each stage.
     """
     n = len(layers.seconds)

@@ -117,7 +117,7 @@ def make_tables(
 ) -> Tables:
     """Return the tables of a model; for the arguments see `partition`."""
     n = len(layers.seconds)
-    # Extra digits make equal sums of seconds ties, independent of their first layer.
+    # With extra digits, equal sums of seconds are ties, whichever layer a stage begins with.
     ends = np.concatenate(([0.0], np.cumsum(np.asarray(layers.seconds, dtype=np.longdouble))))
     crossing = np.zeros(n + 1)
     crossing[1:n] = layers.crossing[1:]

@@ -34,7 +34,7 @@ def compare_cut(
         rows: the number of rows.
 
     Returns:
-        The largest relative difference: of the loss, or of any gradient, whose differences are
+        The largest relative difference of the loss or of any gradient. Differences of gradients are
         divided by the largest element of all gradients.
 
     Raises:
@@ -110,7 +110,7 @@ def _difference_message(name: str, difference: str) -> str:
 
 @torch.no_grad()
 def _invent(model: nn.Module) -> None:
-    """Fill a model with values with which activations of any model stay in range."""
+    """Fill a model with values that keep the activations of any model in range."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if not parameter.is_floating_point():

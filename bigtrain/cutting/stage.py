@@ -1,4 +1,4 @@
-"""One stage of a cut model, which runs the user's forward pass and computes its part of it.
+"""A stage of a cut model. It runs the user's forward pass, but computes only the stage's part.
 
 Every stage runs the code of the modules that the cuts go through. Before its part, a stage computes
 with placeholders and skips the calls of other modules. At the end of its part, it leaves the
@@ -38,7 +38,7 @@ from bigtrain.tensors.tree import map_tensors, matching_tensors, tree_tensors
 from bigtrain.tracing.call_hooks import handling_calls, pretend_compiling, returned_tensors
 
 GetProgram = Callable[[MicroBatch, bool], StageProgram]
-"""Returns the program for a micro-batch of these shapes; the bool is true in training."""
+"""Returns the program for the shapes of a micro-batch; the bool is true in training."""
 Crossings = tuple[Crossing, Crossing]
 """How the inputs of a stage are received, and how its outputs are sent, with the tp axis."""
 
@@ -134,7 +134,7 @@ class Stage(nn.Module):
         return tuple(tensor.sent_meta(self.crossings[side]) for tensor in boundary)
 
     def gathered_bytes(self, program: StageProgram) -> int:
-        """Whole bytes of the inputs of which this rank receives a part and gathers the rest."""
+        """Return the whole bytes of the inputs that this rank receives in part and then gathers."""
         boundary = ((), *program.boundaries)[self.index]
         return sum(tensor.gathered_bytes(self.crossings[0]) for tensor in boundary)
 
@@ -171,8 +171,8 @@ class Stage(nn.Module):
         if not (recomputes and torch.is_grad_enabled()):
             return self._compute(stage_inputs, micro_batch, scale)
 
-        # The inputs are arguments, because torch saves the random states of the devices of its
-        # arguments.
+        # The inputs are arguments, because torch saves the random state of each device that has an
+        # argument of the checkpoint.
         def compute(stage_inputs: tuple[Tensor, ...], _inputs: Any) -> Any:
             return self._compute(stage_inputs, micro_batch, scale)
 

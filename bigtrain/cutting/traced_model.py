@@ -162,7 +162,7 @@ class TracedModel:
                     loss = [self._loss(recorded.output, batch.targets, batch.count)]
             except Exception:  # noqa: BLE001 - a user's loss may need values, as CTC does
                 # This loss runs only on real tensors, in the last stage. It may depend on any
-                # output of the model. An output on which it does not depend gets zeros as gradient.
+                # output of the model. The gradient of an output that the loss does not use is zero.
                 loss = tree_tensors(recorded.output)
         trained_values = []
         for call in calls:

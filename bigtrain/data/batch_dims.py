@@ -77,9 +77,9 @@ def find_batch_dims(
 
     `explicit` sets the batch dims of the tensors that it names. Of the others, a 0-dim tensor has
     no batch dim, and a tensor with `rows` entries in dim 0 has the batch dim 0. Any other tensor is
-    compared with the example: its batch dim is the only dim whose size differs, if its sizes are
-    the numbers of rows of the example and of the batch. A tensor for which this finds no dim is
-    shared by all rows if dim 0 has one entry.
+    compared with the same tensor of the example. If they differ in the size of only one dim, and
+    these sizes are the numbers of rows of the batch and of the example, it is the batch dim. A
+    tensor for which no dim is found is shared by all rows if dim 0 has one entry.
 
     Args:
         inputs: the inputs of one rank.
@@ -131,7 +131,7 @@ def _checked(name: str, tensor: Tensor, dim: int | None, rows: int) -> int | Non
 
 
 def _grown(tensor: Tensor, before: Tensor, rows: int, rows_before: int) -> int | None:
-    """Return the only dim whose size differs, if its sizes are the numbers of rows; else None."""
+    """Return the only dim whose size differs, if both sizes are the numbers of rows; else None."""
     if tensor.dim() != before.dim():
         return None
     sizes = list(zip(before.shape, tensor.shape, strict=True))

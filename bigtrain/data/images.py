@@ -95,7 +95,7 @@ def need_torchvision(name: str) -> None:
 
 
 def final_transforms(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
-    """Return transforms to normalised float32 (channels, height, width), the last of all sources.
+    """Return the last transforms of all sources: to normalised float32 (channels, height, width).
 
     Args:
         mean: the mean of each channel, of pixels in [0, 1].
@@ -238,7 +238,7 @@ class _Downloadable:
 class MnistSource(_Downloadable):
     """`mnist`: images (1, size, size) in ten classes.
 
-    The IDX files, gzipped or not, are in `data.path`/MNIST/raw, torchvision's download folder, or
+    The IDX files, gzipped or not, are in torchvision's download folder, `data.path`/MNIST/raw, or
     in `data.path` itself.
     """
 

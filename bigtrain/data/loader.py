@@ -93,7 +93,7 @@ class MicroBatch:
         return self.map(lambda tensor: fake_tensor(tensor, device, double=double))
 
     def row_dims(self) -> BatchDims:
-        """Return the batch dim of each tensor, in the order of `tensors`; None if rows share it."""
+        """Return the batch dim of each of `tensors`, in order; None if all rows share a tensor."""
         if self.dims is not None:
             return self.dims
         return tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
@@ -219,7 +219,7 @@ class StepLoader:
     Args:
         dataset: samples of (input, target).
         order: the global order; its seed is also that of the augmentation.
-        count: returns the number of valid targets of targets on the CPU (`Loss.count`).
+        count: returns how many of the targets, which are on the CPU, are valid (`Loss.count`).
         dp_rank: this rank's index among the ranks with different samples; None for a rank that
             computes no loss (`Plan.data_rank`), which gets one micro-batch of padding per step.
         dp_size: number of ranks with different samples.
@@ -335,7 +335,7 @@ def _micro_batch(
 
 @dataclass(frozen=True)
 class _Once:
-    """An iterable of lists of keys, as the batch sampler of DataLoader has to be; iterated once."""
+    """A batch sampler for DataLoader: an iterable of lists of keys that is iterated only once."""
 
     keys: Iterable[list[SampleKey]]
 
@@ -372,8 +372,8 @@ class _Reader:
 def _start_worker(worker: int) -> None:
     """Let a loading process ignore the signals that ask the *training* process to stop.
 
-    A scheduler signals the whole process group. A loading process that ended then would end the
-    training process as well, before the latter has saved. Only a SIGTERM from the parent ends a
+    A scheduler signals the whole process group. If a loading process ended at the signal, the
+    training process would end before it has saved. Only a SIGTERM from the parent ends a
     loading process.
     """
     del worker

@@ -153,7 +153,7 @@ def split_global_batch(
     The ranks get contiguous, nearly equal parts of the rows, and a part is cut into micro-batches
     of at most `micro_batch_size` rows. Every rank gets the same number of micro-batches, because
     all ranks gather sharded parameters at every forward pass: a rank with fewer gets padding.
-    Without the padding, the micro-batches of all ranks are exactly the batch.
+    Apart from padding, the micro-batches of all ranks are together exactly the global batch.
 
     A micro-batch of padding has the first `micro_batch_size` samples of the batch, so that compiled
     code gets no new shape, and so that the running statistics of BatchNorm, which every forward

@@ -54,8 +54,9 @@ class Data:
     validation: Samples | None
     """The samples for validation; None if the run does not validate."""
     task: Task = field(default_factory=UntoldTask)
-    """The loss and the validation figures. If it is left out or None, the loss is the only figure:
-    it is `loss`, the job's `model.loss`, or a loss that is inferred from targets and outputs."""
+    """The loss and the validation figures. If it is left out or None, the loss is the only figure.
+    The loss is then `loss`, the job's `model.loss`, or one that is inferred from targets and
+    outputs."""
     baseline: Mapping[str, float] = field(default_factory=dict)
     """Validation figures of a model that learned nothing, by the task's names."""
     description: str = ""
@@ -69,9 +70,9 @@ class Data:
     digest: str = ""
     """A hash of the contents, which must be equal on all ranks; empty if it is not known."""
     for_model: Callable[[nn.Module], Data] | None = None
-    """A function of the model, whose parameters need no values yet, that returns the data with the
-    inputs that this model needs. It raises ConfigError if the data do not fit the model. None if
-    the inputs do not depend on the model."""
+    """A function that takes the model, and returns the data with the inputs that this model needs.
+    The model's parameters need no values yet. The function raises ConfigError if the data do not
+    fit the model. None if the inputs do not depend on the model."""
 
     def __post_init__(self) -> None:
         if vars(self)["task"] is None:  # untyped callers pass None

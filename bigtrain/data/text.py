@@ -91,7 +91,7 @@ class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """`text`: a file, a folder, or without a path the source of Python's standard library.
+    """`text`: a file or a folder; without a path, the source code of Python's standard library.
 
     Without a tokenizer a token is a byte, and the files are one text. With a tokenizer each file of
     plain text and each line of a file of JSON lines is a document; see `tokens.encode.Encoder`.

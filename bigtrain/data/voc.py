@@ -165,7 +165,7 @@ class VocSource:
         """Refuse a wrong `scale`, and missing files if `download` is not set.
 
         Raises:
-            ConfigError: one of these, or torchvision is missing.
+            ConfigError: `scale` is wrong, files are missing, or torchvision is missing.
         """
         need_torchvision("voc")
         if self.scale[0] > self.scale[1]:
@@ -219,7 +219,7 @@ class VocSource:
         return files
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Return the images of the year's lists train, for training, and val, for validation."""
+        """Return the images of the year's lists: train for training, and val for validation."""
         del seed, sequence_length
         self.prepare()
         root = self._root()

@@ -1,8 +1,8 @@
 """`bigtrain doctor --check`: short runs that test what bigtrain promises, each checked by rules.
 
 They show in a few minutes whether bigtrain does what it promises on a new machine. All measured
-figures are written to one JSON file, which a user can attach to an issue. As for users, each run is
-a command in a separate process.
+figures are written to one JSON file, which a user can attach to an issue. Each run is a command
+in a separate process, as a user would start it.
 """
 
 from __future__ import annotations

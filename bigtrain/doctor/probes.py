@@ -203,8 +203,8 @@ def _answers(text: bytes) -> list[list[Any]]:
 def examine_rates(*, again: bool) -> dict[str, Any]:
     """Return the rates of this machine as JSON values; they are measured unless they are cached.
 
-    The values include whether they come from the cache, and the path of the cache file, which is
-    None if they are not in it.
+    The values include whether the rates come from the cache, and the path of the cache file. The
+    path is None if the rates are not in the file.
 
     Args:
         again: whether to measure the rates even if they are cached.

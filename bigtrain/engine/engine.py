@@ -176,7 +176,8 @@ class Engine(SavedState):
             )
         seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
-        # Optimizers import it. Import it before memory is measured, which would count it.
+        # Optimizers import this module. It is imported before memory is measured, so that the
+        # measured memory does not contain it.
         importlib.import_module("torch._dynamo")
         self._open_meter()
         try:
@@ -310,7 +311,9 @@ class Engine(SavedState):
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
     def memory(self) -> MemoryReport | None:
-        """Return the measured and predicted memory of all ranks and seconds of a step. Collective.
+        """Return the memory of all ranks and their seconds a step, measured and predicted.
+
+        Collective.
 
         Returns:
             The report on rank 0; None on other ranks.
@@ -372,7 +375,8 @@ class Engine(SavedState):
             where: a description of the activity; None for a phase of a step.
 
         Raises:
-            OutOfMemoryError: it names the memory by kind, and changes that would fit.
+            OutOfMemoryError: the allocator failed. The message has the memory by kind, and changes
+                after which the job would fit.
         """
         try:
             yield

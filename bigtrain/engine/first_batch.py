@@ -84,7 +84,7 @@ class FirstBatch:
     ) -> Loss:
         """Return the loss with the divisors that follow from the first batch. Collective.
 
-        It is unchanged if an example was given.
+        The loss is unchanged if an example was given.
 
         Args:
             loss: the loss as the user gave it.
@@ -113,7 +113,8 @@ class FirstBatch:
     def needs_prediction(self, first: MicroBatch) -> bool:
         """Whether memory has to be predicted from the first micro-batch.
 
-        It has to if no example was given, or one with another number of rows; see `is_resized`.
+        This is so without an example, or if the example has another number of rows; see
+        `is_resized`.
 
         Raises:
             ConfigError: the model was cut for the rows of the example.

@@ -31,8 +31,8 @@ from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 TOLERANCES = {"fp64": (1e-9, 1e-8), "fp32": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}
 """By precision, the largest relative differences of the loss and of the gradient norm that are
-allowed. Another order of summation and the kernels of another device explain them after a few
-steps. `verify` compares runs on one kind of device, and allows less."""
+allowed. Another order of summation and the kernels of another device explain such differences after
+a few steps. `verify` compares runs on one kind of device, and allows less."""
 _COPIES = 4
 """The memory of the plain loop, in sizes of the model: parameters, gradients and two moments."""
 
@@ -88,7 +88,7 @@ class FirstSteps:
 
     @property
     def active(self) -> bool:
-        """Whether a further step will be compared."""
+        """Whether `begin` and `check` have to be called in the next step."""
         return self._left > 0
 
     def begin(

@@ -156,7 +156,7 @@ def prepare(
         metrics: functions of (outputs, targets) by name, which `engine.evaluate` measures in
             addition to the loss.
         beside: another engine of this process, such as that of a GAN's other network. The new
-            engine uses its connection and device, and must be closed before it.
+            engine uses the connection and device of that engine, and must be closed before it.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 

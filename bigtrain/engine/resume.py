@@ -123,8 +123,8 @@ class Saving:
     Args:
         job: the job of the run, with the keys of `checkpoint`.
         engine: the engine of the run, after the run was resumed.
-        folder: the folder of the run. If the run was resumed, a validation has to be better than
-            that of the best checkpoint in this folder, to become the best.
+        folder: the folder of the run. If the run was resumed, the best validation so far is that of
+            the best checkpoint in this folder.
         total_steps: the number of steps of the run.
     """
 

@@ -183,8 +183,8 @@ class SavedState(LoopCalls):
     def _extra_states(self) -> dict[str, Any] | None:
         """Return the extra states of all modules on rank 0, and None on other ranks. Collective.
 
-        Only the ranks of its stage run a module. So for each module the state of the lowest rank
-        that changed it is returned.
+        A module runs only on the ranks of its stage. So the state that is returned for a module is
+        that of the lowest rank on which the state has changed.
         """
         ranks = self.context.gather_objects(extra_states(self.runner.roots))
         if ranks is None:

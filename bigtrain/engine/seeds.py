@@ -87,5 +87,5 @@ def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: i
     as_then = meta.get("streams", [*range(len(states))]) == streams_of(context)
     if as_then and states[context.rank] is not None:
         set_random_state(states[context.rank])
-    else:  # another number of ranks or another tp size was saved, or this rank was lost then
+    else:  # the saved run had another number of ranks or tp size, or had lost this rank
         seed_everything(context.seed + steps_done, stream_of(context))

@@ -203,8 +203,8 @@ def open_setup(
         job: a job that `check_job` accepts.
         plan: the plan of the job.
         model: the result of `check_job`; None to look the job's model up.
-        by_block: whether to find how a forward pass uses parameters on a shortened copy of the
-            model, with few of its equal blocks, as the planner does. A run uses the whole model.
+        by_block: whether a shortened copy of the model, with few of its equal blocks, shows how a
+            forward pass uses parameters. The planner sets True. A run uses the whole model.
 
     Raises:
         ConfigError: there are fewer samples than ranks or than rows of a global batch; the model

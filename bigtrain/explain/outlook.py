@@ -111,7 +111,7 @@ _REPLACED: dict[str, str | None] = {
     "model.lora.quantize": None,
     "model.chunked_loss": None,
 }
-"""Keys that a strategy or a model may refuse, each with the override for the forecast instead."""
+"""Keys that a strategy or a model may refuse, each with the override that replaces the key."""
 _MOST_TRIES = 4
 
 

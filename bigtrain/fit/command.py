@@ -109,7 +109,7 @@ def _run_backward() -> None:
 
 
 def _end_quietly() -> None:
-    """Let Ctrl-C end this process without a trace; the parent reports it."""
+    """Let Ctrl-C end this process without a traceback; the parent reports the Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -70,8 +70,8 @@ class Setting:
     overrides: tuple[str, ...]
     """Keys of the job that the user sets, as KEY=VALUE."""
     every_plan: bool = False
-    """Whether pipelines and tensor slices are searched even if a plan of replicas fits: that takes
-    a minute."""
+    """Whether pipelines and tensor slices are searched even if a plan of replicas fits, which
+    takes a minute."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class FitAnswer:
 
 
 def answer(subject: Subject, method: Method, setting: Setting) -> FitAnswer:
-    """Return the fastest plan of a method that fits, or the changes that would make it fit."""
+    """Return a method's fastest plan that fits, or the changes that would make the method fit."""
     try:
         question = method_question(subject, method, setting)
         check_question(question)

@@ -157,7 +157,7 @@ def _missing_lines(setting: Setting, found: FitAnswer, smallest: EvaluatedPlan) 
 
 
 def run_command(subject: Subject, setting: Setting, found: FitAnswer) -> str:
-    """Return the command that trains the model with a plan that is chosen on the devices."""
+    """Return the command that trains the model; its plan is chosen when it runs on the devices."""
     lora = bool(found.method.words)
     own = [w for w in setting.overrides if lora or not w.startswith("model.lora.")]
     words = [

@@ -150,7 +150,7 @@ def _configured(folder: HubFolder, transformers: Any, fields: Mapping[str, Any])
 
 
 def _named(folder: HubFolder, transformers: Any) -> str | None:
-    """Return the class that config.json names; None if none, or one of the folder's own code."""
+    """Return the class that config.json names; None if no class or one of the folder's own code."""
     names = folder.settings.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     # A folder with code of its own for a known type names classes that only that code has.

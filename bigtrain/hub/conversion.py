@@ -84,8 +84,8 @@ def reverse_grouped(names: Iterable[str], reverse: Rules) -> list[Group]:
 
     Args:
         names: the names in the model.
-        reverse: the reversed rules. Converters are applied before renamings, so the names that the
-            converter of a group makes have to be renamed afterwards.
+        reverse: the reversed rules. Converters are applied before renamings, so the names that a
+            group's converter makes still have to be renamed.
     """
     loading = import_library(_LOADING, "model.name")
     groups: dict[str, Group] = {}

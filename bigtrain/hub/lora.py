@@ -42,7 +42,7 @@ _KEY = "model.lora"
 QUANTIZE = f"{_KEY}.quantize=nf4"
 """The job's key and value that select weights in 4 bits."""
 _QUANTIZED = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
-"""The classes that are quantized. A derived class may use its weight in another way."""
+"""The classes that are quantized. Derived classes are not: they may use the weight otherwise."""
 _TORCHAO = (0, 18)
 """The first version of torchao whose package `quantization` has NF4."""
 
@@ -100,11 +100,11 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A, which is added to a weight."""
+        """The factor by which the product B A is multiplied before it is added to a weight."""
         return self.alpha / self.config.rank
 
     def adapted_name(self, name: str) -> str:
-        """Return the adapted model's name of a tensor from that in the model without adapters."""
+        """Return a tensor's name in the adapted model, given its name without adapters."""
         module, _, own = name.rpartition(".")
         own = CARRIER if own == "weight" and module in self.quantized else own
         return f"{module}.{BASE}.{own}" if module in self.targets else f"{module}.{own}".strip(".")
@@ -169,7 +169,8 @@ def _quantized_layers(
 ) -> tuple[dict[str, QuantizedLayer], list[str]]:
     """Return the layers to quantize, and the names of the linear layers that are not quantized.
 
-    Neither contains the head, layers that are never called, or layers inside `saved` modules.
+    Neither result contains the head, layers that are never called, or layers inside modules in
+    `saved`.
 
     Raises:
         ConfigError: torchao is not installed, a weight cannot be divided into blocks, or there is
@@ -229,7 +230,7 @@ def _check_torchao() -> None:
 
 
 def _shortest(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the last parts of names if peft matches only these modules by them; else the names."""
+    """Return the last parts of names; whole names if peft matches further modules by the parts."""
     ends = dict.fromkeys(name.rpartition(".")[2] for name in targets)
     meant = {name for name in modules if name.rpartition(".")[2] in ends}
     return list(ends) if meant == set(targets) else list(targets)
@@ -365,7 +366,7 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 def _uncalled(model: nn.Module) -> set[str]:
-    """Return the names of linear layers that nn.MultiheadAttention does not call, but reads."""
+    """Return the names of linear layers that nn.MultiheadAttention reads instead of calling."""
     return {
         f"{name}.out_proj" if name else "out_proj"
         for name, module in model.named_modules()
@@ -421,7 +422,7 @@ def _check_target(
 
 
 def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Return the names of modules that fit a pattern, without modules inside another result.
+    """Return the names of modules that fit a pattern, except those inside another such module.
 
     Raises:
         ConfigError: a pattern fits no module.

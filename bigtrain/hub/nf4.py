@@ -42,7 +42,7 @@ SCALE_BLOCK = 256
 PIECE = 1 << 22
 """Number of elements that are dequantised at a time."""
 _MOST, _LEAST = 1 << 18, 1 << 10
-"""Limits of the elements that are quantised at a time, which are an eighth of the weight."""
+"""Limits of how many elements are quantised at a time; within them, an eighth of the weight."""
 _TABLE = 16
 _FP32 = torch.float32.itemsize
 _ZERO_CODES = 0x77
@@ -118,8 +118,8 @@ def fits_blocks(shape: tuple[int, ...]) -> bool:
 def quantized(read: Callable[[int, int], Tensor], layout: Nf4Layout, key: str) -> Tensor:
     """Return the bytes of a weight, with the values of `torchao.quantization.to_nf4` in fp32.
 
-    In addition, host memory holds at most the size of half the weight in fp32, or a few MiB if that
-    is less.
+    In addition to the result, host memory holds at most half the size of the weight in fp32, and at
+    most a few MiB.
 
     Args:
         read: returns the elements [begin, end) of the flat weight, in any dtype. They are quantised
@@ -171,9 +171,9 @@ def _formats(key: str) -> Any:
 
 
 def _cells(table: Tensor) -> Tensor:
-    """Return the code of each cell, uint8, or `_UNCLEAR`.
+    """Return for each of the `_CELLS` cells the code of its elements, uint8, or `_UNCLEAR`.
 
-    Comparing every element with the 16 values instead would take 20 times as long.
+    To compare every element of a weight with the 16 values would take 20 times as long.
 
     Args:
         table: the values, in ascending order.
@@ -312,7 +312,7 @@ def invent_weights(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def parameter_elements(model: nn.Module) -> dict[str, int]:
-    """Return the number of elements of each parameter; for bytes in 4 bits, that of the weight."""
+    """Return the number of elements of each parameter; of a weight in 4 bits, not of its bytes."""
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         name = f"{path}.{CARRIER}".strip(".")

@@ -133,7 +133,7 @@ def _check_names(
     spare: Sequence[str],
     excluded: Sequence[str],
 ) -> None:
-    """Refuse tensors that the files lack, or that no tensor of the model takes."""
+    """Refuse tensors that the files lack, and tensors in files that the model does not have."""
     kind = type(model).__name__
     same = _same_tensors(model)
     missing = [

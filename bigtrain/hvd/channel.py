@@ -1,8 +1,9 @@
 """A thread that runs exchanges one at a time, in the order in which the script requested them.
 
 Every exchange begins with an all-gather of numbers that describe it. So if ranks request different
-exchanges, an error names the exchanges before any tensor is sent, and a rank that has joined learns
-which exchange to take part in. The script does not wait for an exchange until it synchronizes.
+exchanges, an error names the exchanges before any tensor is sent. A rank that has called `join`
+learns from the numbers in which exchange to take part. The script does not wait for an exchange
+until it synchronizes.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class RequestRow(NamedTuple):
 class Members:
     """The process groups of some ranks: gloo for host tensors, the device's backend for others.
 
-    Making it is collective among all ranks of the run.
+    To construct a `Members` is collective among all ranks of the run.
 
     Args:
         context: the context of this process.
@@ -153,7 +154,7 @@ class Members:
         """Return the integers of every rank, in rank order. Collective.
 
         Args:
-            numbers: the integers of this rank, of the same count on every rank.
+            numbers: the integers of this rank; every rank has the same number of them.
         """
         if self.host is None:
             return [list(numbers)]
@@ -176,7 +177,7 @@ class ChannelWork(ABC):
 
     @abstractmethod
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Start the exchange, and set `works` to the works to wait for.
+        """Start the exchange, and set `works` to torch's handles of the transfers to wait for.
 
         Args:
             link: the ranks. It has no process groups if there is only one rank.
@@ -273,7 +274,7 @@ class Several(Handle):
 
 
 class _Join(ChannelWork):
-    """A rank's message that it has no more data; the result is the last rank to send it."""
+    """A rank's message that the rank has no more data; the result is the last rank to send one."""
 
     last = -1
 
@@ -327,7 +328,7 @@ class Channel:
         return int(self.submit(_Join(call)).result())
 
     def close(self) -> None:
-        """End the thread after the queued exchanges; wait for it for a few seconds at most."""
+        """End the thread after the queued exchanges, and wait at most a few seconds for its end."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_FAREWELL_S)

@@ -401,7 +401,7 @@ class _Swapped(torch.autograd.Function):
 
 class _Barrier(ChannelWork):
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Send nothing: the ranks have waited for each other when they exchanged the requests."""
+        """Send nothing: to exchange the requests, the ranks have already waited for each other."""
 
 
 def barrier(process_set: ProcessSet = _ALL) -> None:

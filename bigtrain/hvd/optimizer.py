@@ -173,7 +173,7 @@ class _Exchanging(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` skip `synchronize` inside of a `with` block, as it was called before."""
+        """In a `with` block, let `step` skip `synchronize`: the script has called it already."""
         self.exchange.skipped = True
         try:
             yield
@@ -353,7 +353,7 @@ class _GradientExchange:
         self._is_over = False
 
     def is_open(self) -> bool:
-        """Whether this step has gradients and they are not all exchanged."""
+        """Whether this step has gradients that are not exchanged yet."""
         return not self._is_over and any(self._seen.values())
 
     def _arrived(self, parameter: Tensor) -> None:

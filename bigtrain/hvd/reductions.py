@@ -317,7 +317,8 @@ def allreduce(
 ) -> Tensor:
     """Return the average of a tensor over the ranks, or another reduction. Collective.
 
-    The gradient is reduced over the ranks in the same way. `Min`, `Max` and `Product` have none.
+    The gradient is reduced over the ranks in the same way. `Min`, `Max` and `Product` have no
+    gradient.
 
     Args:
         tensor: a dense tensor of the same shape on every rank; it is not changed.
@@ -545,8 +546,8 @@ def reducescatter(
     """Return this rank's rows of the result of an `allreduce`. Collective.
 
     The rows of the first dim are split evenly; the first ranks have one more if they do not divide.
-    As many bytes are sent as by `allreduce`. The gradient follows Horovod: it is the gradients of
-    all ranks' rows, and for `Sum` they are multiplied by the number of ranks.
+    As many bytes are sent as by `allreduce`. As in Horovod, the gradient of the tensor consists of
+    the gradients of the rows of all ranks. For `Sum` these are multiplied by the number of ranks.
 
     Args:
         tensor: a dense tensor with at least one dim, of the same shape on every rank; it is not

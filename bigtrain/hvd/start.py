@@ -28,8 +28,8 @@ def init(
     """Connect the ranks. A second call does nothing. Collective.
 
     Args:
-        comm: None, or all ranks in ascending order. Horovod's other values, some of the ranks or a
-            communicator of MPI, are refused.
+        comm: None, or all ranks in ascending order. Horovod also takes some of the ranks or an MPI
+            communicator; both are refused.
         process_sets: the sets to connect in addition to that of all ranks. "dynamic" has no effect,
             as `add_process_set` may always be called.
 

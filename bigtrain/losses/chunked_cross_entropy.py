@@ -33,10 +33,10 @@ _PASSES_ON = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackwa
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(CrossEntropy):
-    """Cross entropy over the last dim that never makes all logits at once in training.
+    """Cross entropy over the last dim, without all logits in memory at once in training.
 
     Loss and gradients are those of `CrossEntropy`, except for the order of additions. Unless
-    `head_targets` has set targets, it is `CrossEntropy` of plain logits.
+    `head_targets` has set targets, the loss is `CrossEntropy` of plain logits.
     """
 
     head: str
@@ -142,7 +142,7 @@ def _passed_on(output: Tensor, result: Tensor) -> bool:
         node = pending.pop()
         if node is result.grad_fn:
             return True
-        # Wrappers insert autograd functions so that they are called in the backward pass.
+        # Wrappers insert autograd functions, so that the wrappers are called in the backward pass.
         if isinstance(node, BackwardCFunction) or (node and node.name() in _PASSES_ON):
             pending += [following for following, _ in node.next_functions]
     return False

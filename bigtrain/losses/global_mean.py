@@ -1,4 +1,4 @@
-"""A user's mean loss over the global batch, for any counts that its means divide by.
+"""A user's mean loss over the global batch, whichever counts its means divide by.
 
 `loss_formula` finds the calls of the loss that average, and the divisor of each. Before the first
 forward pass of a step, the divisors are counted on the targets of each micro-batch and added up
@@ -177,7 +177,7 @@ class GlobalMeanLoss:
         return [replace(cast(Any, batch), totals=totals) for batch in micro_batches]
 
     def weight_of(self, micro_batch: CountedBatch) -> float:
-        """Return the weight of each row of a batch in the mean over the batches of a validation.
+        """Return the weight that each row of this batch has in the mean of a validation.
 
         If the loss has a single mean, a batch is weighted by the count of this mean. If it has
         several means, a batch is weighted by its rows.
@@ -400,7 +400,7 @@ def _changed(
     total = totals[divisor.total] or 1.0  # if the count is 0, the sum is 0, too
     if divisor.kind == "mean":
         summed = torch.sum(*args, **kwargs)
-    elif func is F.ctc_loss:  # its mean first divides each row by its length
+    elif func is F.ctc_loss:  # its mean first divides the loss of each row by the row's length
         summed = func(*args, **kwargs)
         total /= args[0].shape[1] if args[0].dim() == 3 else 1
     else:
@@ -502,8 +502,8 @@ def restored_scope(state: ScopeState) -> Iterator[None]:
 def watch_owners(loss: Loss, model: nn.Module) -> None:
     """Register hooks so that modules that compute means of the loss divide by the totals.
 
-    Calls inside of the modules that such a module calls are not watched: it would take time, and
-    compiled code does not support it.
+    If such a module calls other modules, calls inside of these are not watched: watching them would
+    take time, and compiled code does not support it.
 
     Args:
         loss: the loss; nothing is done unless modules compute means of it.

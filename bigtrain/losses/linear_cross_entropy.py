@@ -239,7 +239,8 @@ class ChunkedPass:
         """Return the losses of a chunk's rows, and replace the logits by their gradient.
 
         Args:
-            logits: (rows, vocabulary). If no gradient is needed, they are left without a meaning.
+            logits: (rows, vocabulary). If no gradient is needed, their values afterwards have no
+                meaning.
             target: (rows,).
             valid: (rows,): whether the target is not ignored.
             smoothing: the label smoothing.

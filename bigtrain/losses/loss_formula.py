@@ -50,8 +50,8 @@ class Meaning:
     reason: str = ""
     """For OTHER: the call that is not supported, and why."""
     replayable: bool = True
-    """Whether the tensor's value for a micro-batch can be computed from its targets: no figure of
-    the global batch was put into the calls that lead to it."""
+    """Whether the tensor's value for a micro-batch can be computed from that micro-batch's targets.
+    It cannot if a figure of the global batch was put into a call that leads to the tensor."""
 
 
 @dataclass(eq=False)
@@ -188,8 +188,8 @@ _INDEX_OF_DIM: dict[str, tuple[int, int | None]] = {
     **{"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0)},
     **{"roll": (2, 0), "normalize": (2, 1), "diff": (2, -1)},
 }
-"""For functions that work along a dim, the index of this argument and its default. For others the
-index is 1 and there is no default."""
+"""For functions that work along a dim, the index of the argument that names the dim, and its
+default. For functions that are not listed, the index is 1 and there is no default."""
 _COUNTED = {"histc", "bincount"}
 _BY_PLACES = {
     *("__getitem__", "index_select", "gather", "take_along_dim", "index_add", "index_add_"),
@@ -332,9 +332,9 @@ class _Analysis:
     def _of_places(self, pair: _Pair, node: Node, second_node: Node) -> Meaning:
         """Return the meaning of a call's result if an argument counts rows by position.
 
-        Experts of a mixture have such counts. If they only order the rows, the result still has a
-        value for each row. But as a number, as in a loss that balances experts, the count of a
-        micro-batch is not that of the global batch, so the result is not supported.
+        A mixture of experts counts the rows of each expert. If the counts only order the rows, the
+        result has a value for each row. If the result is a number, as in a loss that balances
+        experts, it is not supported: the count of a micro-batch is not that of the global batch.
         """
         if not pair.has(Dependence.ROWS, Dependence.SUM, Dependence.STATISTIC, Dependence.LOCAL):
             return Meaning(Dependence.PLACES, replayable=False)
@@ -689,7 +689,7 @@ def _dims_of(call: Call, num_dims: int) -> set[int]:
 
 
 def _orders_values(call: Call) -> bool:
-    """Whether a call orders rows by values. Sorting by integers, as by experts, does not."""
+    """Whether a call orders rows by values. A sort by integers, as by experts, does not count."""
     is_number = call.nodes[0].dtype.is_floating_point
     return call.name in _ORDERED and (is_number or call.name == "topk")
 

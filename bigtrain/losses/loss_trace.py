@@ -55,7 +55,8 @@ class Node:
     value: Tensor | None
     """The tensor's real values if it depends only on the batch or is a constant; else None."""
     constant: bool
-    """Whether the tensor was not passed to the loss nor computed by it, such as a class weight."""
+    """Whether the tensor is neither passed to the loss nor computed by it, such as the class
+    weights of the loss."""
     size_of: Node | None = None
     """The mask whose values decide the length of a dim of the tensor; None if shapes do."""
 
@@ -179,8 +180,8 @@ class CallRecorder(TorchFunctionMode):
 
     Args:
         fakes: whether the model's outputs are fake tensors; if not, they have made-up values.
-        step: the number of this recording of the loss. The numbers that reads of fake tensors
-            return differ between recordings.
+        step: the number of this recording of the loss. A read of a fake tensor returns a made-up
+            number, which differs between recordings.
     """
 
     def __init__(self, *, fakes: bool, step: int) -> None:
@@ -346,7 +347,7 @@ class CallRecorder(TorchFunctionMode):
     def _on_masked(
         self, func: Any, name: str, leaves: list[Any], nodes: list[Any], spec: TreeSpec
     ) -> Any:
-        """Make a call that indexes by a mask of known values, with the true positions instead."""
+        """Make a call that indexes by a known mask, with the positions where the mask is true."""
         if name == "masked_select":
             mask, value = leaves[1], nodes[1].value
             expanded = leaves[0].expand(_broadcast(leaves[0].shape, mask.shape))

@@ -64,7 +64,7 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
 
 
 def _measure_loss(logits: Tensor, target: Tensor, ignore_index: int) -> dict[str, Tensor]:
-    """Return the summed cross entropy in nats and the count; in float64, as terms are many."""
+    """Return the summed cross entropy in nats and the count, in float64 because terms are many."""
     each = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
     valid = target != ignore_index
     return {"loss": each.sum(dtype=torch.float64), "count": valid.sum(dtype=torch.float64)}

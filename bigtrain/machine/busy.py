@@ -72,7 +72,7 @@ def is_busy(uses: Sequence[CpuUse]) -> bool:
 
 
 def describe_others(cores: float | None) -> str:
-    """Return words that end a warning about a measurement on a busy machine; empty if it was idle.
+    """Return words that end a warning about a measurement; empty if the machine was not busy.
 
     Args:
         cores: the result of `others_cores`.

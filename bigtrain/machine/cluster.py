@@ -1,8 +1,8 @@
 """A cluster as the planner sees it: the figures of its devices, its nodes and its links.
 
-The figures come from a file, which is in configs/clusters or has its path given, so that a plan can
-be made for other machines. `machine.local_cluster` measures the figures of this machine. This
-module does not import torch.
+The figures come from a file, so that a plan can be made for other machines. The file is one of
+configs/clusters, or the user gives its path. `machine.local_cluster` measures the figures of this
+machine. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DeviceSpec(ConfigSection):
     """Seconds that the smallest operation takes."""
     processors: StrictCount | None = None
     """The number of a GPU's streaming multiprocessors, over which the tiles of a product are
-    distributed; see `products.product_efficiency`. If null, products of every size reach the same
+    distributed; see `step_time.product_efficiency`. If null, products of every size reach the same
     rate."""
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ all-reduce.
 
 In a group over several nodes an all-reduce has three stages: a reduce-scatter inside each node, an
 all-reduce between the nodes, and an all-gather inside each node. So each device of a node sends one
-part over its link. Other exchanges have those of the stages that they need.
+part over its link. Any other exchange has only the stages that it needs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class NodeSpread:
     most: int
     """The number of ranks on the node with the most ranks of the group."""
     least: int
-    """The number of ranks on the node with the fewest. So many ranks send between nodes at once."""
+    """The number of ranks on the node with the fewest ranks of the group. This many ranks send
+    between nodes at once."""
 
 
 def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
-    """Return the distribution over nodes of a mesh axis' first group.
+    """Return how the ranks of a mesh axis' first group are distributed over nodes.
 
     The ranks of this group are 0, stride, 2 stride, ... The axes of a mesh are (dp, pp, tp), of
     which the last changes fastest, and nodes are filled in the order of ranks. So the stride is 1
@@ -129,7 +130,7 @@ def _over_nodes(
         return _on_one("send", between, 2, nbytes, calls)
     across = _on_one(kind, between, node_spread.nodes, nbytes / node_spread.least, calls)
     half = _on_one("all_gather", inside, node_spread.most, nbytes, calls)
-    # An exchange needs an all-gather, or a reduce-scatter, or both, and they take equally long.
+    # An exchange needs an all-gather, or a reduce-scatter, or both; the two take equally long.
     return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
 
 

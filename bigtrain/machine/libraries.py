@@ -22,7 +22,8 @@ class ForeignName:
     """A name inside a library that a later version of the library may lack."""
 
     path: str
-    """The dotted path of the name. An attribute that only instances have follows their class."""
+    """The dotted path of the name. For an attribute that only instances have, the path is that of
+    their class, followed by the attribute."""
     use: Literal["read", "replace"]
     """Whether bigtrain reads or calls the object with this name ("read"), or replaces it
     ("replace")."""
@@ -101,7 +102,7 @@ class ForeignLibrary:
         )
 
     def refuse_missing(self, user: str, instead: str) -> None:
-        """Check that the installed version has all names, for which modules are imported.
+        """Check that the installed version has all names; see `missing_names`.
 
         Args:
             user: see `does_not_load`.

@@ -48,10 +48,10 @@ CURVE = (2**14, 2**17, 2**20, 2**23, LARGE)
 """Bytes of the exchanges of a curve. Latency and bandwidth do not predict the seconds of medium
 sizes."""
 WORK = 1536, 1024, 1024
-"""The sizes of a matrix product that is computed before an exchange, as a block is in a step. The
-product replaces the content of caches, and afterwards ranks do not begin the exchange at the same
-moment. On two cores an all-gather of a block's parameters takes twice as long after a product as
-after another all-gather."""
+"""The sizes of a matrix product that is computed before an exchange, as a block is computed in
+a step. The product replaces the content of caches, and afterwards ranks do not begin the exchange
+at the same moment. On two cores an all-gather of a block's parameters takes twice as long after a
+product as after another all-gather."""
 
 
 def main(arguments: list[str]) -> int:
@@ -204,7 +204,8 @@ def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torc
         context: this rank's context.
         kind: the kind of exchange.
         whole: the tensor before a reduce-scatter, or after an all-gather.
-        share: this rank's share of that tensor, 1/n of its numbers; only these kinds need it.
+        share: this rank's share of `whole`, 1/n of its numbers. Only a reduce-scatter and an
+            all-gather use the share.
 
     Raises:
         ValueError: there is only one rank.

@@ -19,8 +19,8 @@ from bigtrain.units import GIB, MIB, format_bytes
 LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 5e-6}
 """Seconds of the smallest operation that is issued from Python; an assumption."""
 MAX_LINKED_RANKS = 8
-"""The most ranks on one CPU between which links are measured. More ranks are assumed to be as
-fast."""
+"""The most ranks on one CPU between which links are measured. The links between more ranks are
+assumed to be as fast."""
 PROCESS_BYTES = {"cuda": 2 * GIB, "cpu": 512 * MIB}
 """Bytes of a process without tensors; an assumption. On a CPU it is the interpreter with torch."""
 

@@ -32,16 +32,16 @@ from bigtrain.units import format_flops
 RATES = Cache("rates")
 """The rates of this machine, by hardware, version of torch and number of ranks."""
 NOTABLE_SPEEDUP = 2.0
-"""bf16 is recommended if its products are at least so many times faster than products in fp32. With
-a smaller factor, conversions take the gained time."""
+"""bf16 is recommended if its products are at least this many times faster than products in fp32.
+With a smaller factor, conversions take up the time that the products gain."""
 
 
 def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRates:
     """Return the rates of this machine from the cache, or measure them, which takes some seconds.
 
     Cached rates that were measured while other programs used the machine are measured again. If the
-    machine is even busier then, the cached rates are returned. A warning is printed if the returned
-    rates were measured on a busy machine.
+    machine is busier in the new measurement, the cached rates are returned. A warning is printed if
+    the returned rates were measured on a busy machine.
 
     Args:
         again: whether to measure even if rates are cached.

@@ -30,8 +30,8 @@ from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
 
 LINK_TIMEOUT_S = 60.0
-"""Seconds for each rank in which the ranks must answer. Many ranks may share few cores, so the time
-grows with their number."""
+"""The ranks must answer within this many seconds for each rank. The time grows with the number of
+ranks, because many ranks may share few cores."""
 _DISK_BYTES = 64 * MIB
 _Figure = TypeVar("_Figure")
 PRODUCT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -304,7 +304,7 @@ def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: f
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process that started the ranks; at SIGTERM this process first ends the ranks."""
+    """End the process that started the ranks; at SIGTERM the child first ends its ranks."""
     if child.poll() is None:
         child.terminate()
         try:

@@ -1,7 +1,7 @@
 """The errors of earlier forecasts of peaks and of seconds, and the safety margin based on them.
 
 At the end of a run its main rank adds an entry for each rank, and an entry for the step, to
-`residuals.json` in the cache folder. The entries are stored under the device on which the run was.
+`residuals.json` in the cache folder. The entries are stored under the device that the run used.
 Later forecasts for this device take their safety margin from the entries.
 """
 
@@ -242,7 +242,7 @@ def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
 
 
 def _step_key(device_key: str) -> str:
-    """Return the key for the seconds of steps on a device; `device_key` is that for peaks."""
+    """Return the key for the seconds of steps on a device, given the key for peaks."""
     return json.dumps({"step_seconds": parse_json(device_key, "a key")})
 
 
@@ -253,7 +253,7 @@ def _default(engine: str) -> float:
 
 
 def has_device(kind: str, name: str) -> bool:
-    """Return whether this machine has a device whose name contains all words of a name.
+    """Return whether this machine has a device whose name contains all words of `name`.
 
     Args:
         kind: the type of the device: 'cuda', 'xpu' or 'cpu'.
@@ -278,7 +278,10 @@ def hardware_key(kind: str) -> str:
 
 
 def _quantile(values: Sequence[_Number], share: float = QUANTILE) -> _Number:
-    """Return the lowest of the values such that at least this share of them does not exceed it."""
+    """Return the quantile at a share, rounded up to a value of the list (numpy's method 'higher').
+
+    At least this share of the values does not exceed the result.
+    """
     return sorted(values)[math.ceil(share * (len(values) - 1))]
 
 

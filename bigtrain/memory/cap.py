@@ -152,10 +152,10 @@ def _is_capped() -> bool:
 
 
 def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
-    """Return the bytes that one rank can take: its limit, or a share of the free memory.
+    """Return the bytes that one rank can take: its limit, or the free memory of its device.
 
-    The free memory is that at the call, so the function has to be called before the rank has
-    allocated memory.
+    On a CPU the ranks of a host share the free memory equally. The free memory is that at the call,
+    so the function has to be called before the rank has allocated memory.
 
     Args:
         limit: the job's `memory.cap` in bytes, or None.
@@ -219,10 +219,10 @@ class Limit:
     nbytes: int
     """The bytes of the device's memory that the rank may take, or of its cap."""
     reserved: int | None = None
-    """Bytes that a process takes of a device without any tensor; None if a cap is enforced."""
+    """Bytes of a device that a process takes even without tensors; None if a cap is enforced."""
     non_tensor_bytes: int = NON_TENSOR_BYTES
-    """Bytes of a cap that are not for tensors (see `residuals.non_tensor_reserve`); without effect
-    unless `reserved` is None."""
+    """Bytes of a cap that are not for tensors (see `residuals.non_tensor_reserve`); used only if
+    `reserved` is None."""
 
     @property
     def for_tensors(self) -> int:

@@ -34,7 +34,7 @@ from bigtrain.recorder.ring import FlightRecorder
 
 
 class ProcessPeak:
-    """Measures the process's peak resident memory in addition to that at construction.
+    """Measures how far the process's peak resident memory exceeds that at construction.
 
     The figures are VmHWM and VmRSS of /proc/self/status, so it works on Linux only.
     """
@@ -99,7 +99,7 @@ class MemoryMeasurement:
     devices: tuple[DeviceMemory, ...] = ()
     """The memory of each accelerator if the process uses several; otherwise empty."""
     curve: MemoryCurve | None = None
-    """Memory over the last tracked step; None while or if steps were not tracked to the end."""
+    """Memory over the last step to be tracked; None until this step has ended."""
     state: StatePeaks = StatePeaks()
     """The peaks of saves and of the resume."""
 

@@ -51,8 +51,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device_type: the type of the devices whose storages are counted; None counts all.
         limit_bytes: the most bytes that may be alive at once, per rank; None sets no limit. The
             operation that exceeds it raises torch.OutOfMemoryError after it has run.
-        inside: a function of an operation, its arguments and its result that returns the bytes of
-            workspace that the operation takes while it runs; None counts no workspaces.
+        inside: (operation, arguments, result) -> the bytes of workspace that the operation takes
+            while it runs; None counts no workspaces.
     """
 
     def __init__(
@@ -186,7 +186,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage in self._live
 
     def birth_of(self, tensor: Tensor) -> int:
-        """Return the tick at which a tensor's storage was made, or first seen if this is it."""
+        """Return the tick at which a tensor's storage was made.
+
+        A storage that is not recorded yet is recorded as made now.
+        """
         return self._note(tensor).birth
 
     def enter_phase(self, phase: Phase) -> None:

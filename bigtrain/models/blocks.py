@@ -17,10 +17,10 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of any module tree, with their names, in the order of the tree.
 
-    A container (ModuleList, ModuleDict, Sequential) is repeated if at least two of its children
-    have the same class, parameters, and children of their own. The children of a repeated container
-    that have parameters and children are blocks. If a child is a repeated container as well (a
-    stage of a vision model), its children are blocks instead.
+    A container (ModuleList, ModuleDict, Sequential) is repeated if at least two of its children are
+    of one class and each has parameters and children of its own. The children of a repeated
+    container that have parameters and children are blocks. If a child is a repeated container as
+    well (a stage of a vision model), its children are blocks instead.
 
     In a model without repeated containers, the blocks are its direct children with parameters. In
     place of a child without a forward pass (a list, a dict, a plain `nn.Module()`), its own

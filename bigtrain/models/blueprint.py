@@ -9,7 +9,8 @@ from the weights of torch.manual_seed(seed) followed by the constructor.
 
 If several tensors depend on one random draw (both chunks of one `randn`, the norm of a weight, a
 deep copy of a layer), the draw is seeded by the name of the first of these tensors in the order of
-the model. So they are as consistent as in a model that is built by one call of the constructor.
+the model. So these tensors are as consistent as in a model that is built by one call of the
+constructor.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Blueprint:
     values: Mapping[str, StateTensor] = field(default_factory=dict)
     """Saved values that replace initial values, by the tensors' first names."""
     made: Mapping[str, Callable[[int], torch.Tensor]] = field(default_factory=dict)
-    """Functions that compute initial values from the run's seed, instead of the constructor, by the
-    tensors' first names."""
+    """By the tensors' first names, functions that compute initial values from the run's seed. They
+    are used instead of the constructor."""
     saved_dtypes: tuple[str, ...] = ()
     """The dtypes of `values` in their files, for a model of the Hub."""
     files: Callable[[torch.dtype | None], Mapping[str, str | bytes]] | None = None
@@ -86,7 +87,7 @@ class Blueprint:
     _owners: dict[int, str] = field(default_factory=dict)
     """For each random operation, by index, the name from which its seed is computed."""
     _first_names: dict[str, str] = field(default_factory=dict)
-    """The first name of every tensor by each of its names, also after other stages are dropped."""
+    """By each name of a tensor, its first name in the whole model, before stages are dropped."""
     _seed_name: Callable[[str], str] = str
     """Returns the name from which the seed of a tensor is computed, given its first name."""
     _uncached: list[Any] = field(default_factory=list)

@@ -45,7 +45,7 @@ def switch_on_caches(configurations: Sequence[Any]) -> None:
 
 
 def _configurations(model: nn.Module) -> Iterator[Any]:
-    """Yield the `config` of every module, and the objects in its attributes, without repetition."""
+    """Yield the `config` of every module, and the objects in the config's attributes, each once."""
     seen: set[int] = set()
     for module in model.modules():
         config = vars(module).get("config")

@@ -39,7 +39,7 @@ def compile_blocks(root: nn.Module, policies: Mapping[str, str]) -> None:
     The blocks are changed in place, and keep their names. Copies of a block that are made later are
     compiled as well. Some blocks are not compiled: blocks with `selective` recomputation, which
     observes single operations; blocks that a cut goes through; blocks whose instance overrides
-    `forward`.
+    `forward`; TorchScript modules.
 
     Args:
         root: the model or a stage, before recomputation wraps its blocks. A copy on fake tensors
@@ -67,8 +67,8 @@ def remove_compiled(root: nn.Module) -> None:
 def programs_for_every_size() -> AbstractContextManager[None]:
     """A context that raises torch's limit of eight programs per class to `PROGRAMS`.
 
-    It also keeps each block one program under DDP, where torch would split a program at the end of
-    each bucket.
+    Under DDP, torch would split a program at the end of each bucket. In this context, each block
+    stays one program.
     """
     from torch._dynamo import config
 
@@ -126,7 +126,7 @@ def fake_program(forward: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
 
 class _FakeBackend:
-    """A backend of `torch.compile` that neither reads nor fills the caches of programs of runs."""
+    """A backend of `torch.compile` that neither reads nor fills the caches of compiled programs."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {**options, "fx_graph_cache": False, "fx_graph_remote_cache": False}

@@ -14,7 +14,7 @@ NOT = "!"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
-    """Set `requires_grad` of the parameters that patterns match to False.
+    """Set `requires_grad` to False for the parameters that patterns match.
 
     A pattern is compared with the name of each parameter and of each module that contains the
     parameter; `*` matches any characters, dots included. The last pattern that matches decides. If

@@ -42,9 +42,9 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 class InitRecorder:
     """A context in which tensors are made on meta and operations on them are recorded.
 
-    It consists of two torch modes. A dispatch mode, below autograd, sees every operation. A
-    function mode, above autograd, sees the few calls whose values torch drops on meta before they
-    reach the dispatch mode.
+    It consists of two torch modes. A dispatch mode, below autograd, sees every operation. On meta,
+    torch drops the values of a few calls before the dispatch mode sees them. So a function mode,
+    above autograd, sees these calls.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class InitRecorder:
             frame: the frame that reads `tensor.is_meta`.
 
         Raises:
-            CannotDefer: other code reads it, and may skip operations that must be recorded.
+            CannotDefer: other code reads `is_meta`, and may skip operations that must be recorded.
         """
         code = frame.f_code
         function = _INITIALISERS.get(code)

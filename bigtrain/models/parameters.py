@@ -69,8 +69,8 @@ def forget_left_out(model: nn.Module) -> None:
 def left_out_names(model: nn.Module) -> set[str]:
     """Return the names of parameters that `leave_out` froze.
 
-    These parameters have fp32 values if trained parameters have: a run may train them after all,
-    and a checkpoint has their values unrounded.
+    These parameters have fp32 values if trained parameters have fp32 values: a run may train them
+    after all, and a checkpoint has their values unrounded.
     """
     return {
         f"{name}.{own_name}" if name else own_name

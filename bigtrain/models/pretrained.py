@@ -74,7 +74,7 @@ def _check_excluded(
 ) -> None:
     """Refuse an excluded name that neither the model nor the file has.
 
-    A name that only the file has leaves out tensors of the file.
+    A name that only the file has is allowed, and excludes tensors of the file.
     """
     for module in excluded:
         if not any(_is_in(name, [module]) for name in (*wanted, *saved)):

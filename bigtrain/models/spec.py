@@ -36,7 +36,7 @@ class ModelSpec:
 
     config: ModelConfig
     task: str | None
-    """The task of the model, see `losses.tasks`; None by import path or of the Hub."""
+    """The task, see `losses.tasks`; None for a model by import path or of the Hub."""
     sequence_length: int | None
     """The most tokens in a sample of a built-in language model; None for other models."""
 
@@ -172,7 +172,7 @@ def _adapted(
     base: str,
     class_name: str | None = None,
 ) -> Blueprint:
-    """Describe a model with adapters if there are any; they do not change other tensors' values."""
+    """Describe a model, with adapters if `lora` is set; other tensors keep their initial values."""
     if lora is None:
         return describe(make)
     return describe(lambda: attach(make(), lora, base, class_name), name_without_adapter)

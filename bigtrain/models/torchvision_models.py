@@ -46,9 +46,9 @@ def segmentation_names() -> list[str]:
 def make_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Construct a model of torchvision with initial weights, without a download.
 
-    bigtrain adds one argument: with `small_images=True` a ResNet begins as for images of 32 x 32
-    (He et al. 2016, arXiv 1512.03385, section 4.2): with a 3 x 3 convolution at stride 1, and
-    without max pooling.
+    bigtrain adds the argument `small_images`. If it is True, a ResNet begins with a 3 x 3
+    convolution at stride 1 and has no max pooling, as for images of 32 x 32 (He et al. 2016, arXiv
+    1512.03385, section 4.2).
 
     Args:
         name: one of `torchvision_names`.

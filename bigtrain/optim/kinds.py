@@ -1,8 +1,8 @@
-"""Find whether an optimizer's step is elementwise, needs whole parameters, or needs all of them.
+"""Find whether an optimizer's step is elementwise, needs whole parameters, or all at once.
 
 The properties are found by trial steps on small parameters, so this works for a user's class as for
 torch's classes. If the result does not depend on how a parameter is cut, the step is elementwise.
-If it does not depend on other parameters, the step is separable.
+If the result for a parameter does not depend on other parameters, the step is separable.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class OptimizerKind:
     elementwise: bool
     """Whether each element is updated independently. Parameters may then be cut anywhere."""
     separable: bool
-    """Whether each parameter is updated independently. Ranks may then update some parameters
-    each."""
+    """Whether each parameter is updated independently. Each rank may then update only some of the
+    parameters."""
     counts: bool = False
     """Whether the optimizer counts steps in the settings of a group. It then has to be called once
     a step."""

@@ -3,8 +3,8 @@
 The optimizer that updates the parameters differs between engines and ranks: it has flat pieces, the
 parameters of one stage, the share of a parameter server, or nothing (on a worker). A scheduler of
 torch needs one object that exists from the start, has the user's groups on every rank, and is never
-replaced. So a training loop gets a view of that optimizer, whose settings are copied to it before
-each step.
+replaced. So a training loop gets a view of the optimizer. Before each step, the settings of the
+view are copied to the optimizer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LoopOptimizer(torch.optim.Optimizer):
     def hand_over(self) -> None:
         """Copy settings that were changed here to the updating optimizer, and the reverse.
 
-        A setting that was changed on both has the value that it has here.
+        If a setting was changed on both, the value of this view is used.
         """
         self._note_what_was_set()
         for index, group in self._pairs():

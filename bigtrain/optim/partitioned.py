@@ -98,7 +98,7 @@ class PartitionedUpdate:
     optimizer's step is not elementwise, each parameter is one piece. An fp32 piece is a view of the
     parameter, and its gradient is a view of the parameter's gradient, so nothing is copied. If
     pieces are copies (fp32 copies of bf16 parameters, or copies on the host), or if the state is on
-    disk, a chunk of the pieces is updated at a time, so the copied gradients exist for one chunk
+    disk, one chunk of the pieces is updated at a time. So the copied gradients exist for one chunk
     only.
 
     Args:

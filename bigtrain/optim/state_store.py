@@ -66,7 +66,7 @@ class StateStore:
         Args:
             updated_bytes: the bytes of all pieces that this rank updates.
             copied: the bytes of each piece that is a copy of its parameter.
-            make_optimizer: makes the optimizer, whose state for each byte is measured.
+            make_optimizer: makes the optimizer, whose state for each parameter byte is measured.
 
         Raises:
             ConfigError: there is not enough space; every rank raises the same message.
@@ -225,7 +225,7 @@ class HostStateStore(StateStore):
     """Stores state and values of parameters in the host's memory, where they are updated.
 
     Gradients are copied to the host, and updated values are copied back. While the host updates a
-    chunk, the gradients of the next chunk and the values of the last chunk are copied. The host
+    chunk, the gradients of the next chunk and the values of the previous one are copied. The host
     writes a value only after waiting for the copy of its new gradient. In the stream of copies,
     that copy comes after all copies of the previous step. So no value is overwritten before it is
     copied back.

@@ -52,7 +52,7 @@ class Update(Protocol):
         """
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
-        """Load this rank's elements of a parameter's fp32 copy; nothing without such a copy.
+        """Load this rank's elements of a parameter's fp32 copy; do nothing without such a copy.
 
         Args:
             name: the name of the parameter.
@@ -155,7 +155,7 @@ _ONCE = ("step", "mu_product", "eta", "mu")
 def is_elementwise(key: str, value: Tensor | SavedTensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of the state has an element for each element of a parameter.
 
-    For a 0-dim parameter the shapes cannot decide, so the key does.
+    For a 0-dim parameter the shapes cannot decide, so the key decides.
 
     Args:
         key: the key of the tensor in the parameter's state.

@@ -174,7 +174,7 @@ def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def group_places(optimizer: torch.optim.Optimizer) -> Sequence[int]:
-    """Return the index among the user's groups of each group of an optimizer."""
+    """Return, for each group of an optimizer, its index among the user's groups."""
     places: Sequence[int] = vars(optimizer).get(_PLACES, range(len(optimizer.param_groups)))
     return places
 
@@ -307,7 +307,8 @@ def _make_whole(
 ) -> tuple[torch.optim.Optimizer, Sequence[nn.Parameter]]:
     """Return the optimizer and the parameters of which it was made.
 
-    If the user's function fails for parameters on meta, these are CPU tensors of their shapes.
+    If the user's function fails for parameters on the meta device, the optimizer is made of CPU
+    tensors of the same shapes.
     """
     if not trained:
         placeholder = nn.Parameter(torch.zeros(1))

@@ -65,9 +65,9 @@ class LoopCalls:
                 one model pass the same rows. The sizes of batches may differ, and the number of
                 batches may differ between ranks.
             metrics: functions of (outputs, targets), by name. A function returns the mean over the
-                rows of a batch; these are averaged over the batches of all ranks, weighted by rows.
-                Or it returns (sum, count); each is summed over all batches before the division.
-                None for the metrics that were passed to `prepare`.
+                rows of a batch; the means are averaged over the batches of all ranks, weighted by
+                rows. Or it returns (sum, count); the sums and the counts are added up over all
+                batches before the division. None for the metrics that were passed to `prepare`.
 
         Returns:
             The figures by name, equal on all ranks: the mean loss over the valid targets of all
@@ -136,7 +136,7 @@ class LoopCalls:
 
         Args:
             dataset: a map-style data set whose `dataset[i]` is (input, target).
-            training: True for the global batches of an epoch, of which each iteration begins at the
+            training: True for the global batches of an epoch. An iteration then begins at the
                 position of training (`samples_seen`, which is saved and loaded). False for all rows
                 once, in order.
             shuffle: whether to shuffle the rows of each epoch, by `train.seed` and the number of

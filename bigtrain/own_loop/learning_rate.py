@@ -115,8 +115,8 @@ class LearningRate:
     def load_state(self, saved: Mapping[str, Any] | None, steps_done: int) -> str | None:
         """Load the state of the scheduler, if there is one.
 
-        If no state or that of another kind of scheduler was saved, the scheduler is stepped to the
-        position of the run.
+        If no state was saved, or the state of another kind of scheduler, the scheduler is stepped
+        to the position of the run.
 
         Args:
             saved: the result of `state` in a checkpoint.

@@ -52,7 +52,7 @@ class LoopLoader:
 
 
 class EvaluationLoader:
-    """Loads the rows of a data set for `engine.evaluate`, in order, each on one data rank.
+    """Loads the rows of a data set for `engine.evaluate`, in order, each row on one data rank.
 
     Args:
         read: makes the micro-batches of this rank, of which all ranks have the same number.

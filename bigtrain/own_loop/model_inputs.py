@@ -26,13 +26,13 @@ _USERS, _FUNCTION = "_forward_of_the_user", "_forward_function"
 def goes_by_name(forward: Callable[..., Any], inputs: Any) -> bool:
     """Whether a model's forward takes the items of a mapping as keyword arguments.
 
-    It does if it accepts all keys as names of arguments, and has a parameter with the name of at
-    least one key, or no named parameters but `**kwargs`. Otherwise the mapping is its first
-    argument.
+    It does under two conditions. First, it accepts all keys as names of arguments. Second, it has a
+    parameter with the name of at least one key, or has only `**kwargs`. Otherwise the mapping is
+    passed as the first argument.
 
     Args:
         forward: the model's bound `forward`.
-        inputs: the inputs of a batch; False for anything but a mapping with text keys.
+        inputs: the inputs of a batch. If they are no mapping with text keys, the result is False.
     """
     if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
         return False

@@ -50,7 +50,7 @@ class _BatchNormSums:
         norm.register_forward_hook(self._after, always_call=True)
 
     def _before(self, norm: Any, inputs: tuple[Any, ...]) -> None:
-        # Without a counter, the pass is recomputed for the backward pass: its inputs are counted.
+        # A pass without a counter is a recomputation; the first pass has counted the same inputs.
         if not norm.training or norm.num_batches_tracked is None:
             return
         with torch.no_grad():

@@ -163,7 +163,8 @@ class PipelineRunner(StepRunner):
     def _run(self, group: Sequence[MicroBatch], scale: float, *, final: bool) -> list[Tensor]:
         """Run forward and backward of micro-batches of one shape.
 
-        As many micro-batches as the schedule takes run in its order; the others run one at a time.
+        They run in parts. A part has as many micro-batches as the schedule takes, and runs in the
+        order of the schedule. If the schedule takes none of the rest, the rest run one at a time.
 
         Returns:
             The losses, on the rank of the last stage; empty on other ranks.

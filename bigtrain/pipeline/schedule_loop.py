@@ -95,7 +95,7 @@ class ScheduleLoop:
         return []
 
     def _output_gradients(self, event: StepEvent) -> list[Tensor | None]:
-        """Return the gradient of each output of a stage; None without one, and for the loss."""
+        """Return each output's gradient; None for the loss and for outputs without a gradient."""
         passes = self._stages[event.stage]
         if passes.last:
             return [None]

@@ -1,4 +1,4 @@
-"""Keep the copies of a parameter equal that stages on several ranks use."""
+"""Keep the copies of a parameter equal if stages on several ranks use the parameter."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class StageTransport:
         """Set the tensors of a send, which `begin` starts.
 
         If the receiver is a stage of this rank, it gets the tensors without `begin`. If an earlier
-        send with the same event is open, this waits for it first.
+        send with the same event is open, this call first waits for that send.
 
         Args:
             send: the event of the send.

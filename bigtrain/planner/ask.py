@@ -166,8 +166,8 @@ def open_evaluator(question: Question) -> Opened:
     """Set up the job of a question, the sections of its model, and the evaluator of its plans.
 
     Raises:
-        ConfigError: the model cannot be described, or every rank must build it whole and it is
-            larger than the question's limit.
+        ConfigError: the model cannot be described, or every rank must build the whole model, which
+            is larger than the question's limit.
     """
     single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]

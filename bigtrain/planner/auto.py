@@ -102,7 +102,9 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
 
 
 def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]:
-    """Return the cluster of this run from stored rates: each rank would measure other rates.
+    """Return the cluster of this run, by stored rates or from a cluster file.
+
+    Nothing is measured, because each rank would measure other rates.
 
     Returns:
         The cluster, the source of its rates, and whether they were measured on this machine.
@@ -125,7 +127,7 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]
 
 
 def _likely(device_type: str) -> str:
-    """The name of the cluster file that matches this kind of device best, or else h100-node."""
+    """The name of the first cluster file that matches this kind of device, or else h100-node."""
     if device_type == "cpu":
         return "cpu"
     device_name = device_names()[0].lower()

@@ -54,7 +54,8 @@ class PlanBounds:
         oversubscribed = self._timer.oversubscription * seconds
         cut = candidate.cut_traits
         if cut is not None:
-            # Without split backward passes, the bubble is no smaller than this.
+            # A plan may not split the backward passes although its schedule does. The bubble of
+            # such a plan is no smaller than this one.
             bubble_fraction = closed_form_bubble(
                 cut.schedule,
                 candidate.pp,

@@ -90,7 +90,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
 
     Args:
         job: the job to plan.
-        cluster: the cluster of `options.cluster`, or this machine if that is None.
+        cluster: the cluster of `options.cluster`, or this machine if the option is None.
         options: the options of `bigtrain plan`.
 
     Returns:
@@ -135,8 +135,8 @@ def this_machine(devices: int | None) -> Cluster:
     """Return this machine as a cluster; its rates are measured unless they are cached.
 
     Args:
-        devices: the number of ranks that share the CPU; None for one for each core. It has no
-            effect on a machine with GPUs.
+        devices: the number of ranks that share the CPU; None for one rank for each core. The number
+            has no effect on a machine with GPUs.
     """
     from bigtrain.machine.local_cluster import measure_local_cluster
 

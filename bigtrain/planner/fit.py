@@ -87,7 +87,10 @@ class StageFitter:
         return sorted(first & last)
 
     def _tied_on(self, rank: int) -> list[TiedBytes]:
-        """The gradients of the parameters that a rank shares with the rank of the other end."""
+        """The gradients of tied parameters, if a rank has one end of the model; otherwise none.
+
+        Tied parameters are on both of the ranks that have the first and the last stage.
+        """
         ends = (self._ranks[0], self._ranks[-1])
         if rank not in ends or ends[0] == ends[1]:
             return []
@@ -110,7 +113,7 @@ class StageFitter:
         """Return the index of the first section of each stage, and the number of sections.
 
         Args:
-            limit: bytes that a rank may hold: the cut is the fastest with which stages fit where
+            limit: bytes that a rank may hold. The cut is the fastest of those whose stages fit if
                 all blocks have the policy with the least memory. None to cut for speed alone.
 
         Raises:
@@ -231,7 +234,7 @@ class StageFitter:
     def _layer_costs(self, smallest: Sequence[Section]) -> LayerCosts:
         """The costs of the layers between which the model may be cut.
 
-        Each section is one layer, but the last block and the part after the blocks are one.
+        The last block and the part after the blocks form one layer. Each other section is a layer.
 
         Args:
             smallest: the sections whose saved tensors have to fit.
@@ -253,12 +256,14 @@ class StageFitter:
         return LayerCosts(seconds, crossing, sizes, saved)
 
     def _representatives(self, stages: Sequence[SectionRange]) -> list[int]:
-        """Return for each rank the rank whose forecast is an upper bound on its memory.
+        """Return for each rank its representative, the rank that is forecast in its place.
 
-        It is the rank itself, or an earlier rank whose stages are of the same kinds and have at
-        least as many micro-batches in flight. In a V-shaped schedule, a rank that has more
-        micro-batches of its first stage in flight has fewer of its second stage. So if all blocks
-        have one policy, the first or the last rank of a kind needs the most memory.
+        No rank needs more memory than the representative that needs the most.
+        The representative is the rank itself, or an earlier rank whose stages are of the same kinds
+        and have at least as many micro-batches in flight. In a V-shaped schedule, a rank that has
+        more micro-batches of its first stage in flight has fewer of its second stage. So if all
+        blocks have one policy, the first or the last rank of a kind needs the most memory, and the
+        first rank represents those between.
         """
         kinds = [
             tuple(self._profiles.kind(stages[stage]) for stage in self._stages_of[rank])
@@ -348,7 +353,10 @@ class StageFitter:
         larger: BlockPolicy,
         count: int,
     ) -> None:
-        """Give the first `count` blocks of a rank the smaller policy, the others the larger one."""
+        """Give the first `count` blocks of a rank the policy `smaller`, and the rest `larger`.
+
+        Blocks with the policy `smaller` take less memory.
+        """
         remaining = count
         for stage in own_stages:
             choices: list[BlockPolicy] = []
@@ -392,7 +400,7 @@ class StageFitter:
         return forecast_rank_step(forecasts, plan, rank, self._tied_on(rank))
 
     def _or_save(self, forecast: Forecast, sections: Sequence[Section]) -> Peak:
-        """The peak of a rank's step, or of a save if its peak is higher."""
+        """The peak of a rank's step, or the peak of a save if that is higher."""
         step, plan = forecast.peak(), self._plan
         if self._checkpoint is None:
             return step
@@ -432,7 +440,7 @@ def _holds_no_less(
 
 
 def _saved_parameters(sections: Sequence[Section], plan: Plan) -> int:
-    """Bytes of the parameters in a checkpoint, which has the fp32 values of all that have them."""
+    """Bytes of the parameters in a checkpoint; a parameter with an fp32 value is saved in fp32."""
     nbytes = section_states(sections).parameters
     if not (plan.bf16_parameters and plan.master_weights):
         return nbytes

@@ -51,7 +51,7 @@ class HeldMicroBatches:
 
     @cached_property
     def fullest(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The micro-batches in flight, by stage, when the stage's rank has most of them.
+        """For each stage, the micro-batches in flight when the stage's rank has the most of them.
 
         The first tuple is for the whole step. The second one is for the time after the first
         backward passes, when there are gradients.
@@ -66,7 +66,7 @@ class HeldMicroBatches:
 
 
 def with_fewer_micro_batches(plan: Plan) -> Plan:
-    """Return the plan with fewer micro-batches if the others do not change a peak.
+    """Return the plan with fewer micro-batches if those that are left out do not change a peak.
 
     torch's own schedules hold the gradients that they send until the step ends, so every
     micro-batch changes their peaks.
@@ -80,7 +80,10 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
 
 
 def _counted(plan: Plan, schedule: str) -> int:
-    """The fewest micro-batches with equal numbers in flight: counting hundreds takes long."""
+    """Return fewer micro-batches, if possible, with which as many are in flight as with all.
+
+    Counting hundreds of micro-batches takes long.
+    """
     steps = with_fewer_micro_batches(plan).batch.accumulation_steps
     if schedule in GROWING_SCHEDULES or steps % plan.pp:
         return steps

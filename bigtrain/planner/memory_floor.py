@@ -61,17 +61,17 @@ class MemoryFloor:
         return HeldMicroBatches(self._plan, self._candidate)
 
     def states(self, numbers: int, *, gradients: bool) -> int:
-        """A lower bound on the bytes of states on the fullest rank of a group of replicas.
+        """A lower bound on the bytes of states that the fullest rank among replicas holds.
 
         Args:
             numbers: the trained elements of a replica's stages on this pp and tp rank, before they
                 are sharded over replicas.
-            gradients: whether there are gradients; if not, it is the moment after the forward
-                passes.
+            gradients: whether gradients exist. If not, the bound is for the moment after the
+                forward passes.
         """
         plan, plain = self._plan, self._widths
         with_master = plan.bf16_parameters and plan.master_weights
-        # If the optimizer gets shards, they are the fp32 values, and are gathered in bf16.
+        # If the optimizer gets shards, the shards are fp32 values, and are gathered in bf16.
         keeps_fp32 = plan.replicate.optimizer_gets == "shards"
         optimizer = plain.optimizer + (4.0 if with_master and not keeps_fp32 else 0.0)
         parameters, gradient = plain.parameters, plain.gradients
@@ -102,7 +102,7 @@ class MemoryFloor:
         return max(self.states(share, gradients=gradients) for gradients in (False, True))
 
     def state_factors(self, model: ModelSections) -> tuple[float, float]:
-        """The bytes of states for each byte of parameters, before and when there are gradients.
+        """The bytes of states for each byte of parameters: without gradients, and with them.
 
         Args:
             model: the sections of one tp rank.

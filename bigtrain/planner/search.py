@@ -18,7 +18,8 @@ MAX_PLANS = 10
 """The most plans that are reported."""
 DOMINANCE_SLACK = 0.03
 """A choice of slices is dropped if another choice uses no more memory and is at most this share of
-a step slower: with the memory that it saves, fewer blocks recompute, which gains more."""
+a step slower. The memory that the other choice saves lets fewer blocks recompute, which gains more
+than this share."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
 """Shares of the limit for which the fastest plan is searched in addition, for the Pareto front."""
 MAX_REJECTIONS = 16
@@ -48,7 +49,10 @@ class SearchResult:
 
 @dataclass
 class _OpenCandidate:
-    """A candidate and its lower bounds; a closer one is computed when it is first in the queue."""
+    """A candidate and its lower bounds.
+
+    A closer bound is computed when the candidate is first in the queue.
+    """
 
     candidate: Candidate
     seconds: float
@@ -59,9 +63,9 @@ class _OpenCandidate:
     least_bytes: int = 0
     """The lower bound on the bytes of the fullest rank; at first, on those of its states alone."""
     kept_bytes: int = 0
-    """`PlanBounds.floor_bytes` of blocks that save all activations, if within the limit; otherwise
-    0. If it is within the limit, the candidate may fit, and the bound for other policies is not in
-    `least_bytes`."""
+    """`PlanBounds.floor_bytes` if all blocks save all activations; 0 if that is above the limit.
+    Within the limit the candidate may fit, and `least_bytes` does not contain the bound for other
+    policies."""
     failed_limit: int = 0
     """The largest limit, in bytes, that the candidate was found not to fit."""
     refused: bool = False

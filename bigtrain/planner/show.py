@@ -187,7 +187,7 @@ def figure_caveats(planned: PlannedAnswer) -> list[str]:
 
 
 def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
-    """Yield for each strategy with plans that do not fit a line on the plan with the lowest peak.
+    """Yield a line for each strategy, on its plan with the lowest peak among those that do not fit.
 
     The lines are sorted by this peak. A last line counts the plans that a lower bound excludes.
     """
@@ -229,7 +229,7 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
 
     Args:
         planned: the answer.
-        margin: the line that `make_question` returns.
+        margin: the line that `command.make_question` returns.
     """
     question, answer = planned.question, planned.result
     return {

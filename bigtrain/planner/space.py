@@ -188,16 +188,16 @@ class SearchSpace:
     """The largest tp size that the model's layers allow."""
     rows: int | None = None
     engines: Sequence[str] | None = None
-    """The engines whose replicas are searched if there are several; None for all."""
+    """The engines to search where there are several replicas; None for all engines."""
     device_type: str = "cpu"
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
     """The techniques that list variants, by role."""
 
     @property
     def slice_counts(self) -> list[int]:
-        """The tp sizes to search: those that divide both the devices and those of a node.
+        """The tp sizes to search: common divisors of the number of devices and of those of a node.
 
-        A fixed `tp` is the only size; the list is empty if it does not divide the devices.
+        A fixed `tp` is the only size; the list is empty if `tp` does not divide the devices.
         """
         if self.tp is not None:
             return [self.tp] if self.devices % self.tp == 0 else []
@@ -320,7 +320,7 @@ def _is_round(number: int) -> bool:
 def written_options(
     cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
 ) -> dict[str, Any]:
-    """Return the options of a plan that its candidate does not have: cuts and recompute policies.
+    """Return the options of a plan that are not in its candidate: cuts and recompute policies.
 
     Args:
         cuts: the name of the first block of each stage but the first stage.

@@ -182,7 +182,7 @@ class StageProfiles:
         """Return a stage of consecutive blocks from the middle of the model, without its ends.
 
         Args:
-            choices: the policies of the blocks, whose number is that of the blocks.
+            choices: the policy of each block of the stage.
         """
         first = max(1, (len(self._all) - len(choices)) // 2)
         return SectionRange(first, first + len(choices), choices)

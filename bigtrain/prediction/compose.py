@@ -20,7 +20,8 @@ from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.scatter_gather import scattered_bytes
 
 _MOST = 0.75
-"""The share of parameters with a copy at the peak from which an optimizer updates all at once."""
+"""The share of the parameters that have a copy at the peak. With at least this share, an optimizer
+counts as one that updates all parameters at once."""
 _NUMBER_BYTES = 8
 """The most bytes of a storage that is a number, such as a step count or a norm, and not a copy of a
 parameter."""
@@ -171,14 +172,14 @@ def boundary_bytes(section: Section, ranks: int) -> tuple[int, int]:
 
     Args:
         section: the first block of a stage.
-        ranks: the number of tp ranks over which tensors are scattered that all of them have whole.
+        ranks: the number of tp ranks over which a tensor is scattered if each rank has all of it.
     """
     inputs, gradients = (scattered_bytes(nbytes, ranks) for nbytes in _whole(section))
     return section.sequence_shards + inputs, section.sequence_shards + gradients
 
 
 def _gathered(section: Section | None, ranks: int) -> tuple[int, int]:
-    """Return the whole bytes of the inputs, and of the gradients, that are sent in parts."""
+    """Return the bytes of the whole inputs, and of the whole gradients, that are sent in parts."""
     inputs, gradients = (n if scattered_bytes(n, ranks) < n else 0 for n in _whole(section))
     return inputs, gradients
 
@@ -192,7 +193,7 @@ def _whole(section: Section | None) -> tuple[int, int]:
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:
-    """Return the bytes of the states of some sections, whole in one process.
+    """Return the bytes of the states of some sections, if one process holds all of them.
 
     The part `parameters` includes frozen parameters. A tied tensor outside of blocks counts once.
     """

@@ -47,7 +47,10 @@ class OneBranch(WholeModel):
         """Bytes of the parameters that this branch does not use."""
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
-        """Return a loop in which parameters without a gradient get zeros: other passes use them."""
+        """Return a loop in which parameters without a gradient get a gradient of zeros.
+
+        Passes that take another branch use these parameters.
+        """
         return _FilledLoop(assembly, self)
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
@@ -98,7 +101,8 @@ class _FilledLoop(LoopRunner):
 class _Beginning:
     """A hook that resets the model's counters and the random state before each pass.
 
-    The counters are those after `passes` passes, which the first call runs.
+    Each pass starts with the counters that the model has after `passes` passes. The first call of
+    the hook runs these passes.
     """
 
     model: nn.Module

@@ -2,7 +2,7 @@
 
 A zero-bubble schedule splits the backward pass into an input backward and a weight backward. The
 autograd graph of layers with weights, their saved tensors and the gradients of their outputs stay
-alive from the first to the second. So both parts are recorded.
+alive from the input backward to the weight backward. So both parts are recorded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def add_input_weight_passes(
         profile,
         passes={**profile.passes, "first_split": first, "later_split": later},
         # In a split backward pass autograd chooses the strides of the inputs' gradients. In a whole
-        # backward pass they are the inputs' strides. So other gradients have to be made contiguous.
+        # backward pass the gradients have the inputs' strides. So the two passes copy different
+        # gradients to make them contiguous.
         boundary=_boundary(profile.boundary, recorded.loop),
     )
 
@@ -199,7 +200,7 @@ class StageLoop(LoopRunner):
         tracker: the tracker of the storages.
         splits_backward: whether the backward pass runs in two parts, inputs and weights.
         keeps_outputs: whether outputs stay alive until their gradients have been used, as in
-            torch's schedules, which wait for a send after its micro-batch's backward pass.
+            torch's schedules, which wait for a send after the same micro-batch's backward pass.
     """
 
     def __init__(

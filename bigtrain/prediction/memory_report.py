@@ -281,7 +281,7 @@ class MemoryReport:
 def engine_of(plan: Plan) -> EngineName | None:
     """Return the library whose implementation a plan uses; None if a technique is a user's.
 
-    A user's technique makes its own forecasts, and their errors are not those of bigtrain's.
+    A user's technique makes its own forecasts, whose errors say nothing about bigtrain's forecasts.
     """
     techniques = plan.techniques.values()
     if not all(type(t).__module__.startswith("bigtrain.strategies.") for t in techniques):
@@ -305,7 +305,7 @@ class FullestRank:
     num_ranks: int
     """The number of ranks with a predicted peak."""
     alike: bool
-    """Whether all of these ranks have a peak of the same bytes."""
+    """Whether the peaks of all these ranks have the same number of bytes."""
     save: StatePeak | None = None
     """The highest predicted peak of a save, over all ranks; None if none is known."""
 

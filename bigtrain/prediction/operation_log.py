@@ -110,7 +110,7 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = _tensors_among((result,))
-        # A compiled program allocates its buffers so, which writes nothing.
+        # A compiled program allocates its buffers by this operation, which writes nothing.
         is_buffer = func is torch.ops.aten.empty_strided.default
         if made and not is_buffer:  # an operation without a result is a query about a tensor
             inputs = _tensors_among(args)

@@ -1,7 +1,8 @@
 """Predict the memory of one rank before anything is built.
 
-A profile of the model, or of the rank's stages, is recorded on fake tensors. Each technique changes
-the forecast that is made from it. The prediction is the peak of the final forecast.
+A profile of the model, or of the rank's stages, is recorded on fake tensors. A forecast is made
+from the profile, and each technique changes the forecast. The prediction is the peak of the final
+forecast.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def _made_one_by_one(profiles: Sequence[Profile], resolved: ResolvedPlan, model:
 
     Values are made whole and in fp32. While a parameter is sliced or cast to bf16, both versions
     of it exist. Techniques that build the model themselves set `Forecast.building`. fully_shard
-    needs more memory in a step than for building. In both cases the peak here is zero.
+    needs more memory in a step than for building. In both cases the peak here is zero. It is also
+    zero in fp64, and if one process runs all stages of a cut model.
     """
     plan, peaks = resolved.plan, [Peak("build", Breakdown())]
     in_one_process = plan.cut is not None and not plan.cut.is_distributed
@@ -202,8 +204,8 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         pp_rank: see `predict`.
 
     Returns:
-        The forecast; without a peak, and with the reason, if the model or a stage does not run on
-        fake tensors.
+        The forecast of the rank; only the reason if the model or a stage does not run on fake
+        tensors.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size, or with this model.
@@ -332,7 +334,7 @@ def forecast_rank_step(
         forecasts: the forecasts of the rank's stages; a model that is not cut is stage 0.
         plan: the plan of the run.
         pp_rank: the index of the rank on the pp axis.
-        tied: the gradients of the rank's parameters that other pp ranks share.
+        tied: the gradients of those of the rank's parameters that other pp ranks have as well.
     """
     cut_strategy = plan.techniques.get("cut")
     actions = None

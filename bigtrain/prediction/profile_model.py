@@ -47,7 +47,7 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
 def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.device) -> Profile:
     """Return the profile of the branch that leaves out the fewest bytes of parameters.
 
-    Of branches that leave out the same number, the one with the highest peak is taken.
+    Of branches that leave out equally many bytes, the one with the highest peak is taken.
 
     Raises:
         Exception: no branch runs. It is the exception that the model's code raised.

@@ -90,7 +90,7 @@ class FakeRun:
     timeline: Timeline
     """The storages of all steps."""
     marks: tuple[int, ...]
-    """The ticks of the second step: its begin, the ends of its micro-batches, its end."""
+    """The ticks of the second step: its beginning, the ends of its micro-batches, its end."""
     ticks: BlockTickRecorder
     """The recorder of the blocks' ticks in all steps."""
     batch_bytes: int
@@ -100,7 +100,7 @@ class FakeRun:
     gradients: GradientTicks
     """The ticks at which the first micro-batch of the second step makes gradients."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
-    """The exchanges over the tp axis of all steps, each with its tick."""
+    """The exchanges over the tp axis in all steps, each with its tick."""
     first_step: FakeRun | None = None
     """The record of the first step, if it had two micro-batches of another size; else None."""
     later: FakeRun | None = None
@@ -328,7 +328,7 @@ def _step(
     ticks = [tracker.clock]
     runner.take_exchanges()
     for batch in batches:
-        runner.begin_step()  # for each micro-batch: if gradients are released, each is a step
+        runner.begin_step()  # each micro-batch is a step if gradients are released
         runner.run_micro_batch(batch, 1.0)
         if len(ticks) == 1:
             births.append(_gradient_ticks(tracker, products, runner, begin=ticks[0]))

@@ -67,8 +67,8 @@ class RecordedSections:
     state_slots: float
     """See `Profile.state_slots`."""
     profile: Profile | None = None
-    """The profile of the whole model if it is a single section, because its blocks do not run one
-    after another; otherwise None."""
+    """The profile of the whole model if its blocks do not run one after another, so that the model
+    is a single section; otherwise None."""
     copies_gradient: bool = False
     """Whether the strides of a block's output differ from those of its gradient. Between ranks a
     gradient is sent with the strides of the output, and so has to be copied."""
@@ -123,8 +123,8 @@ def record_sections(
         The sections for each of `micro_batches`.
 
     Raises:
-        UntraceableError: the model's code raises an exception on fake tensors, which is the cause
-            of this error.
+        UntraceableError: the model's code raises an exception on fake tensors. That exception is
+            the cause of this error.
         ConfigError: a technique refuses the model.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
@@ -277,7 +277,7 @@ class SectionSplitter:
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
     def _returned(self, which: int) -> int:
-        """Return the tick at which the model's forward pass ends, before that of the loss."""
+        """Return the tick at which the model's forward pass ends and that of the loss begins."""
         backward_start = self._backward_start(which)
         return backward_start - self._run.ticks.loss_ticks(self._run.marks[which], backward_start)
 
@@ -395,7 +395,10 @@ class SectionSplitter:
 
     @cached_property
     def _first_forward(self) -> tuple[int, int, int]:
-        """The ticks in the first forward pass at which blocks begin and end, and the pass ends."""
+        """Three ticks of the first forward pass.
+
+        At these ticks the first block begins, the last block ends, and the pass ends.
+        """
         backward_start = next(t for t, phase in self._run.timeline.phases if phase == "backward")
         every = [self._run.ticks.ticks(name, 0, backward_start) for name in self._notes.names]
         begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))

@@ -25,7 +25,7 @@ from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.scatter_gather import scattered_bytes
 
 DETAILED_ENDS = 2
-"""The sections at each end of a sequence of equal sections that are composed tick by tick."""
+"""The number of sections that are composed tick by tick, at each end of a run of equal sections."""
 
 
 class Anchor(IntEnum):
@@ -153,9 +153,9 @@ class SectionPass:
     gradients: tuple[int, ...] = ()
     """The indices of storages that are gradients, including gradients that are added to others."""
     boundary: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-    """The indices of storages that are inputs made by the section before, and of storages that are
-    gradients made by the section after. At the ends of a stage, these storages are received from
-    other ranks, and stay until the end of the micro-batch."""
+    """Two groups of indices into `storages`: inputs that the section before makes, and gradients
+    that the section after makes. At the ends of a stage, these storages are received from other
+    ranks, and stay until the end of the micro-batch."""
     loss_ticks: int = 0
     """Ticks at the end of the last section's forward window that belong to the loss."""
 
@@ -175,7 +175,7 @@ class SectionPass:
         storages = list(self.storages)
         for index in self.boundary[side]:
             storage, sent = storages[index], scattered_bytes(storages[index].nbytes, ranks)
-            # The gathered tensor is freed when a tensor between two blocks is.
+            # The gathered tensor has the lifetime of a tensor between two blocks.
             storages += [] if ranks == 1 else [storage]
             storages[index] = storage._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(storages))
@@ -233,9 +233,9 @@ class Section:
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
     """Return the passes of a section with their gradients marked.
 
-    In the first pass the gradients stay alive, and so are known. In a later pass they are added to
-    these and freed. If both passes make storages of the same sizes in the same order, the gradients
-    of the later pass are at the same positions.
+    In the first pass the gradients are known, because they stay alive. In a later pass the new
+    gradients are added to those of the first pass, and freed. If both passes make storages of the
+    same sizes in the same order, the gradients of the later pass are at the same positions.
 
     Args:
         first: the pass of the first micro-batch of a step.
@@ -271,16 +271,16 @@ def section_spans(
 ) -> SectionPass:
     """Return the passes of a section, with the storages of a timeline that belong to it.
 
-    An output belongs to the section that makes it until the end of this section's window. After
-    that it belongs to the next section, if the next section frees it.
+    Until the end of a section's window, an output belongs to the section that makes it. After that
+    the output belongs to the next section, if the next section frees it.
 
     Args:
         spans: the storages of one micro-batch.
         windows: the windows of all sections.
         index: the index of the section.
         stop: the last tick of the micro-batch; gradients that outlive it stay for the optimizer.
-        returned: the tick at which the model's forward pass ends, before that of the loss; None to
-            ignore storages that are freed at this moment.
+        returned: the tick at which the model's forward pass ends and the forward pass of the loss
+            begins; None to ignore storages that are freed at this moment.
     """
     leaving = None
     if returned is not None:
@@ -314,9 +314,9 @@ _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
 class _Owner:
     """Selects the storages of a section from a timeline whose backward pass is whole.
 
-    A storage that outlives its section's windows by a few ticks counts as freed at their end.
-    Autocast frees its copies of weights together after the model's forward pass. They count as
-    freed at one tick.
+    A storage that outlives its section's windows by a few ticks counts as freed at the end of
+    the window. Autocast frees its copies of weights together after the model's forward pass. They
+    count as freed at one tick.
 
     Args:
         windows: see `section_spans`.
@@ -455,7 +455,7 @@ class _SplitOwner(_Owner):
         if span.death <= forward.end + 1:
             until = Anchor.FORWARD, span.death - forward.begin
         elif after is not None and (span.death <= after[0].end + 1 or _goes(span, after)):
-            # After this section's window it belongs to the section after.
+            # After this section's window the storage belongs to the section after.
             until = Anchor.FORWARD, forward.length + 1
         elif span.death <= self._backward_start + 1:
             until = Anchor.TURN, 1

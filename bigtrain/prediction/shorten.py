@@ -20,7 +20,7 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
 
     Args:
         model: a model on the meta device; it is not changed.
-        most: the number of blocks that remain, at most, of a sequence of equal blocks.
+        most: the most blocks that remain of each sequence of equal blocks.
 
     Returns:
         The copy; and for each block of the model, the index of the block of the copy that
@@ -97,7 +97,7 @@ def uses_by_block(model: nn.Module, example: MicroBatch, loss: Loss | None) -> P
 
 
 def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> list[str]:
-    """Return the children of a module list that can be left out, as their neighbours are equal."""
+    """Return which children of a module list can be left out: their neighbours are equal."""
     container = model.get_submodule(parent)
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return []

@@ -45,8 +45,9 @@ def optimizer_state_figures(
     Args:
         model: the profiled model.
         optimizer: the optimizer of the model after a step.
-        widths: by the name of a state, its bytes for each element of a bf16 parameter whose update
-            is in fp32. Techniques that shard the state update in fp32; see `state_bytes_by_slot`.
+        widths: by the key of a tensor of the state, its bytes for each element of a bf16 parameter
+            that is updated in fp32. If a technique shards the state, it updates parameters in fp32;
+            see `state_bytes_by_slot`.
 
     Returns:
         The fields `trained_elements`, `state_slots` and `state_scalars` of `Profile`, by name.

@@ -52,8 +52,7 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import set_timeouts
 
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
-"""Variables of Slurm, with which every rank sees only one GPU, with index 0."""
-"""Variables with which a launcher hides GPUs."""
+"""Variables of Slurm. If one gives each rank its own GPU, a rank sees only that GPU, as index 0."""
 
 
 @contextlib.contextmanager
@@ -391,8 +390,8 @@ def _destroy() -> None:
 def _set_gloo_interface(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
     """Let gloo use the loopback on one node, and on several the interface to the node of rank 0.
 
-    Its default is the address of the host's name. That may be unreachable (containers, laptops, the
-    127.0.1.1 of Debian), or open to other machines.
+    By default gloo uses the address of the host's name. That address may be unreachable
+    (containers, laptops, the 127.0.1.1 of Debian), or open to other machines.
     """
     if placement.one_node:
         interface: str | None = "lo" if sys.platform == "linux" else "lo0"

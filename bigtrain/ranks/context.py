@@ -144,7 +144,7 @@ class RunContext:
     def for_background(self) -> RunContext:
         """Return a context of the same ranks for the exchanges of another thread. Collective.
 
-        Its device is the CPU, and its group is gloo with a timeout of hours. Exchanges along an
+        Its device is the CPU. Its group is a gloo group with a timeout of hours. Exchanges along an
         axis must not use this context: they would use the run's own group.
         """
         if self.mesh is None:
@@ -246,8 +246,8 @@ class RunContext:
     def barrier(self) -> None:
         """Wait for all ranks, even while one of them downloads or writes a checkpoint. Collective.
 
-        `mesh.timeout` does not apply here. A rank that fails or is lost still ends the wait,
-        because it ends all ranks.
+        `mesh.timeout` does not apply here. A rank that fails or is lost still ends the wait: it
+        ends all ranks, unless it is one that the run may lose.
         """
         root = self._root_exchange(may_take_hours=True)
         if root is not None:

@@ -60,8 +60,8 @@ _VARIABLES = {
 def exit_status_of(error: BaseException) -> int:
     """Return the exit status of a process that ends with this error.
 
-    The status is 2 if the user's input is at fault, 130 for Ctrl-C, 143 for SIGTERM, the code of a
-    `SystemExit`, and otherwise 1.
+    The status is that of a `BigtrainError` (2 if the user's input is at fault), 130 for Ctrl-C, 143
+    for SIGTERM, the code of a `SystemExit`, and otherwise 1.
     """
     if isinstance(error, BigtrainError):
         return error.exit_status

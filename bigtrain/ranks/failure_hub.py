@@ -1,10 +1,10 @@
 """Inform every rank at once that another rank failed, was killed, or was stopped.
 
-Collectives notice the end of a rank late or never: not while a rank computes, sleeps or waits for a
-file. Some launchers (srun by default) leave the other ranks running. So every rank has a connection
-to a small hub in the process of rank 0. A rank that fails reports its failure to the hub. If a rank
-is killed, the kernel closes its connection. There is no heartbeat that could be late, so a rank
-that is only busy is never taken for dead.
+Collectives notice the end of a rank late or never. A rank that computes, sleeps or waits for a file
+notices nothing. Some launchers (srun by default) leave the other ranks running. So every rank
+has a connection to a small hub in the process of rank 0. A rank that fails reports its failure to
+the hub. If a rank is killed, the kernel closes its connection. There is no heartbeat that could be
+late, so a rank that is only busy is never taken for dead.
 
 The hub also decides which rank prints: the first rank that reports shows its traceback, and all
 other ranks end without a traceback.
@@ -377,7 +377,7 @@ class FailureListener:
         return (rank, (rounds[rank] - 1) * period_s) if rounds[rank] > 1 else None
 
     def close(self) -> None:
-        """Leave the hub. The end of this process is not the loss of a rank afterwards."""
+        """Leave the hub. After that, the end of this process does not count as a lost rank."""
         self._closing.set()
         self._say(kind="bye")
         self._reply()

@@ -74,8 +74,8 @@ def start_ranks(
     Returns:
         The exit status. It is 0 for success, and 2 or 75 if the failing rank ended with that
         status. After SIGTERM or SIGUSR1 it is 75 if the ranks have saved, and 1 if they could not.
-        After Ctrl-C it is 130, unless a save failed. It is 128 plus the number of the signal if
-        there was nothing to save, and otherwise 1.
+        After Ctrl-C it is 130, unless a save failed. If there was nothing to save, it is 128 plus
+        the number of the signal. In all other cases it is 1.
 
     Raises:
         ConfigError: there are fewer than 1 rank or too many for this machine, the script does not
@@ -371,7 +371,7 @@ class _Ranks:
 
     @property
     def exitcodes(self) -> list[int | None]:
-        """The exit code of each rank; None while it runs, minus the number of a signal."""
+        """The exit code of each rank: None while it runs; minus the number if a signal ended it."""
         return [process.poll() for process in self._processes]
 
     @property

@@ -55,7 +55,7 @@ class Highest:
 
 
 class PreemptionNotice:
-    """Record SIGTERM, SIGUSR1 and SIGINT inside a `with` block; a second one ends the process.
+    """Record SIGTERM, SIGUSR1 and SIGINT in a `with` block; a second signal ends the process.
 
     Args:
         context: the context of this rank.

@@ -294,8 +294,9 @@ def gloo_interface(
 ) -> str | None:
     """Return the interface for gloo's exchanges between nodes; None for gloo's default.
 
-    It is the interface that NCCL was told to use, if that is one name; otherwise that of the
-    route to the node of rank 0. The loopback reaches no other node and is not used.
+    If `NCCL_SOCKET_IFNAME` is the name of an interface, gloo uses this interface, too. Otherwise
+    gloo uses the interface of the route to the node of rank 0. The loopback reaches no other node,
+    so it is never the result.
 
     Args:
         environ: the environment, with `NCCL_SOCKET_IFNAME` if that is set.
@@ -303,7 +304,7 @@ def gloo_interface(
         addresses: the address of each interface of this host.
     """
     named = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
-    if named in addresses:
+    if not addresses.get(named, "127.").startswith("127."):
         return named
     if own_address is None or own_address.startswith("127."):
         return None
@@ -368,7 +369,7 @@ def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int])
         except BaseException as error:
             done.set_exception(error)
 
-    # This is not a pool: a program waits at its end for a pool's threads, and this may never end.
+    # No pool is used: at its end a program waits for a pool's threads, and this one may never end.
     threading.Thread(target=run, name="bigtrain-meet", daemon=True).start()
     try:
         return done.result(seconds)

@@ -51,7 +51,8 @@ class Restart:
     def taken(cls, environ: MutableMapping[str, str]) -> Restart | None:
         """Return the overrides that this process was restarted with; None without a restart.
 
-        They are removed from the environment. A rank that torchrun has started again resumes, too.
+        The overrides are removed from the environment. For a rank that torchrun has started again,
+        they are those that resume the run.
 
         Args:
             environ: the environment of this process, which is changed.
@@ -77,8 +78,9 @@ class Restart:
 def continuation_words(folder: Path, begun_at: str | None) -> list[str]:
     """Return the overrides with which a run continues in its folder, from its newest checkpoint.
 
-    A run that began with another run's checkpoint, and has no checkpoint of its own, begins there
-    again. Its files of metrics are then removed, because their steps will be done again.
+    A run that began with another run's checkpoint, and has no checkpoint of its own, begins with
+    that checkpoint again. The run's files of metrics are then removed, because their steps will be
+    done again.
 
     Args:
         folder: the folder of the run.

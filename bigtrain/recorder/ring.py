@@ -159,7 +159,7 @@ class FlightRecorder:
         """Return this rank's record as a dict of JSON values. Any thread may call this method."""
         stack = self.stack()
         try:
-            with self._reading:  # two threads would take torch's and Python's lock in both orders
+            with self._reading:  # two threads would take torch's and Python's locks in two orders
                 exchanges = self.exchanges()
         except Exception as error:  # the format of torch's record differs between versions
             exchanges = [{"unreadable": f"{type(error).__name__}: {error}"[:200]}]

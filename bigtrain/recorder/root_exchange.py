@@ -3,7 +3,7 @@
 A collective needs every rank. A message needs only two: gloo at once aborts a message from a rank
 that has ended, and messages between other ranks are not affected. So rank 0 receives a message from
 every rank and sends every rank the result. The result depends only on the messages that reached
-rank 0, so all ranks have the same. Rank 0 is never spare.
+rank 0, so all ranks have the same result. Rank 0 is never spare.
 """
 
 from __future__ import annotations
@@ -86,14 +86,17 @@ class RootExchange:
             work.wait()
 
     def _note(self, direction: str, rank: int, nbytes: int) -> None:
-        """Record the message in the words that `waiting` parses, or only that it may take long."""
+        """Record a message in the words that `waiting` parses.
+
+        If waits are not watched, record only that the exchange may take long.
+        """
         words = f"{direction} rank {rank}, {nbytes} bytes"
         self.recorder.note(words if self.watched else "an exchange that may take long")
 
 
 @contextmanager
 def tolerating_loss_of(rank: int, recorder: FlightRecorder) -> Iterator[None]:
-    """A context that ends quietly if an exchange in it breaks because this rank was lost.
+    """A context that ends quietly if an exchange in it breaks because the rank `rank` was lost.
 
     Raises:
         RuntimeError: the exchange broke for another reason.

@@ -6,7 +6,7 @@
               validation.jsonl   one JSON object for each validation
               data.json          documents, samples, and documents that were left out
               memory.json        the peak of every rank, by part, and the seconds of a step
-              timeline.json      memory over the last tracked step, if it was tracked
+              timeline.json      memory over the last tracked step; missing if no step was tracked
               checkpoints/
 
 Only rank 0 writes. On other ranks the methods do nothing.
@@ -192,7 +192,7 @@ class RunLog:
         _write_yaml(self.folder / "plan.yaml", described)
 
     def _drop_steps_after(self, step: int) -> None:
-        """Remove the lines of steps after this step, which the run repeats after a resume."""
+        """Remove the lines of the steps after this one: the resumed run repeats those steps."""
         for name in ("metrics.jsonl", "validation.jsonl"):
             path = self.folder / name
             text = ""
@@ -214,8 +214,8 @@ class RunLog:
         Args:
             result: the result of the step.
             figures: further figures of the strategy's runner, by name.
-            highest: the highest peak of all ranks in bytes, and its rank. This rank's own peak is
-                logged if `highest` is None or is lower, as it may be from an earlier step.
+            highest: the highest peak of all ranks in bytes, and its rank. It may be from an earlier
+                step. So this rank's own peak is logged if it is higher, or if `highest` is None.
         """
         first, self._stepped = not self._stepped, True
         if not self._main:

@@ -158,12 +158,12 @@ def bubble_share(
 
     * naive: m(p-1)(F+I+W).
     * GPipe, 1F1B, interleaved 1F1B and LoopedBFS: (p-1)(F+I+W). With fewer micro-batches than
-      ranks, it is (v-1)(p-m)(F+I+W) longer.
+      ranks, the idle time is (v-1)(p-m)(F+I+W) longer.
     * Interleaved zero bubble: (p-1)(F+I - min(F, I, W)). If W is the least of the three, that is
       (p-1)(F+I-W), as for ZB-H1.
     * ZBV and DualPipeV: (p-1)F for F = I = W. If I is a whole backward pass that is not shorter
-      than F, and W is zero, it is 2(p-1)I for ZBV. For DualPipeV it is min(F, (p-1)(I-F)) shorter,
-      as a simulation of torch's tables shows.
+      than F, and W is zero, the idle time is 2(p-1)I for ZBV. For DualPipeV the idle time is
+      min(F, (p-1)(I-F)) shorter, as a simulation of torch's tables shows.
 
     Args:
         schedule: one of `orders.SCHEDULES`.

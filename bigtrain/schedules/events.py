@@ -77,9 +77,10 @@ def schedule_events(
 def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[EventRow, ...]:
     """Return the events of each rank if micro-batches run forward and backward one after the other.
 
-    The messages have one order, which all ranks share, so there is no deadlock. A rank waits for
-    its send before its next send begins, and for the send of an output before the backward pass. So
-    ranks overlap as far as the order allows, and each rank has at most one open send.
+    The messages have one order, which all ranks share, so there is no deadlock. Before a send
+    begins, the rank waits for its previous send. Before a backward pass, it waits for the send of
+    the output. So ranks overlap as far as the order allows, and each rank has at most one open
+    send.
 
     Args:
         ranks: the rank of each stage.

@@ -17,8 +17,8 @@ from bigtrain.schedules.orders import (
 
 SCHEDULES_WAITING_AT_HEAD = ("gpipe", "looped_bfs", "interleaved_zero_bubble")
 """Schedules in which the last stage has several micro-batches in flight. In all other schedules the
-last stage runs the backward pass of each micro-batch immediately. They are listed, because it takes
-time to compute an order."""
+last stage runs the backward pass of each micro-batch immediately. The names are listed, because it
+takes time to compute the order of a schedule."""
 
 
 def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
@@ -88,7 +88,7 @@ def in_flight_at_peak(
     if schedule in SINGLE_STAGE_SCHEDULES:
         check_schedule(schedule, pp, stages_per_rank, micro_batches)
         ahead = forwards_ahead(schedule, pp, micro_batches)
-        # After the first backward pass there is one less, if no forward pass follows.
+        # After the first backward pass one less is in flight, if no forward pass follows.
         return tuple(n - (later and n == micro_batches) for n in ahead)
     at_peak: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):

@@ -189,9 +189,9 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
 def _torch_rows(name: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
     """Return the order in which the runtime of torch's class computes, by rank.
 
-    The constructor of the class also places every send and receive, which takes seconds for 512
-    micro-batches and does not change the order. So that method is skipped. If torch renames the
-    method, this is slower but still correct.
+    The constructor of the class also calls a method that places every send and receive. This takes
+    seconds for 512 micro-batches and does not change the order, so the method is skipped. If torch
+    renames the method, this is slower but still correct.
     """
     return pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False).pipeline_order
 

@@ -42,7 +42,7 @@ def transfers(
     actions = rank_order(schedule, pp, stages_per_rank, micro_batches, rank)
     if schedule == "1f1b":
         return tuple(_one_ahead(actions))
-    if schedule == "naive":  # a rank waits for a gradient before its next send
+    if schedule == "naive":  # a rank waits for a gradient's send before its next send
         return tuple(_one_behind(actions, pp))
     if (
         schedule == "gpipe"
@@ -60,11 +60,12 @@ def transfers(
 def backward_starts(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
 ) -> tuple[InTransit, ...]:
-    """Return the messages in transit just before each action of a rank.
+    """Return for each action of a rank the messages in transit at the start of a backward pass.
 
     In torch's 1F1B, the buffer for the next gradient is allocated while an output is being sent.
-    After the gradient has arrived, the output is released, and the backward pass begins. Other
-    schedules have no such moments, and the result is empty.
+    After the gradient has arrived, the output is released, and the backward pass begins. The
+    entry of an action is empty unless the action is a B after an F. Other schedules have no such
+    moments, and the result is empty.
 
     Args:
         schedule: see `transfers`.
@@ -127,8 +128,8 @@ def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[In
 def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[InTransit]:
     """Yield the messages in transit during each action of the naive schedule.
 
-    A rank waits for its sent gradient before its next send: of an output, or of a gradient on the
-    last rank.
+    A rank waits for the send of a gradient before its next send. That send is of an output, or on
+    the last rank of a gradient.
     """
     done: set[int] = set()
     for stage, kind, _ in actions:

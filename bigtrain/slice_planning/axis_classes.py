@@ -49,7 +49,7 @@ class SliceClass:
 
     @property
     def units(self) -> int:
-        """The largest number of ranks of which each gets a part of every tensor."""
+        """The largest number of ranks with which each rank gets a part of every tensor."""
         return min(slices.most_ranks for slices in self.slices.values())
 
     @property
@@ -70,8 +70,8 @@ def sections_of(
     Args:
         dim: a dim of a tensor.
         wanted: ids of the axes that are sliced.
-        before: ids of axes one of which must precede each wanted axis; the two axes are then sliced
-            as one.
+        before: ids of axes, or None. One of these axes must precede each wanted axis; the two are
+            then sliced as one axis.
 
     Returns:
         None if a part of a sum has none of the axes, if a product has several of them, or if no
@@ -204,9 +204,10 @@ class AxisClasses:
 
     @cached_property
     def repeated(self) -> set[tuple[int, HeldTensor]]:
-        """Pairs of a class and a tensor that has it only because a tensor without it was repeated.
+        """Pairs of a class and a tensor that has axes of the class only by repetition.
 
-        The repeated tensor may stay whole on every rank.
+        An operation such as expand repeated a tensor without the class. The result may stay whole
+        on every rank.
         """
         repeated_in: set[tuple[int, HeldTensor]] = set()
         for record in self._trace.records:

@@ -34,7 +34,7 @@ from bigtrain.tracing.watch import (
 )
 
 RULE_MODULES = (product_rules, view_rules)
-"""Imported because they register rules in the table."""
+"""Modules whose import registers the rules that `rule_of` finds."""
 
 
 @dataclass
@@ -55,7 +55,8 @@ class AxisTrace:
     """If the pass made up values, the reason why a pass without them stopped early; else ''."""
     listed: dict[str, str] = field(default_factory=dict)
     """By tensor name, the module whose code takes the tensor from a list of all tensors, such as
-    `parameters()`, and uses its values or sizes. On a rank the list has the rank's part of it."""
+    `parameters()`, and uses its values or sizes. On a rank the list has only the rank's part of the
+    tensor."""
 
 
 def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrace:
@@ -68,8 +69,8 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
     Args:
         model: a model on any device; it is not changed.
         inputs: the inputs of one micro-batch; only shapes matter.
-        class_dim: the output's dim of a cross entropy, which may be sliced; None if the output is
-            needed whole.
+        class_dim: the dim of the output along which the loss is a cross entropy; this dim may be
+            sliced. None if the output is needed whole.
     """
     trace, by_values = _run(model, inputs, class_dim, guess=False)
     if not by_values:
@@ -148,7 +149,7 @@ class _Recorder(ForwardObserver):
         self.listed: dict[str, str] = {}
         self._twins: dict[int, Tensor] = {}
         """By the id of a parameter or buffer, the tensor that `model.parameters()` or `buffers()`
-        yields for it, so that uses of listed tensors differ from uses by a module."""
+        yields in its place, so that a use from a list is told from a use by a module."""
         self._listed: dict[int, HeldTensor] = {}
         self._traced: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}

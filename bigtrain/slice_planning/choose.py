@@ -24,7 +24,7 @@ from bigtrain.slicing.slices import Slices
 from bigtrain.units import format_bytes
 
 ENOUGH = 0.9
-"""Without prices, weights are sliced until this fraction of the parameters is."""
+"""Without prices, weights are sliced until this fraction of the parameters is sliced."""
 SMALL = 0.01
 """Without prices, an embedding table with a smaller fraction of the parameters stays whole, unless
 less than `ENOUGH` is then sliced."""
@@ -55,7 +55,7 @@ class SlicedWork(Protocol):
 
     @property
     def micro_batch(self) -> Any:
-        """An object with `inputs`, of which only shapes matter."""
+        """An object with `inputs`; only the shapes of the inputs matter."""
 
     @property
     def loss(self) -> Any:
@@ -72,10 +72,10 @@ def plan_slices(
 ) -> SlicingPlan:
     """Choose the slices of a model over a number of ranks.
 
-    Without prices and a limit, as many bytes as possible are sliced in classes, then the largest of
-    the other weights alone until `ENOUGH` of the parameters is sliced. With prices, the choice
-    takes the least time; with a limit alone, it sends the fewest bytes. If no slices pay, nothing
-    is sliced.
+    Without prices and a limit, the classes that slice the most bytes are chosen. Then the largest
+    of the other weights are sliced alone until `ENOUGH` of the parameters is sliced. With prices,
+    the choice takes the least time; with a limit alone, it sends the fewest bytes. If no slices
+    pay, nothing is sliced.
 
     Args:
         workload: the model, its loss and a micro-batch.
@@ -83,9 +83,9 @@ def plan_slices(
         prices: seconds of exchanges and arithmetic.
         limit: bytes per rank for parameters, gradients, optimizer state and saved activations.
         keep: modules or parameters that stay whole, by patterns of names.
-        repeats: how many blocks of a deeper model a block represents, by the block's name. Its
-            parameters and exchanges count that often, so that without prices the choice is the same
-            as for the deeper model.
+        repeats: how many blocks of a deeper model a block represents, by the block's name. The
+            block's parameters and exchanges count that often, so that without prices the choice is
+            the same as for the deeper model.
 
     Raises:
         ConfigError: nothing can be sliced over so many ranks, or the limit is exceeded.
@@ -106,7 +106,8 @@ def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
         slices: names of the sliced parameters.
 
     Raises:
-        ConfigError: the model does; the message has the module that reads the list.
+        ConfigError: the model reads one of `slices` from a list; the message has the module that
+            reads the list.
     """
     trace = trace_axes(workload.model, workload.micro_batch.inputs, None)
     for name in slices:

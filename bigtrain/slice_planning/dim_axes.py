@@ -98,7 +98,7 @@ def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
         outer: the length of the outer factor, a divisor of the axis's length.
 
     Returns:
-        Both factors; None if the axis is a sum one of whose parts is not divisible.
+        Both factors; None if the axis is a sum with a part that is not divisible.
     """
     inner = axis.length // outer
     if not axis.parts:

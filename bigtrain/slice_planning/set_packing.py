@@ -3,8 +3,8 @@
 The options form a graph with an edge between two options that share a claim (rivals). Its connected
 components are solved independently; equal components (a model's blocks) are solved once. Within a
 component the search branches on the option with the most rivals: it takes or leaves the option, and
-solves the rest. In networks for images few options, those along the residual connections, connect
-all others.
+solves the rest. In networks for images a few options connect all others: those along the residual
+connections.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ class SingleLayer:
 
     @property
     def units(self) -> int:
-        """The largest number of ranks of which each gets a part of every tensor."""
+        """The largest number of ranks with which each rank gets a part of every tensor."""
         return min(slices.most_ranks for slices in self.slices.values())
 
 
 def single_layers(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
-    """Return, by name, the ways to slice alone each weight that is used only in plain products.
+    """Return the ways to slice a weight alone, by name, for weights used only in plain products.
 
     If the trace is complete, the result includes weights that the forward pass does not use.
     """

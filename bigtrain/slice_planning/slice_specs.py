@@ -3,8 +3,8 @@
 A line is `PATTERN: DIM/SECTIONS`. In a pattern `*` matches any characters between two dots.
 Sections are `TIMESxLENGTH:UNIT`, separated by commas; TIMES and UNIT are left out if they are 1.
 Without lengths (`0/3x:64`, `1`) the dim is divided evenly into sections. A trailing ` gather` means
-that the weight's product is gathered immediately. `whole` instead of DIM/SECTIONS means that a
-tensor stays whole that a more general pattern would slice.
+that the weight's product is gathered immediately. `whole` instead of DIM/SECTIONS keeps a tensor
+whole, although a more general pattern would slice it.
 """
 
 from __future__ import annotations

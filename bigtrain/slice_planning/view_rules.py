@@ -253,7 +253,7 @@ def indexed(op: OpCall) -> list[Dims]:
 
 
 def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
-    """Return the dims of a tensor indexed by a mask of some of its dims, which become one."""
+    """Return the dims of a tensor indexed by a mask; the dims that the mask covers become one."""
     for dim in dims[first : first + mask.dim()]:
         op.block(dim, "it is indexed by values")
     places = op.blocked_dim(op.results[0].shape[first], "it comes from an index by values")

@@ -90,7 +90,7 @@ class _RegatheredInput(UseCount):
         self._whole: Tensor | None = None
 
     def begin(self, part: Tensor) -> None:
-        """Start to gather the input, unless another layer has already started to."""
+        """Start to gather the input, unless an earlier layer has gathered it."""
         if self._whole is None:
             self._begun = start_all_gather(part, self.slices, self.group)
             self._left = self.of_weights
@@ -141,7 +141,8 @@ def _cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a tensor once for all layers that use it, so that its gradient is summed once."""
     if x.grad_fn is None or x.dtype == dtype:
         return x.to(dtype)
-    # Not the id of the node: Python makes a new object at each access, and ranks must not differ.
+    # The state has no id of the node: Python makes a new object for it at each access, so whether
+    # two ids are equal could differ between ranks.
     state = (x._version, x.untyped_storage()._cdata, dtype)
     known, cast = getattr(x, _CAST, (None, None))
     if isinstance(cast, Tensor) and known == state and torch.is_grad_enabled():
@@ -174,10 +175,11 @@ def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A linear layer that saves this rank's part of its input, not the gathered whole.
+    """A linear layer that saves this rank's part of a sliced input, not the gathered whole.
 
     If other layers use the input as well, the backward pass returns the partial gradient of the
-    whole input; otherwise it returns the summed gradient of this rank's part.
+    whole input. Otherwise it returns the gradient summed over the ranks: of a whole input, or of
+    this rank's part of a sliced one.
     """
 
     @staticmethod
@@ -190,7 +192,7 @@ class _ColumnLinear(torch.autograd.Function):
         shared: UseCount,
     ) -> Tensor:
         to_input, _, to_weight, _, _ = ctx.needs_input_grad
-        # Of a whole input the alias is saved: the owner of `source` may set other data on it.
+        # For a whole input `whole_input` is saved: the owner of `source` may set other data on it.
         saved = source if isinstance(shared, _RegatheredInput) else whole_input
         ctx.save_for_backward(saved if to_weight else None, weight if to_input else None)
         ctx.shared = shared
@@ -225,7 +227,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def _wanted(ctx: Any) -> list[bool]:
-    """Return which gradients are needed: zero-bubble schedules may compute inputs' alone."""
+    """Return which gradients are needed: zero-bubble schedules may ask for the input's alone."""
     nodes = [node for node, _ in ctx.next_functions]  # arguments that are not tensors have no node
     nodes += [None] * (len(ctx.needs_input_grad) - len(nodes))
     return [

@@ -91,7 +91,7 @@ class SliceGroup:
     gloo: bool = False
     """Whether fake tensors simulate a run over gloo, which copies the input of a reduce-scatter."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
-    """The gathered input of the latest linear layers: at most one."""
+    """The gathered input that the latest linear layers share: a list of at most one entry."""
 
     draws: Draws = field(default_factory=Draws, compare=False, repr=False)
     exchanging: Callable[..., AbstractContextManager[None]] = field(
@@ -139,11 +139,12 @@ def copied_to_ranks(whole: Tensor, group: SliceGroup) -> Tensor:
 
 
 def copied_with_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, UseCount]:
-    """Return `copied_to_ranks(whole, group)`, and the count of the copy's uses, with this one."""
+    """Return `copied_to_ranks(whole, group)`, and the count of the copy's uses, including this."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole, UseCount(group)
-    # A parameter gets a copy per use. In a pipeline a later micro-batch would otherwise share the
-    # node of an earlier one, and would reach the node only after fully_shard has reduced gradients.
+    # A parameter gets a copy per use. In a pipeline, a later micro-batch would otherwise share the
+    # autograd node of an earlier one. The later backward pass would reach that node only after
+    # fully_shard has reduced gradients.
     if isinstance(whole, torch.nn.Parameter):
         uses = UseCount(group)
         uses.count = 1
@@ -250,7 +251,7 @@ class PendingExchange:
         launch: Callable[[], Any],
         finish: Callable[[Tensor], Tensor],
     ) -> None:
-        # Of a gather and of a scatter the larger side is the whole tensor.
+        # The larger of the two tensors is the whole one, in a gather as in a scatter.
         group.note(kind, max(sent, received, key=Tensor.numel))
         self._finish, self._sent, self._received = finish, [sent], [received]
         self._work: Any = None
@@ -334,7 +335,7 @@ def start_reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> 
 
 
 def _is_rank_major(slices: Slices, shape: Sequence[int], group: SliceGroup) -> bool:
-    """Whether the ranks' parts of this shape, concatenated, are the whole tensor, row-major."""
+    """Whether the ranks' parts of this shape lie one after another in the whole's memory."""
     is_outermost = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
     return is_outermost and slices.total == shape[slices.dim] * group.size
 
@@ -363,7 +364,7 @@ class _CopiedToRanks(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, group: SliceGroup) -> Tensor:
         ctx.group = group
         ctx.set_materialize_grads(False)
-        return whole.detach()  # not a view: its base would refer back to this copy
+        return whole.detach()  # not a view: the base would refer back to the copy
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SavedSums:
-    """Saves the sum over the ranks of a product instead of the partial product, which it frees.
+    """Saves the sum of a product over the ranks. The partial product is freed, not saved.
 
     Args:
         is_saved: whether a storage (by its `_cdata`) is that of a saved product.

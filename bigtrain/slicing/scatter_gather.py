@@ -1,9 +1,9 @@
 """Boundary tensors between pipeline stages with tensor parallelism: scatter, send, gather.
 
 All tp ranks of a stage have the same output. Each sends its part, 1/tp, to the same tp rank of the
-next stage, whose ranks gather the parts: each byte crosses the link between stages, which may
-connect two nodes, only once. Gradients return the same way. With sequence parallelism each rank
-sends its sequence shard, and nothing is gathered.
+next stage, and the ranks of that stage gather the parts. So each byte crosses the link between the
+stages, which may be a link between two nodes, only once. Gradients return the same way. With
+sequence parallelism each rank sends its sequence shard, and nothing is gathered.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 4.1, "scatter/gather".
 """

@@ -55,7 +55,7 @@ class Slices:
 
     @property
     def most_ranks(self) -> int:
-        """The largest number of ranks of which each gets a part of every section."""
+        """The largest number of ranks with which each rank gets a part of every section."""
         return min(section.length // section.unit for section in self.sections)
 
     def at(self, dim: int) -> Slices:
@@ -63,7 +63,7 @@ class Slices:
         return Slices(dim, self.sections)
 
     def parts(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return, for each section, the begin of a rank's part in the whole dim and its length."""
+        """Return, for each section, the begin and length of a rank's part, within the whole dim."""
         parts, begin = [], 0
         for section in self.sections:
             offset, length = section.part(rank, size)

@@ -179,7 +179,7 @@ class Trial:
             self.rows.append(row)
 
     def _solve(self, label: str) -> None:
-        """Solve the inequality for the most measured and the most predicted ranks of a strategy."""
+        """Solve a strategy's inequality for the most ranks measured and for the most predicted."""
         rows = [row for row in self.rows if row.strategy == label]
         forecaster = self._forecasters[label]
         measured = [row.measured for row in rows if row.measured is not None]
@@ -301,7 +301,7 @@ def _most_ranks(wanted: int | None, device: str) -> int:
 def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> list[str]:
     """Return overrides of the job that fix the batch of a worker.
 
-    It is the batch of a worker in the job on the most ranks, with the first strategy.
+    The batch is that of a worker when the first strategy runs on the largest number of ranks.
 
     Raises:
         ConfigError: a strategy is unknown, is refused, or cuts the model.
@@ -345,7 +345,7 @@ def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], 
 
 
 def _rank_counts(step: SyncStep, cluster: Cluster | None) -> list[int]:
-    """Return the numbers of ranks to try: more than the servers, and at most those with links."""
+    """Return the numbers of ranks to try: those with a worker, and with links between the ranks."""
     most = candidates()[-1]
     if cluster is not None and cluster.between is None:
         most = cluster.node.devices

@@ -63,9 +63,9 @@ class StepForecaster:
     def cluster_of(self, ranks: int) -> Cluster:
         """Return the cluster with the figures for a number of ranks.
 
-        A cluster file is not changed. On this machine, every rank has as many cores as when the
-        most ranks run, also if fewer run. For more ranks than run on this machine, cores of the
-        same speed are added.
+        A cluster file is not changed. On this machine, every rank has as many cores as it has when
+        the largest number of ranks runs, even if fewer run. For more ranks than run on this
+        machine, cores of the same speed are added.
         """
         if not self._here:
             return self._base
@@ -125,7 +125,7 @@ class StepForecaster:
         return self._clock.seconds_of(plan, StepTimer(self.cluster_of(1))).total
 
     def messages(self, ranks: int) -> list[tuple[CommOp, int, int]]:
-        """Return the exchanges of one step among all ranks: kind, bytes of all, number of them.
+        """Return the exchanges of one step among all ranks: the kind, all bytes, the number.
 
         The list is empty if any exchange is among fewer ranks or is of another kind, because it
         cannot be replayed.

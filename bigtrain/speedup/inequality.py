@@ -103,7 +103,7 @@ class Threshold:
     """The smallest value of a quantity with which more ranks pay."""
 
     value: float | None
-    """The smallest value; None if more ranks pay with no value, or if it is not known."""
+    """The smallest value; None if no value makes more ranks pay, or if it is not known."""
     reason: str
     """Why there is no value, or a remark on the value; may be empty."""
 

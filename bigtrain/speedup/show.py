@@ -178,7 +178,7 @@ def inequality_lines(
 def _line(
     quantity: str, threshold: Threshold, words: Callable[[float], str], now: str, *, pays: bool
 ) -> str:
-    """Return the line of one threshold. Without a value, it is "never" unless the ranks pay now."""
+    """Return the line of one threshold: "never" if no value pays, not even the present one."""
     if threshold.value is None and pays:
         reason = f"the smallest value that pays is not known: {threshold.reason}"
         return f"  {quantity}: the present value pays; {reason}"

@@ -1,8 +1,8 @@
 """Results of kernels on fake tensors, where torch's fake implementations differ or fail.
 
-torch's fake implementations allocate no workspace of oneDNN, accept only bf16 in `_grouped_mm`, as
-only one of CUDA's kernels does, and fail if values decide a shape. If such a shape has an upper
-bound, the bound is used: a forecast describes the largest case.
+torch's fake implementations allocate no workspace of oneDNN. In `_grouped_mm` they accept only
+bf16, although only one of CUDA's kernels has this limit. They fail if values decide a shape. If
+such a shape has an upper bound, the bound is used: a forecast describes the largest case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 _LSTM = _ATEN.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer_backward.default
 _ALIGNED_BYTES = 16
-"""CUDA's grouped products align the rows of their result to this."""
+"""CUDA's grouped products align the rows of their result to this many bytes."""
 
 Arguments = Mapping[str, Any]
 """An operation's arguments by name; arguments with a default may be missing."""
@@ -105,7 +105,7 @@ def _ctc(arguments: Arguments, of_cuda: bool) -> tuple[Tensor, Tensor]:
 
 
 def _masked_select(arguments: Arguments, of_cuda: bool) -> Tensor | None:
-    """Return all integers that a mask may select, as from padded targets; None for floats."""
+    """Return as many integers as a mask may select, as from padded targets; None for floats."""
     del of_cuda
     values, mask = arguments["self"], arguments["mask"]
     if values.is_floating_point() or values.is_complex():

@@ -112,7 +112,7 @@ def _attention_backward(args: Sequence[Any], _result: Any) -> int:
 
 
 def _copies(count: int) -> Callable[[Sequence[Any], Any], int]:
-    """Return a rule for copies of those of the first `count` arguments that are not contiguous."""
+    """Return a rule for copies: of each of the first `count` arguments that is not contiguous."""
 
     def rule(args: Sequence[Any], _result: Any) -> int:
         return sum(t.numel() * t.itemsize for t in args[:count] if not t.is_contiguous())

@@ -10,7 +10,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class NotAChild(Generic[Module]):
-    """Holds a module that is no child of its holder, so its names do not appear there again.
+    """Holds a module without making it a child, so that its parameters get no second names.
 
     Args:
         module: the module.

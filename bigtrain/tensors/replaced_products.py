@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReplacedProducts:
-    """Runs a fake model as a technique would (ZeRO stage 3) and records its uses of parameters.
+    """Runs a fake model as ZeRO stage 3 would, and records how the model uses its parameters.
 
     Args:
         root: the model; None to record nothing, because linear layers are torch's.
@@ -34,7 +34,7 @@ class ReplacedProducts:
         self._forward: dict[nn.Module, list[int]] = {}
         self._ends: dict[nn.Module, list[int]] = {}
         self.viewed: dict[nn.Parameter, list[int]] = {}
-        """By parameter with views saved for backward, the ticks at which these are freed."""
+        """By parameter, the ticks at which its views that were saved for backward are freed."""
 
     @contextmanager
     def noted(self, functions: AbstractContextManager[object]) -> Iterator[None]:

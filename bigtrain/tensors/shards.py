@@ -67,7 +67,7 @@ class Extent:
             run = self.start + number * self.pitch
             first, last = max(run, begin), min(run + self.length, end)
             runs = 1
-            if last - first == self.length:  # with all runs after it, except a last run that is cut
+            if last - first == self.length:  # yields the runs after it too, but no cut last run
                 is_cut = self.start + highest * self.pitch + self.length > end
                 runs = max(1, highest - number + 1 - is_cut)
             runs_extent = Extent(run, self.length, runs, self.pitch) if runs > 1 else None

@@ -27,7 +27,7 @@ WaitFn = Callable[[], None]
 """Waits for a copy, so that later computations of the calling thread see it as complete."""
 
 _ALIGN = 4096
-"""Tensors are aligned to this in the file, so that no page is written twice."""
+"""Tensors begin at multiples of this many bytes in the file: no page is written twice."""
 
 
 class Transfer(Protocol):
@@ -247,7 +247,8 @@ BOUNCE_BYTES = 16 << 20
 class BouncedFile:
     """Writes tensors of an accelerator to a file and reads them, through two pinned buffers.
 
-    While one buffer is written or read, the other is copied. Not thread-safe.
+    While one buffer is written to the file or read from it, the other is copied from the device or
+    to it. Not thread-safe.
     """
 
     def __init__(self, file: ScratchFile, copies: HostCopies) -> None:
@@ -359,8 +360,8 @@ class DiskTransfer:
     def _begin(
         self, transfer: Callable[[Tensor, int], _Result], tensor: Tensor, offset: int
     ) -> Callable[[], _Result]:
-        # Popped from the list, the tensor is released by the thread before the result is set, so
-        # that the last reference is never dropped on the thread.
+        # The thread pops the tensor from the list, so its reference ends before the result is set.
+        # The caller's reference lives longer, so the last one is never dropped on the thread.
         holder = [tensor]
         return self._worker.submit(lambda: transfer(holder.pop(), offset)).result
 

@@ -43,7 +43,8 @@ MAX_SIZES = 6
 SECONDS_ALLOWED = 15.0
 """After this many seconds of timing, no further micro-batch size is timed."""
 TIMEOUT_S = 180.0
-"""The seconds after which the ranks that time are stopped, and other ranks do not wait for them."""
+"""After this many seconds the ranks that time blocks are stopped, and a process that waits for them
+gives up."""
 MAX_CACHED_MODELS = 200
 """The most entries in the cache, one for each model and number of ranks; the oldest are removed."""
 
@@ -105,7 +106,7 @@ class Slowdowns:
         """The timed parts of a step other than the sections.
 
         Args:
-            rows: the rows of a micro-batch, of any number.
+            rows: the rows of a micro-batch; this size need not have been timed.
         """
         return TimedParts(self.update, self.share("split", rows) or TimedParts.split)
 
@@ -114,7 +115,7 @@ class Slowdowns:
 
         Args:
             variant: the variant.
-            rows: the rows of a micro-batch, of any number.
+            rows: the rows of a micro-batch; this size need not have been timed.
         """
         if not all(variant in each for each in self.shares):
             return None
@@ -214,7 +215,7 @@ class BlockTimer:
     rows: Sequence[int]
     script: Path | None = None
     source: str = field(default="", init=False)
-    """A text on which blocks were timed, or why none were; set by `seconds`."""
+    """A text that says which blocks were timed, or why none were; set by `seconds`."""
     basis: StepBasis = field(default="rates", init=False)
     """Whether seconds are predicted from timed blocks or from rates alone; set by `seconds`."""
 
@@ -225,9 +226,9 @@ class BlockTimer:
             bf16_parameters: see `Plan.bf16_parameters`.
 
         Returns:
-            An entry for each timed micro-batch size, ascending. The list is empty if the blocks
-            could not be timed, and `source` then has the reason; or if there is no `script` and
-            nothing is cached.
+            An entry for each timed micro-batch size, ascending. The list is empty if there is no
+            `script` and nothing is cached. It is also empty if the blocks could not be timed; then
+            `source` has the reason.
         """
         request = BlockRequest(
             override_job(
@@ -258,7 +259,7 @@ class BlockTimer:
         return min(self.ranks, 2 * usable_cores())
 
     def _timed_alone(self, script: Path, key: str, request: BlockRequest) -> _Kept:
-        """Time the blocks, unless another process of this machine is doing so: then wait for it."""
+        """Time the blocks. If another process of this machine times them, wait for its times."""
         arguments = [json.dumps(asdict(request))]
         try:
             with BLOCKS.locked(TIMEOUT_S):
@@ -326,8 +327,8 @@ def slowdowns(
         timed: the timed seconds of one or more sizes, ascending.
         oversubscription: see `BlockTimer.oversubscription`.
         model: the model whose blocks were timed.
-        sections_at: returns the model's sections for a micro-batch of a number of rows, where
-            blocks save all activations, as in the timing.
+        sections_at: returns the model's sections, given the rows of a micro-batch. Their blocks
+            save all activations, as in the timing.
         timer: predicts seconds from the rates of the cluster.
     """
     names = [name for name, _ in independent_blocks(model)]

@@ -73,7 +73,8 @@ class PlanTimer:
         """The slowdowns of the model's blocks; None if no block was timed.
 
         Args:
-            plan: the plan, whose parameters are bf16 or not; blocks are timed once for each case.
+            plan: the plan. Blocks are timed once for plans with bf16 parameters, and once for plans
+                without them.
         """
         if self.blocks is None:
             return None

@@ -40,7 +40,7 @@ from bigtrain.timing.step_time import MicroBatchSeconds, PlanStages, StepSeconds
 MAX_STEPS = 1000
 """The seconds and volumes of this many of the newest steps are stored."""
 SECTION_POLICIES: dict[BlockPolicy, BlockPolicy] = {"offload": "keep", "full_offload": "full"}
-"""For a policy with offload, the policy with the same computing. The seconds of the transfers come
+"""For a policy with offload, the policy that computes the same. The seconds of the transfers come
 from the traffic that the technique reports."""
 
 
@@ -103,7 +103,7 @@ class StepWatch:
 def forecast_step_seconds(
     job: Job, resolved: ResolvedPlan, workload: Workload, context: RunContext
 ) -> StepForecast:
-    """Predict the seconds of a run's step, without exchanges with other ranks and without timing.
+    """Predict the seconds of a run's step. The prediction times nothing and asks no other rank.
 
     Args:
         job: the job of the run.

@@ -28,8 +28,9 @@ from bigtrain.slicing.exchange import TensorExchange
 
 MAX_SIMULATED_ACTIONS = 4096
 """The schedule of a step with up to this many actions (passes of a micro-batch on a stage) is
-simulated. For a longer step, the bubble is that of the closed form for equal stages, if there is
-one, and all ranks are taken to be as slow as the slowest."""
+simulated. For a longer step, the bubble is that of the closed form for equal stages, and all ranks
+are taken to be as slow as the slowest. If there is no closed form, a longer step is simulated, too.
+"""
 
 EXCHANGE_OPERATIONS = 8
 """An exchange is assumed to take as long to launch as this many operations: copies in and out,
@@ -48,8 +49,8 @@ class StepSeconds:
     bubble: float = 0.0
     """Idle time of the busiest rank, which waits for other stages and their boundary tensors."""
     exchange: float = 0.0
-    """Communication that does not overlap with computing: with replicas, and with the tp ranks that
-    have other slices of the same layers."""
+    """Communication with replicas, and with the tp ranks that have other slices of the same layers.
+    The part that overlaps with computing is left out."""
     moving: float = 0.0
     """Transfers to and from the host or the disk that do not overlap with computing."""
     update: float = 0.0
@@ -329,7 +330,7 @@ class StepTimer:
         Args:
             plan: a plan that is not cut into stages.
             profile: the profile of the whole model.
-            empty: whether to count the messages with 0 bytes, which leaves their latencies.
+            empty: whether to count every message as 0 bytes, so that only its latency remains.
         """
         return sum(
             traffic.step_calls(plan.batch.accumulation_steps)
@@ -383,7 +384,7 @@ class StepTimer:
             total = simulate_step(orders, stages).seconds
         else:  # at least one micro-batch passes all stages, forward and backward
             total = sum(stage.forward + stage.input_backward for stage in stages)
-        # If ranks share the cores, other ranks use the cores of idle ones.
+        # Ranks that share the cores also use the cores of idle ranks.
         total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
         computing, exchanging = max(busy_seconds, key=sum)
         return computing, max(0.0, total - computing - exchanging), exchanging
@@ -401,7 +402,7 @@ class StepTimer:
         ranks: Sequence[int],
         nbytes: int,
     ) -> Sequence[MicroBatchSeconds]:
-        """Add the all-gathers of boundary tensors over tp, as each tp rank is sent a part of them.
+        """Add the all-gathers over tp: each tp rank is sent only a part of a boundary tensor.
 
         Args:
             tp: the number of ranks that gather.
@@ -425,7 +426,7 @@ class StepTimer:
     def _traffic(
         self, plan: Plan, profile: Profile, slowest: MicroBatchSeconds, micro_batches: int
     ) -> tuple[float, float]:
-        """Predict the seconds of replicas' exchanges and of transfers that do not overlap."""
+        """Predict the seconds by which exchanges of replicas, and transfers, make a step longer."""
         by_overlap: dict[tuple[str, str], list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
             for traffic in technique.traffic(profile, plan):
@@ -517,12 +518,12 @@ def product_efficiency(
     """The share of a GPU's rate for large matrix products that products of given sizes reach.
 
     The model is that of NVIDIA's Matrix Multiplication Background User's Guide. The output is cut
-    into tiles, and a tile at its edge costs as much as a whole one (tile quantization). The
-    processors compute one tile each at a time (wave quantization). The cost of a tile apart from
-    its arithmetic matters less the longer k is. Of this cost only writing the result is counted,
-    which follows from the data sheet. If there are fewer tiles than processors, k is cut as well if
-    that is faster (split-k), and each part writes its result. Tiles are 128 x 128; along a side of
-    the output of at most 64 they are 64 wide.
+    into tiles, and a tile at the edge costs as much as a whole one (tile quantization). The
+    processors compute one tile each at a time (wave quantization). A tile also takes time apart
+    from its arithmetic, which matters less the longer k is. Of this time only that of writing the
+    result is counted, because it follows from the data sheet. If there are fewer tiles than
+    processors, k is cut as well if that is faster (split-k), and each part writes its result. Tiles
+    are 128 x 128; along a side of the output of at most 64 they are 64 wide.
 
     Args:
         products: (operations, 4), the m, n, k and batch of each operation; see `OpLog.products`.

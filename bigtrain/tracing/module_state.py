@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 Attribute = tuple[str, str]
-"""The names of a module and of its attribute; `config.kind` is a field of an object in it."""
+"""The names of a module and of its attribute. A name with a dot, such as `config.kind`, means a
+field of the object in the attribute before the dot."""
 TABLES = ("_parameters", "_buffers", "_modules")
 UNTRACED = {*TABLES, "_compiled_call_impl", "training"}
 
@@ -290,7 +291,8 @@ def check_closures(model: nn.Module) -> None:
     """Refuse functions whose closure has a module of the model: a copied model would still use it.
 
     Raises:
-        ConfigError: with the name of the module, and the attribute with the function.
+        ConfigError: there is such a function. The message has the name of the module, and the
+            attribute with the function.
     """
     names = {id(module): name for name, module in model.named_modules()}
     for owner, module in model.named_modules():

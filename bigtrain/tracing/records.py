@@ -69,7 +69,7 @@ class UncuttableRange:
 
     first: int
     last: int
-    """Ticks; a cut c is not legal if first <= c < last."""
+    """`first` and `last` are ticks; a cut at tick c is not legal if first <= c < last."""
     why: str
 
 
@@ -90,8 +90,9 @@ class ForwardTrace:
     calls: list[ModuleCall]
     values: list[TracedValue]
     events: list[tuple[int, int, tuple[int, ...]]]
-    """The events in order. (frame, call, ()) is the beginning of a call; (frame, -1, values) means
-    that a torch function has returned tensors to the code of a frame, a call or -1 outside."""
+    """The events in order. (frame, call, ()) is the beginning of a call. (frame, -1, values) means
+    that a torch function has returned tensors to the code of a frame. The frame is the index of a
+    call, or -1 outside of all calls."""
     costs: list[OpCost]
     saved: dict[int, tuple[int, list[int]]]
     """By storage, its bytes and the ticks at which autograd saved it for the backward pass."""

@@ -179,10 +179,10 @@ def _reached(twin: nn.Module, output: object) -> frozenset[str]:
 
 
 def _behind(twin: nn.Module, asked: _Pass, owners: list[str]) -> Iterator[str]:
-    """Yield the modules that may be called or not if no pass has ended.
+    """Yield modules of which no pass shows whether they are called, because no pass has ended.
 
-    These are modules inside the module whose code needed values, or inside another module of its
-    class, that were not called before the values were needed.
+    They are inside the module whose code needed values, or inside another module of the same class.
+    Modules that were called before the values were needed are left out.
     """
     kind = type(twin.get_submodule(asked.asked_in))
     same_class = [n for n, m in twin.named_modules() if type(m) is kind]

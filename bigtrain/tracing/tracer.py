@@ -234,7 +234,7 @@ class _Recorder(ForwardObserver):
         )
 
     def signatures(self) -> dict[tuple[str, int], list[object]]:
-        """Return, by call, the calls that its code made and the shapes of tensors it received."""
+        """Return, for each call, the calls that it made and the shapes of tensors that it got."""
         behaviour: dict[tuple[str, int], list[object]] = {}
         for frame, index, values in self.events:
             call = self.calls[frame] if frame >= 0 else None

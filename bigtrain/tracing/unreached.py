@@ -118,8 +118,8 @@ def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
     """Return the ids of the leaves in the graph of a loss, and whether the graph has all leaves.
 
     A `torch.autograd.Function` may use parameters that only its backward pass shows, as
-    `torch.utils.checkpoint` with use_reentrant=True does. A function whose class has a true
-    attribute `shows_its_leaves` does not.
+    `torch.utils.checkpoint` with use_reentrant=True does. A function that hides no parameter has
+    the class attribute `shows_its_leaves`, which is true.
     """
     if not loss.requires_grad:
         return set(), True

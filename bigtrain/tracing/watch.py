@@ -33,7 +33,7 @@ from bigtrain.tracing.call_hooks import (
 from bigtrain.tracing.module_state import constant_tensors
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of an operation whose result, or its shape, depends on the values of a tensor."""
+"""Errors of an operation whose result or result shape depends on the values of a tensor."""
 
 
 class ForwardObserver:

@@ -38,8 +38,8 @@ def main(arguments: list[str]) -> int:
         arguments: the command's arguments.
 
     Returns:
-        The exit status: 0 if every strategy that can run passed, 1 if a strategy differs or failed
-        (or cannot run, but was named by the user), 130 after Ctrl-C.
+        The exit status: 0 if a strategy passed and none differed or failed, 130 after Ctrl-C,
+        otherwise 1. A strategy that the user named and that cannot run counts as failed.
 
     Raises:
         ConfigError: the arguments or the job are wrong, or no strategy can run.
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _comparable(contender: ComparedStrategy) -> ComparedStrategy:
-    """Return the strategy; mark it as refused if its numbers differ from one process by design."""
+    """Return the strategy, marked as refused if its numbers differ from one process by design."""
     reason = contender.plan.replicate.inexact_reason if contender.plan is not None else None
     return contender if reason is None else replace(contender, plan=None, refusal=reason)
 

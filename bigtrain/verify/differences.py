@@ -98,9 +98,9 @@ class Differences:
         Args:
             tolerance: the differences that rounding explains.
             moved: the differences of one process from itself; see `tolerances`.
-            losses_only: whether to compare only the norms, and the losses with ten times the
-                tolerance. This is for optimizers that magnify rounding: AdamW may divide by a
-                gradient that is only rounding.
+            losses_only: whether to compare only the norms and the losses. The tolerance of
+                the losses is then ten times as large. This is for optimizers that magnify rounding:
+                AdamW may divide by a gradient that is only rounding.
         """
         # The loss is infinite if the runs have different numbers of steps.
         if self.missing or not math.isfinite(self.loss):
@@ -256,7 +256,7 @@ def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Ten
 
 
 def _difference(expected: Tensor, actual: Tensor, largest: float, rounding: float) -> float:
-    """Return the largest difference less the rounding, relative to the largest expected value."""
+    """Return the largest difference minus the rounding, relative to the largest expected value."""
     difference = _highest(expected - actual)
     scale = max(_highest(expected), largest * GRADIENT_FLOOR, 1e-30)
     return max(0.0, difference - rounding) / scale if math.isfinite(difference) else math.inf

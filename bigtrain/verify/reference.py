@@ -6,8 +6,8 @@ fp32. One process gets the same numbers if its fp32 parameters are rounded to bf
 micro-batch, and the bf16 gradients are accumulated in fp32.
 
 `SingleMoved` starts with each weight moved by one unit in the last place. A strategy sums in
-another order, so its rounding explains a difference at least as large as that of this run from the
-reference.
+another order. So rounding alone may make it differ from the reference as much as this run does, or
+more.
 """
 
 from __future__ import annotations

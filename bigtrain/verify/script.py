@@ -41,8 +41,8 @@ def check_script(options: ComparisonOptions) -> int:
         options: the options of the command line.
 
     Returns:
-        The exit status: 0 if a strategy passed and none differs or failed (or was refused, if the
-        user named it); otherwise 1.
+        The exit status: 0 if a strategy passed and none differed or failed; otherwise 1. A strategy
+        that the user named and that was refused counts as failed.
 
     Raises:
         ConfigError: the script does not exist, a strategy is unknown, or the command line also has

@@ -215,7 +215,7 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sample_places(batch: Step, context: RunContext, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Return the indices in the global batch of the rows of each of this rank's micro-batches.
+    """Return, for each micro-batch of this rank, the indices of its rows in the global batch.
 
     Args:
         batch: this rank's batch of a step.

@@ -59,7 +59,7 @@ class ServerUpdate:
         self.optimizer = whole_optimizer.put_on(shards)
 
     def receive_gradients(self, wanted: Mapping[str, bool]) -> None:
-        """Receive the sum of the workers' gradients, added in the order of their ranks.
+        """Receive the workers' gradients, and add them up in the order of the workers' ranks.
 
         Args:
             wanted: by parameter name, whether any worker has a gradient of it.
@@ -199,7 +199,7 @@ class Server(StepRunner):
         return self.step_loss(None, lambda own: self.mean_loss(own, total))
 
     def average_gradients(self) -> None:
-        """Receive the sum, and divide it by the size of the dp axis.
+        """Add up the workers' gradients, and divide the sum by the size of the dp axis.
 
         Workers multiply their loss by this size, which includes the servers.
         """

@@ -2,7 +2,7 @@
 
 The trained parameters, one after the other in the model's order, are cut into equal shares, one for
 each server. An optimizer that needs whole tensors gets whole parameters. A piece is the part of one
-parameter in one share. Workers and servers compute the same pieces, so they need not exchange them.
+parameter in one share. Workers and servers compute the same list of pieces, so no list is sent.
 """
 
 from __future__ import annotations

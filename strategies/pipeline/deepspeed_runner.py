@@ -162,8 +162,8 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             "RecvGrad": self._receive_gradients,
             "BackwardPass": self._backward_pass,
             "SendGrad": self._send_gradients,
-            # Gradients are reduced when all ranks know that the losses are finite, and `update`
-            # steps the optimizer.
+            # Gradients are reduced later, when all ranks know that the losses are finite. The
+            # method `update` steps the optimizer.
             "ReduceTiedGrads": nothing,
             "ReduceGrads": nothing,
             "OptimizerStep": nothing,
@@ -292,7 +292,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             cast(ShardedUpdate, self._update).update_parameters()
 
     def average_gradients(self) -> None:
-        """See `StepRunner.average_gradients`; under ZeRO stage 1 the shards are reduced."""
+        """See `StepRunner.average_gradients`; under ZeRO stage 1 the result is in shards."""
         if not self._sharding:
             super().average_gradients()
             return

@@ -3,7 +3,7 @@
 The code here works around these facts of fairscale 0.4.13 under torch 2.15:
 
 * `Pipe.forward` splits a batch along dim 0 and concatenates the outputs. This needs another copy of
-  the batch and of all outputs, and all micro-batches of a step have one size. Here the existing
+  the batch and of all outputs. All micro-batches of a step get one size. Here the existing
   micro-batches are passed to Pipe's pipeline directly, and the last stage computes the loss.
 * Pipe's worker threads have none of the caller's modes (no autocast, no tracked memory), and draw
   random numbers in no fixed order. Here each task runs in the calling thread, in the order of the

@@ -84,7 +84,7 @@ class DeepSpeedPipeline(Pipeline):
             )
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """See `CutStrategy.in_flight`: 1F1B has one for each stage from this one to the last."""
+        """See `CutStrategy.in_flight`: one micro-batch for each stage from this one on."""
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
 
@@ -122,7 +122,7 @@ class DeepSpeedPipeline(Pipeline):
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, without clipping and bf16, which the runner does."""
+    """Return DeepSpeed's configuration without clipping and bf16; the runner does both."""
     batch = plan.batch
     return {
         "train_batch_size": batch.micro_size * batch.accumulation_steps * plan.dp,

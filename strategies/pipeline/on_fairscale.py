@@ -1,7 +1,8 @@
 """GPipe on fairscale's Pipe: the stages on several devices of one process.
 
-Memory: all states of the model, those of a stage on its device; the activations of all
-micro-batches of a step, or, with `checkpoint`, boundary tensors and the activations of one stage.
+Memory: a process has all states of the model, and each device those of its stage. The activations
+of all micro-batches of a step are alive at once. With `checkpoint` only boundary tensors and the
+activations of one stage are alive.
 Communication: copies between the devices of the process, and DDP's all-reduce between replicas.
 Constraints: the schedule gpipe; replicas by `single` or, on the CPU, `ddp`.
 

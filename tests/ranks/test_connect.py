@@ -367,6 +367,7 @@ def test_a_rank_of_several_nodes_that_reaches_no_other_is_told_the_variable(monk
         ("=ib0", "10.0.0.7", "ib0"),
         ("^docker0,lo", "10.0.0.7", "eth0"),  # a pattern of NCCL, which gloo does not know
         ("eth", "192.168.9.7", "ib0"),
+        ("lo", "10.0.0.7", "eth0"),  # it reaches no other node
     ],
 )
 def test_gloo_takes_the_interface_of_nccl_or_of_the_route(variable, own_address, interface) -> None:

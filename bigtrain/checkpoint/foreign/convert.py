@@ -140,7 +140,7 @@ def _open_own(path: Path) -> ForeignState:
 
 
 def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
-    """Return the source with further names of tensors: files of the Hub leave out tied tensors.
+    """Return the source with further names of tied tensors, which files of the Hub leave out.
 
     Args:
         source: the opened source.
@@ -172,9 +172,9 @@ def convert(
     Args:
         source: the opened source; its tensors are read while the checkpoint is written.
         target: the folder `step-N` itself, a run's folder, or the folder that will hold `step-N`.
-        step: N; None for that of `target` or of the source, or else 0.
-        samples_seen: the position in the data, in global samples; None for that of the source, or
-            else 0.
+        step: N. None takes the step of `target`, else the step of the source, else 0.
+        samples_seen: the position in the data, in global samples. None takes the position of the
+            source, else 0.
 
     Raises:
         ConfigError: a checkpoint of that step exists already, or another process writes there.

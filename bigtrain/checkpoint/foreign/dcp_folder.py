@@ -149,7 +149,7 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 def _number(
     folder: Path, name: str, path: _Path, storage: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, int]:
-    """Return a stored count of steps or samples, by its key; empty if the entry is not one."""
+    """Return a stored count of steps or samples, by its key; empty if the entry is no count."""
     if path[-1] not in ("step", "global_step", "samples_seen") or len(path) > 2:
         return {}
     location = storage[name, ()]

@@ -160,7 +160,7 @@ class Encoder:
         inside: Sequence[int],
         marks: npt.NDArray[np.bool_],
     ) -> None:
-        """Unmark the white space after the token that ends an answer: a model stops before it."""
+        """Unmark the white space after the token that ends an answer, at which a model stops."""
         for place in reversed(inside):
             if self._tokenizer.is_special(ids[place]):
                 return

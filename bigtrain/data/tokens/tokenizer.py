@@ -126,7 +126,7 @@ class TextTokenizer:
         return found["input_ids"], found["assistant_masks"]
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is special, not text, such as the token that ends an answer."""
+        """Whether a token is not text but special, such as the token that ends an answer."""
         return token in self._special
 
     def _call(self, texts: Sequence[str], **options: Any) -> Any:

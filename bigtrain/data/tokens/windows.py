@@ -41,7 +41,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Numbers of documents and pieces that are in no window, and lengths of documents."""
+    """Numbers of documents and pieces in no window; tokens of the longest and shortest document."""
 
     too_long: int = 0
     """Documents that are longer than a window and are not split."""
@@ -185,7 +185,7 @@ class TokenSamples(Dataset[tuple[Any, Tensor]]):
 
     * "padding": `input_ids`; `attention_mask` (seq,), int64, 0 for padding;
     * "documents": `input_ids`; `attention_mask` (1, seq, seq), bool, true where a token may attend
-      to another, which is itself or an earlier token of its document; `position_ids` (seq,), int64,
+      to a token: to itself, and to earlier tokens of its document; `position_ids` (seq,), int64,
       from 0 in each document.
 
     Padding is a document of its own, so that no row of a mask is empty.

@@ -166,7 +166,9 @@ class Ema:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Load this rank's part of saved averages; an average that was not saved is the weight.
+        """Load this rank's part of saved averages.
+
+        An average that was not saved starts at the weight.
 
         Args:
             saved: the tensors of a checkpoint, by name. The model has loaded their weights already.

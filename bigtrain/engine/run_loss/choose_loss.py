@@ -78,8 +78,8 @@ def choose_loss(
         task: the task of the data.
         model: a model on any device, including the meta device; it is not changed.
         example: one micro-batch, with which a run on fake tensors finds the head.
-        several_waiting: whether several micro-batches wait at the head (GPipe). With chunks each
-            has a gradient of the head's weight in memory, without chunks its logits.
+        several_waiting: whether several micro-batches wait at the head (GPipe). Each of them then
+            keeps in memory a gradient of the head's weight with chunks, and logits without chunks.
         copies_modules: see `Traits.copies_modules`. A copy of the head would have no targets.
         device_type: the device type of the run, which decides the default size of a chunk.
 
@@ -133,8 +133,8 @@ def choose_loss(
 def find_head(model: nn.Module, example: MicroBatch) -> str:
     """Return the name of the linear layer whose output is, unchanged, the model's logits.
 
-    To save time, a copy with few of the model's equal blocks is run, and the whole model only if
-    that finds no head outside of the blocks.
+    To save time, a copy with few of the model's equal blocks is run first. The whole model is run
+    only if the copy shows no head outside of the blocks.
 
     Args:
         model: a model on any device, including the meta device. Copies run on fake tensors.

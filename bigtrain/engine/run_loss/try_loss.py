@@ -172,7 +172,7 @@ def _narrowed(start: int, length: int, tensor: Tensor, dim: int) -> Tensor:
 
 
 def twice(batch: MicroBatch) -> MicroBatch:
-    """Return a batch with all rows of a batch, followed by all of them again."""
+    """Return a batch with all rows of the given batch, followed by the same rows again."""
     return replace(batch.map_rows(_both), rows=2 * batch.rows)
 
 

@@ -266,7 +266,7 @@ def _read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str)
 
 
 def _read_plugin(request: ToolRequest, part: FileSection, trained_by: str) -> None:
-    """Add the settings of a section without a DeepSpeed file, whose keys have the same meaning."""
+    """Add the settings of a section that has DeepSpeed's values itself and names no file."""
     zero: dict[str, Any] = {
         "stage": 2 if part.get("zero_stage") is None else part.get("zero_stage")
     }

@@ -1,4 +1,4 @@
-"""Read DeepSpeed's JSON, on its own or as a file or section of another tool.
+"""Read DeepSpeed's JSON, whether it stands alone or is a file or section of another tool.
 
 `bigtrain.job.deepspeed_sections` decides which keys a job supports. This module decides which of
 the supported keys do nothing.
@@ -88,7 +88,7 @@ def read_deepspeed(request: ToolRequest, section: FileSection, trained_by: str |
     Args:
         request: the settings so far; its keys come from the trainer.
         section: the configuration.
-        trained_by: the name of the trainer, which replaces "auto"; None without a trainer.
+        trained_by: the name of the trainer that replaces values "auto"; None without a trainer.
 
     Raises:
         ConfigError: a section is not an object, the stage is unknown, or a number is wrong.

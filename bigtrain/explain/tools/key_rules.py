@@ -15,7 +15,7 @@ NumberKind = Literal["count", "number"]
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A finding about keys that are on while a condition on the whole file is true."""
+    """A finding to report if keys are on and a condition on the whole file is true."""
 
     kind: FindingKind
     keys: tuple[str, ...]

@@ -63,7 +63,7 @@ class FsdpOptions:
         self.section = section
 
     def key(self, name: str) -> str:
-        """Return the name under which an option is written; without prefix if it is not set."""
+        """Return the name with which an option is written; if it is not written, without prefix."""
         prefixed = f"fsdp_{name}"
         return prefixed if self.section.get(prefixed) is not None else name
 
@@ -256,7 +256,7 @@ def _sort_fsdp(request: ToolRequest, options: FsdpOptions) -> None:
 
 @dataclass(frozen=True)
 class AdapterKeys:
-    """The names of a tool's keys for adapters, and its defaults; None is no default."""
+    """The names of a tool's keys for adapters, and its defaults; None means no default."""
 
     tool: str
     """The name of the tool or library whose defaults these are."""

@@ -1,4 +1,4 @@
-"""Compute a run on fake tensors from two others: with other numbers of rows, or finer slices.
+"""Compute a run with another number of rows, or with finer slices, from two runs on fake tensors.
 
 The run is interpolated, and not executed. Two runs can be interpolated if they differ only in the
 sizes of their tensors.
@@ -24,8 +24,7 @@ from bigtrain.slicing.exchange import TensorExchange
 
 TICK_TOLERANCE = 64
 """The most ticks between the releases of one storage in two runs. The releases differ because
-autocast's copies of weights, which are released together, are released in the order of their
-addresses."""
+autocast's copies of weights are released together, in the order of their addresses."""
 
 
 def interpolate_sections(
@@ -104,7 +103,7 @@ def _shape(small: Sequence[int], large: Sequence[int], share: float) -> tuple[in
 def _exchanges(
     small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
 ) -> tuple[TensorExchange, ...]:
-    """Interpolate the bytes of exchanges; if their number differs, interpolate it as well."""
+    """Interpolate the bytes of exchanges, and the number of exchanges if it differs."""
     kinds = [exchange.kind for exchange in large]
     if [exchange.kind for exchange in small] == kinds:
         pairs = zip(small, large, strict=True)
@@ -146,7 +145,7 @@ def interpolate_named(
 def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
     """Interpolate the passes of a step's first micro-batch and of later ones.
 
-    None if they differ in more than sizes; see `interpolate_sections`.
+    None if the two runs differ in more than sizes; see `interpolate_sections`.
     """
     first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
     return None if first is None or later is None else (first, later)

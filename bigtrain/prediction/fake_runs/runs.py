@@ -64,7 +64,7 @@ class RunKind(NamedTuple):
     choice: BlockPolicy
     """The policy of every block."""
     waiting: bool
-    """Whether several micro-batches wait at the head, so that the loss is another one."""
+    """Whether several micro-batches wait at the head, so that another loss is used."""
     cut: bool
     """Whether tied parameters are separate, as in a cut model."""
     contiguous_gradients: bool
@@ -77,7 +77,7 @@ class RunKind(NamedTuple):
 
 
 class FakeRuns:
-    """The runs of one model; its arguments are those of `SectionLibrary`."""
+    """The runs of one model. The arguments are those of `SectionLibrary`."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class FakeRuns:
         return self._split_runs[kind, sizes]
 
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
-        """Return the section after the blocks for `rows` rows, whose tensors may lack states."""
+        """For `rows` rows, return the section after the blocks. Its tensors may lack states."""
         if (kind, rows) not in self._ends:
             recorded = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
             (run,) = recorded or self.recorded(plan, kind, (rows,), rows)
@@ -257,8 +257,8 @@ class FakeRuns:
     ) -> tuple[RecordedSections, ...]:
         """Compose runs with another loss from the blocks of the runs with the usual loss.
 
-        The result is empty if storages of blocks live until a later section, such as autocast's
-        copies of weights.
+        The result is empty if storages of blocks, such as autocast's copies of weights, live until
+        a later section.
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])

@@ -14,7 +14,7 @@ from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
 
 SLICED_RANKS = (2, 4)
-"""The two numbers of ranks between which slices over more ranks are extrapolated."""
+"""The numbers of ranks of the two runs from which slices over more ranks are extrapolated."""
 
 
 def coarser(plan: Plan) -> tuple[Plan, Plan] | None:
@@ -34,7 +34,8 @@ def are_even(by_plan: Sequence[ModelSlices | None], example: MicroBatch) -> bool
     Args:
         by_plan: the slices of plans that differ only in the number of ranks, the largest last;
             None for a plan without slices.
-        example: a micro-batch. If the sequence dim is sliced, its inputs have to be even as well.
+        example: a micro-batch. If the sequence dim is sliced, the slices of the inputs have to have
+            the same size as well.
     """
     last = by_plan[-1]
     if last is None or any(

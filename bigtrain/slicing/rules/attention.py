@@ -94,7 +94,7 @@ def _by_value_columns(
     scale: float | None,
     enable_gqa: bool,
 ) -> Any:
-    """Compute attention with values sliced along their width; weights are equal on all ranks."""
+    """Compute attention with values sliced by width; attention weights are equal on all ranks."""
     if len(sliced) > 1 or sliced[0] is not value or value.negative_dim != -1:
         return NotImplemented
     group = value.group

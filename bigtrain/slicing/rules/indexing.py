@@ -62,7 +62,7 @@ def _range(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
 def _with_result_dim(
     tensor: SlicedTensor, entries: list[Any]
 ) -> tuple[SlicedTensor, int, int] | None:
-    """Return the tensor to index on each rank, its sliced dim in the result, and the result's dims.
+    """Return the tensor to index on each rank, the result's sliced dim, and its number of dims.
 
     torch applies numbers, ranges and added dims first, then index tensors. The dims of the index
     tensors come where the first of them is, or in front if other entries separate them. In

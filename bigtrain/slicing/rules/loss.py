@@ -62,7 +62,7 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 def _by_targets(
     logits: SlicedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> SlicedTensor:
-    """Return the losses of this rank's targets, of which it has all classes."""
+    """Return the losses of this rank's targets; the rank has the logits of all their classes."""
     group, dim = logits.group, logits.slices.dim
     target_dim = dim - 1 if dim else 0
     local_targets = logits.slices.at(target_dim).local(target, group.rank, group.size)
@@ -116,7 +116,7 @@ class _Targets:
 
     @property
     def all_weights(self) -> Any:
-        """The sum of the weights over all classes; their number without weights."""
+        """The sum of the weights of all classes; without weights, the number of classes."""
         return self.slices.total if self.weight is None else self.weight.sum()
 
 

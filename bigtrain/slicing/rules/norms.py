@@ -68,7 +68,8 @@ def _dropout(
 ) -> Any:
     if tensor.group.draws.whole and training and p > 0:
         return draw_whole(tensor, func, p, training)
-    # Whole channels are dropped: if channels are not sliced, all ranks must drop the same ones.
+    # Most of these functions drop whole channels. If the sliced dim is after the channel dim, all
+    # ranks must then drop the same channels.
     channel = min(1, tensor.dim() - 2)
     by_channel = func not in (F.dropout, F.alpha_dropout) and tensor.slices.dim > channel
     with rank_random(tensor.group, draws=training and p > 0 and not by_channel):

@@ -81,7 +81,7 @@ _ALL = {
 
 
 def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument, by its name."""
+    """Whether a function changes its first argument, as its name or keywords say."""
     name: str = func.__name__
     if name.startswith("__"):
         return name.startswith("__i") and name != "__invert__"
@@ -106,7 +106,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if func is torch.where and len(args) + len(kwargs) < 3:
         return NotImplemented
-    # Of tensors with different slices, the slices of the largest are used.
+    # An in-place function keeps the slices of its first argument; others use the largest tensor's.
     main = args[0] if changes else max(filter(is_sliced, tensors), key=Tensor.numel)
     slices, dim, group = main.slices, main.negative_dim, main.group
     shape = tuple(main.shape) if len(tensors) == 1 else _broadcast(tensors)
@@ -215,7 +215,7 @@ def _retain_grad(tensor: SlicedTensor) -> None:
 
 @rule(_T.register_hook)
 def _register_hook(tensor: SlicedTensor, hook: Any) -> Any:
-    """Call a hook with sliced gradients, as the model's code sees sliced tensors."""
+    """Call a hook with sliced gradients, because the model's code sees sliced tensors."""
     slices, group = tensor.slices, tensor.group
 
     def called(gradient: Tensor) -> Any:

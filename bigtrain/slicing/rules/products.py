@@ -148,7 +148,7 @@ def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
     """Add a bias along a dim. The result must be summed before, so that the bias counts once."""
     if bias is None:
         return result
-    bias = bias.to(result.dtype)  # autocast may have chosen it
+    bias = bias.to(result.dtype)  # autocast may have chosen that dtype
     shape = [1] * result.dim()
     shape[dim] = -1
     return result + (bias if dim == -1 else bias.reshape(shape))
@@ -232,7 +232,7 @@ def _with_added(result: Any, added: Any, beta: float, alpha: float) -> Any:
     result = result if alpha == 1 else result * alpha
     if beta == 0:
         return result
-    added = added.to(result.dtype)  # autocast may have chosen it
+    added = added.to(result.dtype)  # autocast may have chosen that dtype
     return result + (added if beta == 1 else added * beta)
 
 
@@ -386,10 +386,11 @@ def _grouped(
 
 
 def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
-    """Return slices of a dim after every `divide` elements become one, and each becomes `times`.
+    """Return slices of a dim after every `divide` elements are replaced by `times` elements.
 
     Returns:
-        None if a section is not divisible, or neither its unit nor its number of units is.
+        None if a section's length is not divisible by `divide`, or if neither its unit nor its
+        number of units is.
     """
     sections = []
     for length, unit in slices.sections:

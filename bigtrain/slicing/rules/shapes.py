@@ -348,10 +348,10 @@ def _windows(tensor: SlicedTensor, dimension: int, size: int, step: int) -> Any:
 
 
 def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None:
-    """Return slices of a dim after every `divide` elements become one, and each becomes `times`.
+    """Return slices of a dim after every `divide` elements are replaced by `times` elements.
 
     Returns:
-        None if a rank has only a part of `divide` elements that become one.
+        None if a rank has only some of `divide` elements that are replaced together.
     """
     sections = []
     for section in slices.sections:
@@ -378,7 +378,7 @@ def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim:
 
 
 def _fits(tensor: Any, divide: int, dim: int) -> bool:
-    """Whether a dim before `dim` is sliced, or `dim` is, without separating `divide` channels."""
+    """Whether the sliced dim is before `dim`, or is `dim` and keeps `divide` channels together."""
     if not is_sliced(tensor) or tensor.slices.dim > dim:
         return False
     size = tensor.group.size

@@ -48,8 +48,8 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
     """Return DeepSpeed's configuration, with bucket sizes in elements.
 
     Args:
-        options: the options of the technique. From a file that they name all values are used, and
-            each "auto" is replaced.
+        options: the options of the technique. If they name a file, all values of the file are used,
+            and each "auto" is replaced.
         plan: batch, precision, clipping, offload.
         elements: the number of elements of the trained parameters, from which the sizes of buffers
             are derived.
@@ -115,8 +115,8 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
         "contiguous_gradients": True,
         # Without overlap stage 1 reduces after the backward pass, when all whole gradients exist.
         "overlap_comm": on_gpu or stage == 1,
-        # Each gradient is then reduced to its rank, not to all ranks. This halves the traffic, and
-        # avoids a copy of a gradient that is in the shares of two ranks.
+        # Each gradient is then reduced to the rank that updates it, not to all ranks. This halves
+        # the traffic, and avoids a copy of a gradient that is in the shares of two ranks.
         "use_multi_rank_bucket_allreduce": False,
     }
     if stage == 3:
@@ -130,7 +130,7 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
             # Biases and norms stay whole: they are 0.1 % of a model, but most of its tensors.
             "stage3_param_persistence_threshold": elements // 5000,
             "stage3_model_persistence_threshold": max(1, elements // 100),
-            # Gathered one by one, a parameter needs no second buffer.
+            # Parameters that are gathered one by one need no second buffer.
             "stage3_allgather_sequential": not on_gpu,
         }
     offloads = plan.offload_tiers

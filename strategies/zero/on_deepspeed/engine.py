@@ -149,7 +149,7 @@ class DeepSpeed(Zero):
     def replaced_functions(self) -> AbstractContextManager[object]:
         """See `Strategy.replaced_functions`: stage 3 replaces `linear`.
 
-        DeepSpeed's function saves other tensors for the backward pass than torch's.
+        DeepSpeed's function and torch's save different tensors for the backward pass.
         """
         return stage_3_linear() if self.traits.replaces_products else nullcontext()
 
@@ -270,9 +270,9 @@ def _check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str)
     zero = json_section(config, "zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
         if json_section(zero, name).get("device") == "nvme":
-            # The pieces would not be in memory between steps, where norms, clipping and
-            # checkpoints read them. DeepSpeed's operator for this also needs libaio, and minutes of
-            # compilation.
+            # The pieces would be on disk between steps, and norms, clipping and checkpoints read
+            # them in memory. DeepSpeed's operator for this offload also needs libaio, and minutes
+            # of compilation.
             raise ConfigError(
                 f"zero_optimization.{name}.device=nvme (strategy.offload on disk) is not supported "
                 f"with engine=deepspeed. Use --strategy {instead} with "

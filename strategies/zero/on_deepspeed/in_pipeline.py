@@ -1,4 +1,4 @@
-"""ZeRO stage 1 inside DeepSpeed's pipelines, where the engine of the pipeline updates.
+"""ZeRO stage 1 inside DeepSpeed's pipelines, where the pipeline's engine updates the parameters.
 
 Whole gradients are added up over a step's micro-batches, and reduced into the shards at the end of
 the step. bf16 is autocast on fp32 parameters. DeepSpeed itself flattens the model, which needs

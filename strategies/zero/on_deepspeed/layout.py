@@ -1,8 +1,8 @@
 """The layout of DeepSpeed's flat buffers: number and order of elements, and the rank that has them.
 
 Stages 1 and 2 put the parameters of a group one after the other into one flat buffer. Each rank has
-an equal share of the buffer, whose length is even. Stage 3 cuts every parameter by itself into as
-many equal pieces as there are ranks. All sizes here are numbers of elements, not bytes.
+an equal share of the buffer; the length of a share is even. Stage 3 cuts every parameter by itself
+into as many equal pieces as there are ranks. All sizes here are numbers of elements, not bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BufferSizes:
 
 
 def flat_size(elements: int, ranks: int) -> int:
-    """Return the size of a flat buffer with its padding: a multiple of twice the ranks."""
+    """Return the size of a flat buffer with its padding: a multiple of 2 * `ranks`."""
     unit = 2 * ranks
     return -(-elements // unit) * unit
 
@@ -83,7 +83,7 @@ def padded_size(shapes: Iterable[_Shape], ranks: int) -> int:
 
 
 def overlap(start: int, stop: int, share: range) -> range:
-    """Return the part of [start, stop) that is in a rank's share; an empty range without one."""
+    """Return the part of [start, stop) that is in a rank's share; an empty range if none is."""
     first = max(start, share.start)
     return range(first, max(first, min(stop, share.stop)))
 

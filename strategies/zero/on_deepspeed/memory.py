@@ -1,9 +1,9 @@
 """The memory of one rank under DeepSpeed: its shards, its buffers, and temporary whole tensors.
 
 Under stages 1 and 2 the ranks' shards are equal shares of one flat buffer of all parameters. A rank
-allocates its shard of the gradients when the backward pass first reaches its share. For one of the
-ranks that is the start of the backward pass, when all activations are still alive, so its peak is
-the highest. The forecast is for this rank, or for `dp_rank` of the plan if it is set.
+allocates its shard of the gradients when the first gradient of its share is reduced. One of the
+ranks does so at the start of the backward pass, when all activations are still alive. This rank has
+the highest peak. The forecast is for this rank; if the plan sets `dp_rank`, it is for that rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _flat(
     *,
     offloads: bool,
 ) -> Forecast:
-    """Return the forecast of stages 1 and 2, with a flat buffer of which a rank updates a share."""
+    """Return the forecast of stages 1 and 2, where each rank updates a share of a flat buffer."""
     stage, size = zero["stage"], precision_of(plan)
     share = flat_share(profile.trained_elements, plan.dp)
     buckets = bucket * (2 if overlaps_exchanges(zero) else 1)
@@ -81,7 +81,7 @@ def _flat(
     backward = _Backward.of(profile)
     waits = stage == 1 and plan.batch.accumulation_steps > 1
     if offloads and (size == 4 or stage == 1):
-        # Gradients are reduced into the gradient of the optimizer's fp32 copy, which always exists.
+        # The optimizer's fp32 copy always has a gradient tensor. Gradients are reduced into it.
         first = _throughout(backward.timeline, "gradients", shard)
     else:
         first = backward.with_shard(shard, bucket, plan, waits=waits)
@@ -159,8 +159,9 @@ def _cut(
 def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
     """Return the memory at the peak while the engine of stage 1 or 2 is built.
 
-    The peak is either while DeepSpeed makes its optimizer, with a rank's share in fp32 and zeros of
-    the same size, or while the last frozen parameter of a bf16 run is cast.
+    The peak is at one of two moments. While DeepSpeed makes its optimizer, a rank has its share in
+    fp32, and zeros of the same size. While a bf16 run casts frozen parameters, the largest of them
+    also exists in fp32.
     """
     unrounded = 4 * share if plan.bf16_parameters else 0  # fp32 values of the bf16 parameters
     made = Breakdown(
@@ -187,7 +188,8 @@ def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: 
     size, share = precision_of(plan), piece_size(profile.trained_elements, plan.dp)
     backward = _Backward.of(profile)
     largest = max((span.nbytes for span in backward.gradients), default=0)
-    # fp32 values in addition to fp32 parameters; below, the gradient that the optimizer reads.
+    # An fp32 run has the optimizer's copy in addition to the parameters. The gradient that the
+    # optimizer reads is added below.
     copies = 0 if plan.bf16_parameters else 4 * share
     if zero["stage"] == 3:
         copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
@@ -330,7 +332,7 @@ class _Backward:
         return Timeline((*timeline.spans, *converted), timeline.phases)
 
     def with_host_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
-        """Add the temporaries of copying gradients to the host to a timeline.
+        """Add to a timeline the temporary tensors that are needed to copy gradients to the host.
 
         A gradient larger than the bucket is copied, and the copy is alive until the next reduction.
         The norm of the rank's share is computed in fp64.
@@ -380,7 +382,10 @@ class _Backward:
             yield tick, waiting
 
     def _own_bytes(self, plan: Plan) -> dict[Span, int]:
-        """Return the bytes of each gradient in the rank's share, or the most in any share."""
+        """Return the bytes of each gradient in the rank's share.
+
+        If `plan` has no dp_rank, they are the most bytes of the gradient in any share.
+        """
         total = sum(span.nbytes for span in self.gradients)
         ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
         shares = [range(total * rank // plan.dp, total * (rank + 1) // plan.dp) for rank in ranks]
@@ -447,7 +452,7 @@ class _Backward:
             of_module = () if index is None else self.module_births[index]
             together = [g for g in gathered if g.birth in of_module] or [gradient]
             first, end = min(g.birth for g in together), max(g.death for g in together)
-            # They are gathered for the gradient of the module's input, which is made just before.
+            # They are gathered one birth earlier: for the gradient of the module's input.
             begin = births[max(0, bisect_left(births, first) - 1)]
             # In a recomputed block they are gathered when the recomputation starts.
             recomputed = [a for a, b in self.recomputed if a <= gradient.birth <= b]
@@ -492,7 +497,8 @@ class _Backward:
         """
         begin, end = use.backward
         passes = list(use.forward)
-        if begin is not None:  # without a gradient of its input it is released with the last module
+        if begin is not None:
+            # Without a gradient of the input, the parameters are released with the last module's.
             passes.append((begin, end or max(span.death for span in self.timeline.spans)))
         pairs = [pair for pair in zip(use.nbytes, use.viewed, strict=True) if pair[0] > persists]
         sizes = [nbytes for nbytes, until in pairs if not until]

@@ -56,7 +56,7 @@ class DeepSpeedRunner(LoopRunner):
         self._seen.clear()
 
     def _average_over_replicas(self) -> None:
-        """Refuse a step that would update parameters without a gradient by zeros.
+        """Refuse a step in which a parameter got no gradient and would be updated by zeros.
 
         Nothing is averaged here, because DeepSpeed has averaged the gradients already.
         """

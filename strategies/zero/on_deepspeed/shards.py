@@ -99,7 +99,7 @@ class OptimizerShards:
         raise NotImplementedError
 
     def restore_fp32(self) -> None:
-        """Copy the initial fp32 values, of which bf16 parameters are rounded, into the pieces."""
+        """Copy the initial fp32 values to the pieces; bf16 parameters are these values, rounded."""
         exact = self._built.fp32_values
         with torch.no_grad():
             for key, flat_slice in self.slices.items():
@@ -140,7 +140,7 @@ class OptimizerShards:
 
     @staticmethod
     def slice_of(flats: list[Tensor], flat_slice: ShardSlice) -> Tensor:
-        """Return a slice of the flat tensor of its piece, as a view."""
+        """Return a slice as a view of its piece's flat tensor."""
         return flat_slice.of(flats[flat_slice.piece].detach())
 
 
@@ -366,7 +366,7 @@ class PartitionedShards(OptimizerShards):
             zero.fp32_partitioned_groups_flat[number] = piece
 
     def _lend_gradient(self, piece: int) -> None:
-        """Set a view as the gradient of a piece before the step, not a flattened copy."""
+        """Set a piece's gradient before the step: a view if the dtypes agree, otherwise a cast."""
         flat = self.zero.fp32_partitioned_groups_flat[piece]
         gradient = self.gradient(piece)
         flat.grad = None if gradient is None else gradient.to(flat.dtype)

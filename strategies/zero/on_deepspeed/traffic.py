@@ -176,7 +176,7 @@ def _overlaps(zero: dict[str, Any], plan: Plan, phase: OverlapPhase) -> OverlapP
 
 
 def _reductions(profile: Profile, bucket: int, plan: Plan) -> int:
-    """Return the number of reductions: one for each bucket, and one for each bound of shares."""
+    """Return the number of reductions: one for each bucket, and for each cut between shares."""
     return message_count(map(math.prod, reversed(parameter_shapes(profile))), bucket) + plan.dp - 1
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's engine as an `Update`, and the engine's state under plain names.
 
-A rank saves and loads the flat slice of each tensor that it updates.
+Of each tensor a rank saves and loads only the flat slice that it updates.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class DeepSpeedUpdate:
         return tensors
 
     def _sharded(self, parameter: nn.Parameter, flat: Tensor) -> StateTensor:
-        """Return a parameter's elements on this rank, from a flat tensor like its piece."""
+        """Return this rank's elements of a parameter, from a tensor laid out like its piece."""
         flat_slice, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
         if flat_slice is None:
             return StateTensor(torch.float32, shape, (), lambda: torch.empty(0))

@@ -4,8 +4,8 @@ Whole parameters are assigned to ranks, the largest first, each to the rank with
 so far. A rank has the optimizer state of its parameters only.
 Memory: the parameters of a rank become views of one buffer, which is broadcast in place after
 the step, so there is no second copy. Stage 1 has DDP's whole gradients on every rank. Stage 2
-sends a gradient to its rank as soon as it is made, and frees it on the others. bf16 is autocast
-on fp32 parameters: 8P + 8P/N bytes for stage 1, 4P + 12P/N for stage 2.
+sends each new gradient to the rank that updates its parameter, and frees it on the other ranks.
+bf16 is autocast on fp32 parameters: 8P + 8P/N bytes for stage 1, 4P + 12P/N for stage 2.
 Communication: stage 2 reduces after every micro-batch, so no rank accumulates whole gradients.
 Constraints: trained parameters of one type; a model that is not cut; non-reentrant recomputation.
 
@@ -306,8 +306,9 @@ class OSSUpdate(OwnedUpdate):
 
     def step(self) -> None:
         """See `Update.step`."""
-        # OSS copies the options of its groups to the inner optimizer, where schedules set them. So
-        # they are copied to OSS first.
+        # Schedules set options, such as the learning rate, in the groups of the inner optimizer.
+        # OSS's step overwrites these by the options of its own groups. So they are copied to OSS
+        # first.
         for source, target in zip(self.optimizer.param_groups, self.oss.param_groups, strict=False):
             target.update({key: value for key, value in source.items() if key != "params"})
         self.oss.step()
@@ -352,7 +353,7 @@ def _in_groups(
 
 
 class ShardedGradients(LoopRunner):
-    """The plain loop, if each rank has only the gradients of its share of the parameters."""
+    """The plain loop for ranks that have only the gradients of their share of the parameters."""
 
     def norm(self) -> Tensor:
         """See `LoopRunner.norm`: the norm of the gradients of all ranks. Collective."""
@@ -366,7 +367,7 @@ class ShardedGradients(LoopRunner):
 
 
 def _reaverage(update: OSSUpdate) -> None:
-    """Let gradients be reduced after every micro-batch, and count those of earlier ones once.
+    """Reduce gradients after every micro-batch, and count those of earlier micro-batches once.
 
     ShardedDataParallel divides a rank's accumulated gradient by the number of ranks in every
     micro-batch. So the gradient of earlier micro-batches is multiplied by that number first. This
@@ -389,15 +390,15 @@ def _reaverage(update: OSSUpdate) -> None:
 def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
     """Free other ranks' gradients as soon as they are sent; allow at most `max_bytes` of them.
 
-    ShardedDataParallel frees a gradient when it happens to find its reduction finished. If
-    computing is faster than the network, that is after the whole backward pass.
+    By itself ShardedDataParallel frees a gradient when it happens to find the reduction finished.
+    If the network is slower than the computation, none is freed before the backward pass ends.
     """
     handles = take_over_waiting(wrapped)
     under_way: deque[nn.Parameter] = deque()
     own_ids = {id(p) for p in update.own_parameters.values()}
 
     def wait_oldest(sent: nn.Parameter) -> None:
-        while under_way and len(under_way) >= len(handles):  # done at the end of a backward pass
+        while under_way and len(under_way) >= len(handles):  # finished by an earlier pass
             under_way.popleft()
         under_way.append(sent)
         while sum(p.nbytes for p in under_way if id(p) not in own_ids) > max_bytes:
@@ -414,7 +415,7 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
 
 
 def _adder(parameter: nn.Parameter) -> Any:
-    """Return the node that accumulates a parameter's gradient; it keeps its hooks alive."""
+    """Return the node that accumulates a parameter's gradient; its hooks live while it does."""
     expanded: Any = parameter.expand_as(parameter).grad_fn
     return expanded.next_functions[0][0]
 

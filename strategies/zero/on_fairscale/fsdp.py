@@ -1,6 +1,6 @@
 """Stage 3 on fairscale: FullyShardedDataParallel around each block and around the whole model.
 
-fairscale creates the CUDA streams in which it gathers and reduces only on a GPU, so a CPU is
+fairscale gathers and reduces in CUDA streams, which it creates only on a GPU. So a CPU is
 refused. Every parameter is sharded by itself, not in one long vector for each block. So a rank has
 a flat slice of each parameter, padded at the end, and the whole state is gathered tensor by tensor
 under plain names.
@@ -74,7 +74,7 @@ class FairscaleFSDP(FairscaleEngine):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Shard all states, and add gathered parameters.
 
-        All parameters are added, as an upper bound of those of the root and of one block.
+        All parameters are added: an upper bound for the parameters of the root and of one block.
         """
         if plan.dp == 1:
             return forecast
@@ -108,7 +108,7 @@ class FairscaleFSDP(FairscaleEngine):
                 unit,
                 process_group=context.group(),
                 process_group_reduce_scatter=context.group(),  # no second communicator
-                # A root that stays gathered after an evaluation would ignore values loaded then.
+                # A root that stays gathered after an evaluation would ignore values loaded later.
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
                 bucket_cap_mb=bucket_mib(self),

@@ -28,7 +28,7 @@ def in_flight_bytes(options: Zero, gradient_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class RankShare:
-    """The gradients of a profile whose parameters one rank updates."""
+    """The gradients in a profile for the parameters that one rank updates."""
 
     share: float
     """The fraction of all trained elements."""

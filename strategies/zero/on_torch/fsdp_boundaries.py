@@ -1,8 +1,8 @@
 """Sliced tensors that enter or leave a unit of fully_shard, whose hooks handle only plain tensors.
 
 The hooks of fully_shard apply an autograd function to a unit's inputs and register a hook on its
-outputs. They search tuples and similar containers for tensors, and no other objects. So a sliced
-tensor is replaced by a tuple of this rank's local tensor and the layout while the hooks run.
+outputs. They find tensors in tuples and similar containers, but not in other objects. So while the
+hooks run, a tuple of this rank's local tensor and the layout replaces a sliced tensor.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Stages 2 and 3 on torch's fully_shard: parameters, gradients and optimizer state in shards.
 
-The units are the blocks of the model, and the root: all layers outside of blocks. If not every pass
-calls a block, the unit is the nearest enclosing module that every pass calls. Stage 3 gathers each
-block for its forward pass and again for its backward pass. Stage 2 gathers a block once and holds
-it from the forward to the backward pass. In both stages the root is gathered once and held until
-its gradients are reduced. In a pipeline the passes of other micro-batches may free a gathered unit,
-which is then gathered again.
+The units are the blocks of the model, and the root: all layers outside of blocks. If some passes do
+not call a block, its unit is the nearest enclosing module that every pass calls. Stage 3 gathers
+each block for its forward pass and again for its backward pass. Stage 2 gathers a block once and
+holds it from the forward to the backward pass. In both stages the root is gathered once and held
+until its gradients are reduced. In a pipeline the passes of other micro-batches may free a gathered
+unit, which is then gathered again.
 
 Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard. In bf16
-the only copy of the trained parameters are fp32 shards, which are gathered in bf16 (BatchNorms in
-fp32), and gradients are summed over the ranks in fp32. 0-dim parameters are not sharded: each rank
+the fp32 shards are the only copy of the trained parameters. They are gathered in bf16 (BatchNorms
+in fp32). Gradients are summed over the ranks in fp32. 0-dim parameters are not sharded: each rank
 has them whole.
 
 A model on the meta device is never whole on a rank: a unit gets its values and is sharded before
@@ -75,8 +75,8 @@ class FullySharded(Zero):
             whole_backward=True,
             state_ranks=self.shard_ranks,
             # Stage 2, too: it frees gathered parameters before the last gradients are made. So the
-            # peak of a deep model with bf16 parameters can be below the bytes of all whole
-            # parameters and shards of the other states.
+            # peak of a deep model with bf16 parameters can be below the bytes of the whole
+            # parameters plus the shards of gradients and optimizer state.
             sharded_states=3,
             gathers_whole=self.stage == 2,
             moves_parameters=True,
@@ -306,8 +306,8 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
 def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
     """Return the 0-dim parameters, which stay whole on every rank because they cannot be sharded.
 
-    `Assembly.average` is set: it averages their gradients over the replicas after the last
-    micro-batch.
+    If any of them is trained, on several ranks, `Assembly.average` is set: it averages the
+    gradients of these parameters over the replicas after the last micro-batch.
     """
     context = assembly.context
     scalars = {p for root in assembly.roots for p in root.parameters() if p.dim() == 0}
@@ -335,7 +335,7 @@ def _give_values(
         whole_params: parameters that are not sharded.
 
     Returns:
-        The names in the unit of the parameters that have no values yet.
+        The parameters that have no values yet, by their names in the unit.
     """
     parts = assembly.saved_parts
     meta = [n for n, p in unit.named_parameters() if p.is_meta and p not in whole_params]
@@ -421,7 +421,7 @@ class _ReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer like that of fully_shard's default."""
+        """Return a buffer as fully_shard's default reduce-scatter allocates it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

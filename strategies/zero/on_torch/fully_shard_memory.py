@@ -57,8 +57,8 @@ def forecast_fully_shard(
         # An offload leaves the same fraction of a shard's state on the device as of a whole state.
         optimizer=round(state * min(1.0, forecast.states.optimizer / full_optimizer_bytes)),
     )
-    # Every micro-batch makes new whole gradients, and only their shards are added up. So each has
-    # the timeline of the first micro-batch of one process.
+    # Every micro-batch makes new whole gradients, and only their shards are added up. So every
+    # micro-batch has the timeline of the first micro-batch of one process.
     unit_passes = _Pass(sizes, units[:-1], stage)
     unsharded = (profile.passes["first"], profile.outside_blocks)
     fresh = not (sizes.on_host or plan.release_gradients)
@@ -72,7 +72,7 @@ def forecast_fully_shard(
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
-    # The last micro-batch gets the timeline of the other ones, which is no less than it needs.
+    # The last micro-batch has the timeline of the others, which need at least as much memory.
     passes = {"first": first, "later": later}
     if plan.pp > 1:
         passes |= {
@@ -114,7 +114,7 @@ class _Sizes:
     def shard(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Bytes of a rank's shard of a unit, padded to as many rows as the first rank has."""
         key = (id(unit), trained)
-        if key not in self._known:  # with the unit, so that its id is not reused
+        if key not in self._known:  # stored with the unit, so that the unit's id is not reused
             nbytes = sum(
                 width * self._padded(shape)
                 for shape, width, is_trained in zip(
@@ -221,9 +221,9 @@ class _Pass:
             unsharded: the pass without any sharding.
             rest: the layers outside of blocks, which are whole until their gradients are reduced.
             fresh: whether the shards of the gradients are allocated in this pass.
-            resumed: whether passes of other micro-batches come in between. The forward pass then
-                finds units gathered by an earlier one, and the backward pass finds none, because
-                an earlier one has freed them.
+            resumed: whether passes of other micro-batches come between this forward pass and this
+                backward pass. The forward pass then finds units that an earlier pass has gathered.
+                The backward pass finds no gathered units, because an earlier pass has freed them.
         """
         begin = unsharded.phases[0][0]
         end = max((span.death for span in unsharded.spans), default=begin)
@@ -349,12 +349,12 @@ class _Pass:
         return spans
 
     def _unused_prefetches(self, back: int, end: int) -> tuple[list[Span], list[BlockTicks]]:
-        """Return the buffers of prefetched units without a backward pass, and other units.
+        """Return buffers of prefetched units without a backward pass, and units never prefetched.
 
         Units are prefetched in the reverse order of the forward pass. After the backward pass
         fully_shard closes the units in the order of the model's modules: it reduces the gradients
         that are left, and frees the buffers of units without a backward pass. The second list has
-        the units that are followed by such a unit in the forward pass, and are not prefetched.
+        each unit whose next unit in the forward pass has no backward pass: it is not prefetched.
 
         Args:
             back: see `_in_backward`.
@@ -398,7 +398,7 @@ class _Pass:
 
 
 def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks]:
-    """Return the blocks, whose backward passes end at the tick at which gradients are reduced.
+    """Return the blocks; the backward pass of each ends when its gradients are reduced.
 
     Blocks whose inputs need no gradient are reduced last, one by one in the order of the model's
     modules, after the layers outside of blocks.

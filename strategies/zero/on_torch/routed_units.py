@@ -62,7 +62,8 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
 
     Args:
         unit: a module to which fully_shard was applied.
-        use: gets a note of each parameter that had a gradient, or a stand-in.
+        use: notes each parameter that had a gradient, whether zeros stood in for any gradient, and
+            a parameter that had a gradient although it was not trained when this was called.
     """
     planned = {id(p) for p in unit.parameters() if p.requires_grad}
     passes = 0

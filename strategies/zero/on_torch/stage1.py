@@ -141,9 +141,9 @@ def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
 def _on_chunks(profile: Profile, plan: Plan, step: Timeline) -> Timeline:
     """Return the memory of a step that updates fp32 values chunk by chunk.
 
-    It has the norm, then the fp32 gradients of a chunk and the temporaries of the optimizer. Two
-    chunks are tried, the one with the most elements and the one with the largest piece; the one
-    that needs more memory is used.
+    The step first computes the norm. Then it has the fp32 gradients of a chunk and the temporaries
+    of the optimizer. Two chunks are tried: the one with the most elements, and the one with the
+    largest piece. The result is for the chunk that needs more memory.
     """
     share = math.ceil(profile.trained_elements / plan.dp)
     chunk_size = chunk_elements(profile.trained_elements, plan.dp)
