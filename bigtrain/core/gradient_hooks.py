@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 _Hooks = dict[int, Callable[[Tensor], Any]]
 
 
-def unpredicted_hooks(model: nn.Module) -> str | None:
-    """Return a line on memory that hooks allocate and no forecast contains; None without hooks.
+def unpredicted_hooks(model: nn.Module) -> list[str]:
+    """Return a line on memory that hooks allocate and no forecast contains; [] without hooks.
 
     A hook may return a new tensor. Where gradients are sharded, hooks run on a whole gradient,
     which is gathered for them.
@@ -36,12 +36,12 @@ def unpredicted_hooks(model: nn.Module) -> str | None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     ]
     if not names:
-        return None
+        return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
+    return [
         f"the forecast of memory leaves out the hooks on the gradients of {names[0]}{more}: they "
         "get whole gradients, one at a time, and may make new ones"
-    )
+    ]
 
 
 class GradientHooks:

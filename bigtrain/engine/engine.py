@@ -157,8 +157,7 @@ class Engine(SavedState):
         predicted."""
         if self.layout is not None and workload.example is not None and context.is_main:
             self.advice.append(self.layout.check(workload.model, workload.example, self.loss))
-        hooks = unpredicted_hooks(self.blueprint.model) if job.memory.predict else None
-        self.advice += [] if hooks is None else [hooks]
+        self.advice += unpredicted_hooks(self.blueprint.model) if job.memory.predict else ()
         self._forecaster = RunForecaster(job, resolved, workload, context)
         self.prediction = RunPrediction()
         if workload.example is not None:
