@@ -54,7 +54,7 @@ from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
 from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
 from bigtrain.tracing.routes import Routes
-from bigtrain.versions.torch_versions import reduce_scatter_single
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 
 class FullySharded(Zero):
@@ -409,10 +409,10 @@ def _norms(unit: nn.Module) -> list[nn.Module]:
     ]
 
 
-class _ReduceScatter:
-    """A reduce-scatter on a CPU for fully_shard. It waits until gloo frees its copy of the input.
+class _Exchange:
+    """An exchange of fully_shard on a CPU. While memory is tracked, it waits until gloo frees it.
 
-    The reason is in `MemoryMeter.exchange`.
+    The reason is in `MemoryMeter.exchange`. Otherwise it is fully_shard's own exchange.
     """
 
     def __init__(self, meter: MemoryMeter) -> None:
@@ -421,8 +421,27 @@ class _ReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer as fully_shard's default reduce-scatter allocates it."""
+        """Return a buffer as fully_shard's default exchange allocates it."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Exchange):
+    """An all-gather. fully_shard frees its output soon, and gloo's thread may hold it longer."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the shards."""
+        with self._meter.exchanging(output_tensor, input_tensor):
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Exchange):
+    """A reduce-scatter, of whose input gloo makes a copy."""
 
     def __call__(
         self,
@@ -459,5 +478,7 @@ def _label_gathered(unit: nn.Module, assembly: Assembly) -> None:
     if isinstance(unit, FSDPModule):
         unit.register_forward_pre_hook(label)
         if assembly.plan.device_type == "cpu":
+            gather: Any = _AllGather(assembly.meter)
             reduce: Any = _ReduceScatter(assembly.meter)
+            unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
