@@ -177,8 +177,13 @@ class Offload(Strategy):
                 "are its parameters, optimizer state and activations. Use "
                 f"strategy.offload.{_DISK.get(hosted[0], 'optimizer')}=disk."
             )
-        moved = self.optimizer != "device" and self.activations == "device"
-        if moved and profile.untraceable is None and profile.state_slots == 0:
+        only_state = (self.parameters, self.activations) == ("device", "device")
+        if (
+            only_state
+            and self.optimizer != "device"
+            and profile.untraceable is None
+            and profile.state_slots == 0
+        ):
             return "strategy.offload moves nothing: this optimizer keeps no state."
         on_disk = "disk" in (self.optimizer, self.activations)
         kind = file_system(self._folder) if on_disk else None

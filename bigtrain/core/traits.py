@@ -90,6 +90,14 @@ class OffloadTiers:
     path: str | None = None
     """The folder of the tensors on disk; None for the default folder, or if none are on disk."""
 
+    @property
+    def state_word(self) -> str | None:
+        """The key and value that move optimizer state or parameters; None if neither is moved."""
+        for name in ("optimizer", "parameters"):
+            if getattr(self, name) != "device":
+                return f"strategy.offload.{name}={getattr(self, name)}"
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.cutting.cut import Cut, cut_at
 from bigtrain.cutting.cut_points import CutPoint, legal_points
 from bigtrain.cutting.partition import LayerCosts, Partition, partition
+from bigtrain.cutting.partition_tables import make_tables, partition_at
 from bigtrain.cutting.traced_model import TracedModel
 from bigtrain.cutting.uneven import uneven_note
 from bigtrain.data.loader import MicroBatch
@@ -91,19 +92,18 @@ def choose_cut(
     if not request.at and request.stages > len(points) + 1:
         raise _too_few(trace, points, request.stages)
     layers = _layer_costs(trace, points, request.rates)
+    in_flight = request.in_flight or [1] * request.stages
     if request.at:
         chosen = _named(trace, points, request)
-        in_flight, state = list(request.in_flight), request.state_factor
-        partitioned = _partition_at(
-            layers, chosen, in_flight or [1] * request.stages, state, request.rates
-        )
+        tables = make_tables(layers, request.rates.sent, request.state_factor, in_flight)
+        partitioned = replace(partition_at(tables, tuple(chosen)), proven=False)
     else:
         partitioned = partition(
             layers,
             request.stages,
             bandwidth=request.rates.sent,
             state_factor=request.state_factor,
-            in_flight=request.in_flight or [1] * request.stages,
+            in_flight=in_flight,
             memory=None if request.memory is None else [request.memory] * request.stages,
             devices=request.devices or None,
         )
@@ -230,24 +230,3 @@ def _layer_at(trace: ForwardTrace, points: Sequence[CutPoint], name: str) -> int
 def _near(points: Sequence[CutPoint], tick: int) -> str:
     close = sorted(points, key=lambda point: abs(point.tick - tick))[:3]
     return ", ".join(repr(point.name) for point in close) or "nowhere"
-
-
-def _partition_at(
-    layers: LayerCosts,
-    cuts: Sequence[int],
-    in_flight: Sequence[int],
-    state_factor: float,
-    rates: DeviceRates,
-) -> Partition:
-    """Return the partition at these cuts, with its costs."""
-    edges = [0, *cuts, len(layers.seconds)]
-    seconds, stage_bytes = [], []
-    for stage, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
-        work = sum(layers.seconds[start:stop])
-        sent = 2 * layers.crossing[stop] / rates.sent if stop < len(layers.seconds) else 0.0
-        seconds.append(work + sent)
-        state = sum(size for size, used in layers.params if any(start <= u < stop for u in used))
-        saved = sum(size for size, used in layers.saved if any(start <= u < stop for u in used))
-        stage_bytes.append(round(state_factor * state) + in_flight[stage] * saved)
-    crossing = sum(layers.crossing[cut] for cut in cuts)
-    return Partition(tuple(cuts), tuple(seconds), tuple(stage_bytes), crossing, proven=False)

@@ -119,11 +119,11 @@ class LocalSGD(Strategy):
                 "strategy.replicate=local_sgd averages them: sums would be rounded to 8 bits. Set "
                 "optim.master_weights=true, or use strategy.replicate=ddp."
             )
-        tiers = plan.offload_tiers
-        if tiers.optimizer != "device" or tiers.parameters != "device":
+        offload = plan.offload_tiers.state_word
+        if offload is not None:
             raise ConfigError(
                 "strategy.replicate=local_sgd changes the parameters after the optimizer's step, "
-                f"and strategy.offload.optimizer={tiers.optimizer} keeps copies of them, which "
+                f"and {offload} keeps copies of them, which "
                 "would be out of date. Set strategy.offload=null, or use strategy.replicate=ddp."
             )
 

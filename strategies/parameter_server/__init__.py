@@ -29,7 +29,7 @@ from pydantic import Field
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import Need, OffloadTiers, Traits
+from bigtrain.core.traits import Need, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, TrafficKind, parameter_shapes
@@ -144,11 +144,11 @@ class ParameterServer(Strategy):
                 "strategy.replicate=parameter_server serves whole models, and strategy.cut makes "
                 "stages. Leave strategy.cut out, or use strategy.replicate=ddp."
             )
-        tiers = plan.offload_tiers
-        if tiers != replace(OffloadTiers(), activations=tiers.activations, path=tiers.path):
+        offload = plan.offload_tiers.state_word
+        if offload is not None:
             raise ConfigError(
                 "strategy.replicate=parameter_server keeps parameters and optimizer state on its "
-                f"servers, and strategy.offload.optimizer={tiers.optimizer} would move them. Set "
+                f"servers, and {offload} would move them. Set "
                 "strategy.offload=null, or use strategy.replicate=zero."
             )
         if plan.sync_batchnorm:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.caching_nets import CachingLM
+from support.nets import BlockLM
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -83,6 +86,16 @@ def test_what_is_said_of_other_cuts(make, request_, message):
     note = chosen_cut(make(), request_).uneven
     assert message in note
     assert bool(note) is bool(message)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_named_cut_costs_what_a_balanced_one_at_the_same_places_costs(stages):
+    """A stage between two others sends at both ends."""
+    balanced = chosen_cut(BlockLM(), CutRequest(stages))
+    at = tuple(name for name, _ in balanced.cut.call_sites)
+    named = chosen_cut(BlockLM(), CutRequest(stages, at=at))
+    assert named.partition == replace(balanced.partition, proven=False)
+    assert balanced.partition.proven
 
 
 def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():

@@ -228,6 +228,7 @@ def test_what_gains_nothing_is_said():
         ({"optimizer": "disk"}, "cpu", none, "keeps no state"),
         ({"optimizer": "disk", "path": "/dev/shm"}, "cpu", some, "is a tmpfs"),
         ({"optimizer": "cpu"}, "cuda", some, None),
+        ({"optimizer": "disk", "activations": "disk"}, "cpu", none, None),
     ]
     plan = plan_of("zero2_offload", {}, 2)  # it reports this itself, and cannot use a disk
     assert plan.techniques["offload"].advise(None, some, plan) is None  # type: ignore[arg-type]
