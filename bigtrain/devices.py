@@ -7,8 +7,9 @@ needs, the error names the function. No other module of bigtrain uses these modu
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -254,6 +255,39 @@ def empty_cache() -> None:
     kind = accelerator()
     if kind:
         _module(kind).empty_cache()
+
+
+def devices_with_context() -> list[int]:
+    """Return the indices of the GPUs on which this process has a CUDA context.
+
+    A context takes about half a GiB of its GPU. The list is empty without CUDA.
+    """
+    if not torch.cuda.is_available():
+        return []
+    bindings: Any = torch._C
+    has_context = bindings._cuda_hasPrimaryContext
+    return [index for index in range(device_count()) if has_context(index)]
+
+
+@contextmanager
+def count_waits(device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Count how often torch makes the host wait for the device in the block.
+
+    Returns:
+        A function that returns the count, also after the block; None if torch does not report
+        waits for this kind of device.
+    """
+    set_mode = getattr(_module(device.type), "set_sync_debug_mode", None)
+    if set_mode is None:
+        yield lambda: None
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_mode("warn")
+        try:
+            yield lambda: sum("synchronizing" in str(each.message) for each in caught)
+        finally:
+            set_mode("default")
 
 
 def side_stream(device: torch.device) -> Any:

@@ -47,6 +47,8 @@ class RunOutcome:
     """The duration of the run."""
     timed_out: bool = False
     """Whether the time limit was exceeded."""
+    leftovers: int = 0
+    """How many processes of a run that ended by itself were still there, and were killed."""
 
     @property
     def out_of_memory(self) -> bool:
@@ -66,6 +68,8 @@ class QuietRun:
     """The folder of the run's files; its printed output is in `FOLDER.log`."""
     words: Sequence[str]
     """KEY=VALUE words of the job. The words in `QUIET` override them."""
+    last_words: Sequence[str] = ()
+    """KEY=VALUE words that override those in `QUIET`."""
     job: str | None = None
     """The job's name or file; None for the default job."""
     options: Sequence[str] = ()
@@ -77,7 +81,7 @@ class QuietRun:
         line = [self.command, "-n", str(self.num_ranks), "--strategy", self.strategy]
         if self.job is not None:
             line += ["--config", self.job]
-        return [*line, *self.options, *self.words, *QUIET]
+        return [*line, *self.options, *self.words, *QUIET, *self.last_words]
 
     @property
     def log(self) -> Path:
@@ -142,9 +146,10 @@ def run_bigtrain(
             reason = f"not done after {limit_s:.0f} s. Raise --time-limit"
             return RunOutcome(1, reason, time.monotonic() - began, timed_out=True)
         finally:
-            _end_run(child, run_mark)
+            leftovers = _end_run(child, run_mark)
     seconds = time.monotonic() - began
-    return RunOutcome(status, None if status == 0 else reason_in(log, status), seconds)
+    cause = None if status == 0 else reason_in(log, status)
+    return RunOutcome(status, cause, seconds, leftovers=leftovers)
 
 
 _MARK = "BIGTRAIN_STARTED_AS"
@@ -152,8 +157,13 @@ _MARK = "BIGTRAIN_STARTED_AS"
 left the run's session."""
 
 
-def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
-    """Send SIGTERM to a run, wait for it, then kill all remaining processes that it started."""
+def _end_run(child: subprocess.Popen[bytes], mark: str) -> int:
+    """Send SIGTERM to a run, wait for it, then kill all remaining processes that it started.
+
+    Returns:
+        How many processes were killed.
+    """
+    killed: set[int] = set()
     try:
         if child.poll() is None:
             child.terminate()
@@ -161,10 +171,12 @@ def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
                 child.wait(END_TIMEOUT_S)
     finally:  # also after a second Ctrl-C
         end = time.monotonic() + END_TIMEOUT_S
-        while sum(map(_kill, _marked(mark))) and time.monotonic() < end:
+        while (left := set(filter(_kill, _marked(mark)))) and time.monotonic() < end:
+            killed |= left
             time.sleep(0.05)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(END_TIMEOUT_S)
+    return len(killed)
 
 
 def _kill(pid: int) -> bool:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bigtrain.doctor.checks import CheckedRun, chosen_checks, run_check, write_figures
+from bigtrain.doctor.check_runs import LIMIT_S, chosen_checks, run_check, write_figures
 from bigtrain.doctor.probes import examine_machine, examine_rates
+from bigtrain.doctor.rules import CheckedRun
 from bigtrain.doctor.show import show_checks, show_machine
 from bigtrain.errors import ConfigError
 from bigtrain.job.command_parser import CommandParser
@@ -64,7 +65,16 @@ def _check(arguments: list[str]) -> int:
     )
     parser.add_argument("--only", metavar="NAMES", help="some of the checks, separated by commas")
     parser.add_argument("--output", default="check.json", help="the file for all figures")
+    parser.add_argument(
+        "--time-limit",
+        metavar="SECONDS",
+        type=float,
+        default=LIMIT_S,
+        help="the seconds that one check may take (default: %(default).0f)",
+    )
     options = parser.parse_args(arguments)
+    if not options.time_limit > 0:
+        raise ConfigError(f"--time-limit {options.time_limit}: use a number above 0.")
     checks = list(chosen_checks(options.only))
     if not Path(options.output).resolve().parent.is_dir():
         raise ConfigError(f"--output {options.output}: there is no such folder. Make it first.")
@@ -72,7 +82,7 @@ def _check(arguments: list[str]) -> int:
     runs: dict[str, CheckedRun] = {}
     with tempfile.TemporaryDirectory(prefix="bigtrain-check-") as folder:
         for number, check in enumerate(checks, start=1):
-            run = run_check(check, runs, Path(folder))
+            run = run_check(check, runs, Path(folder), options.time_limit)
             runs[check.name] = run
             # The file is written after each check, because the next one may crash the machine.
             write_figures(Path(options.output), runs.values())

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.doctor.checks import CheckedRun, CheckVerdict
 from bigtrain.doctor.probes import COMPILERS
+from bigtrain.doctor.rules import CheckedRun, CheckVerdict
 from bigtrain.machine.busy import describe_others
 from bigtrain.machine.rate_cache import RATES, faster_precision
 from bigtrain.units import format_bytes, format_flops

@@ -12,15 +12,29 @@ import pytest
 from bigtrain import cli
 from bigtrain.compare.rows import ComparisonRow
 from bigtrain.devices import accelerator
-from bigtrain.doctor import checks, command
-from bigtrain.doctor.checks import CHECKS, Check, CheckedRun, forecast_holds, same_losses
-from bigtrain.units import MIB
+from bigtrain.doctor import check_runs, command, rules
+from bigtrain.doctor.checks import CHECKS, Check
+from bigtrain.doctor.rules import CheckedRun, forecast_holds, same_losses
+from bigtrain.units import GIB, MIB
 
 ROW = ComparisonRow(
     "single", 1, "ok", peak_bytes=1000, predicted_peak_bytes=1004, losses=(5.0, 4.0)
 )
 GOOD = CheckedRun("single", "", "passed", "", status=0, row=ROW)
 FAILED = CheckedRun("other", "", "passed", "it crashed", status=1, last_lines=["bigtrain: crashed"])
+
+
+LOST = replace(FAILED, last_lines=["bigtrain: rank 1 was killed (signal 9)"])
+PLAIN = {"peak_bytes": 1000, "losses": [5.0], "step_seconds": 1.0, "waits": None}
+BESIDE = {"plain": PLAIN, "prepared": PLAIN}
+
+
+def beside(**changes: object) -> dict[str, object]:
+    return {"plain": PLAIN, "prepared": {**PLAIN, **changes}}
+
+
+def with_figures(figures: dict[str, object]) -> CheckedRun:
+    return replace(GOOD, figures=figures)
 
 
 def like_single(**changes: object) -> CheckedRun:
@@ -47,13 +61,36 @@ def like_single(**changes: object) -> CheckedRun:
         (same_losses("single"), like_single(losses=(5.0,)), "has 1 losses, and single 2"),
         (same_losses("single"), like_single(losses=(5.0, float("nan"))), "nan from those of"),
         (same_losses("single"), FAILED, "it crashed"),
-        (checks.smaller_than("single"), like_single(peak_bytes=999), None),
-        (checks.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
-        (checks.smaller_than("single"), FAILED, "a peak is missing"),
-        (checks.explains_out_of_memory, GOOD, "status 0 instead of 1"),
-        (checks.explains_out_of_memory, FAILED, "does not say 'out of memory'"),
+        (rules.smaller_than("single"), like_single(peak_bytes=999), None),
+        (rules.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
+        (rules.smaller_than("single"), FAILED, "a peak is missing"),
+        (rules.continues("single"), like_single(losses=(4.0,)), None),
         (
-            checks.explains_out_of_memory,
+            rules.continues("single"),
+            like_single(losses=(4.1,)),
+            r"differ by 2\.5e-02 from the last",
+        ),
+        (rules.continues("single"), GOOD, "has 2 losses, and a part of the 2 of single"),
+        (rules.continues("single"), FAILED, "it crashed"),
+        (rules.ends_with_lost_rank, GOOD, "status 0 instead of 1"),
+        (rules.ends_with_lost_rank, FAILED, "no line says that rank 1 was killed"),
+        (rules.ends_with_lost_rank, LOST, None),
+        (rules.ends_with_lost_rank, replace(LOST, leftovers=2), "2 of its processes"),
+        (rules.one_context_per_rank, with_figures({"gpus-0": [0]}), None),
+        (rules.one_context_per_rank, with_figures({}), "0 of 1 ranks reported"),
+        (rules.one_context_per_rank, with_figures({"gpus-0": [0, 1]}), r"on the GPUs \[0, 1\]"),
+        (rules.no_more_than_plain_torch, with_figures(BESIDE), None),
+        (rules.no_more_than_plain_torch, FAILED, "it crashed"),
+        (rules.no_more_than_plain_torch, with_figures(beside(losses=[5.1])), "differ by 2"),
+        (
+            rules.no_more_than_plain_torch,
+            with_figures(beside(peak_bytes=1100)),
+            "peak is 1.1 KiB, and the plain loop's is 1000 B",
+        ),
+        (rules.explains_out_of_memory, GOOD, "status 0 instead of 1"),
+        (rules.explains_out_of_memory, FAILED, "does not say 'out of memory'"),
+        (
+            rules.explains_out_of_memory,
             replace(
                 FAILED,
                 last_lines=[
@@ -75,7 +112,7 @@ def test_rules(rule, run, wrong) -> None:
 
 
 def test_workspaces_that_are_no_larger_than_a_gpus_kernels_want_are_let_pass(monkeypatch) -> None:
-    monkeypatch.setattr(checks, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(rules, "accelerator", lambda: "cuda")
     sizes = (200 * MIB, 263 * MIB, 7000 * MIB, 7069 * MIB, 7100 * MIB)
 
     def found(peak: int, predicted: int) -> str | None:
@@ -95,6 +132,27 @@ def test_what_others_are_held_against_comes_first() -> None:
     names = [check.name for check in CHECKS]
     assert names[0] == "single"
     assert len(set(names)) == len(names)
+    for number, check in enumerate(CHECKS[1:], start=1):
+        assert set(check.after) <= set(names[:number]), check.name
+
+
+def test_a_check_runs_after_those_that_it_is_compared_with() -> None:
+    chosen = [check.name for check in check_runs.chosen_checks("resume")]
+    assert chosen == ["single", "dropout", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("free", "model", "rows"),
+    [(80, "gpt2", 8), (11, "gpt2", 8), (10, "gpt2", 4), (8, "gpt2", 4), (5, "gpt", 8)],
+)
+def test_the_model_and_the_batch_follow_the_free_memory(monkeypatch, free, model, rows) -> None:
+    monkeypatch.setattr(check_runs, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(check_runs, "device_count", lambda: 2)
+    free_of = {0: 80 * GIB, 1: free * GIB}
+    monkeypatch.setattr(check_runs, "free_bytes", lambda device: free_of[device.index])
+    words = check_runs._job(Check("one", "", [], []))
+    assert f"model.name={model}" in words
+    assert f"train.global_batch_size={rows}" in words
 
 
 @pytest.mark.parametrize("given", ["nothing", ",", ""])
@@ -113,7 +171,7 @@ def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
         ({"only": "accelerator"}, "torch sees no GPU"),
         ({"needs": "no_such_library"}, "no_such_library is not installed"),
     ):
-        run = checks.run_check(Check("one", "", [], [], **changes), {}, tmp_path)
+        run = check_runs.run_check(Check("one", "", [], [], **changes), {}, tmp_path)
         assert (run.verdict, run.explanation) == ("skipped", words)
     assert list(tmp_path.iterdir()) == []
 
