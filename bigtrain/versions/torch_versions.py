@@ -85,9 +85,66 @@ _COUNTED_AS = {
 }
 
 
+_ATTENTION = {
+    f"_scaled_dot_product_{kernel}_attention{suffix}": query_at
+    for kernel in ("flash", "efficient", "cudnn")
+    for suffix, query_at in (("", 0), ("_backward", 1))
+}
+"""By name of an attention kernel, the position of the queries among its arguments. Keys and values
+follow them. All three are of shape (batch, heads, tokens, head width)."""
+
+
 def flop_formula(operation: Any) -> Callable[..., Any] | None:
     """Return torch's FLOP formula for all overloads of an operation; None if there is none."""
-    return flop_registry.get(operation) or flop_registry.get(_COUNTED_AS.get(operation))
+    counted_as = _COUNTED_AS.get(operation, operation)
+    formula = flop_registry.get(operation) or flop_registry.get(counted_as)
+    query_at = _ATTENTION.get(getattr(counted_as, "__name__", ""))
+    return formula if formula is None or query_at is None else _grouped_heads(formula, query_at)
+
+
+def _grouped_heads(formula: Callable[..., Any], query_at: int) -> Callable[..., Any]:
+    """Return a formula of attention that accepts fewer heads of keys and values than of queries.
+
+    The kernel broadcasts them (grouped-query attention). torch's formulas refused that at first:
+    those of 2.11 do. Formulas read shapes only, so they get the shapes after the broadcast.
+
+    Args:
+        formula: torch's formula.
+        query_at: the position of the queries among its arguments.
+    """
+
+    def flops(*args: Any, **kwargs: Any) -> Any:
+        heads = args[query_at].shape[1]
+        keys_and_values = args[query_at + 1 : query_at + 3]
+        shapes = [torch.Size((t.shape[0], heads, *t.shape[2:])) for t in keys_and_values]
+        return formula(*args[: query_at + 1], *shapes, *args[query_at + 3 :], **kwargs)
+
+    return flops
+
+
+class _LenientModule:
+    """`torch.nn` with a `Parameter` that requires a gradient by default only if it can have one."""
+
+    @staticmethod
+    def Parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # noqa: N802
+        differentiable = data.dtype.is_floating_point or data.dtype.is_complex
+        return nn.Parameter(data, requires_grad=requires_grad and differentiable)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
+def shard_integers() -> None:
+    """Let `fully_shard` accept parameters of integers, such as weights in 4 bits.
+
+    Older versions, such as torch 2.11, make each shard a parameter that requires a gradient, and
+    take the requirement away afterwards; torch refuses the first step for integers.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    source = inspect.getsource(_fsdp_param.FSDPParam._init_sharded_param)
+    if "requires_grad=param.requires_grad" not in source:
+        vars(_fsdp_param)["nn"] = _LenientModule()
 
 
 def set_timeouts(groups: Sequence[dist.ProcessGroup | None], timeout: float) -> None:

@@ -11,6 +11,9 @@ from support.ranks import run_ranks
 from support.rooms import sources
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils import flop_counter
+from torch.utils.flop_counter import flop_registry
 
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.op_cost import flops_of
@@ -22,6 +25,7 @@ from bigtrain.versions.torch_versions import (
     backward_for_inputs,
     backward_for_weights,
     reduce_scatter_single,
+    shard_integers,
 )
 
 
@@ -36,6 +40,52 @@ class Twice(nn.Module):
         y = self.layer((self.layer(x) + x).tanh())
         a, b, c = self.heads(self.norm(y)).chunk(3, -1)
         return a * b + c + y, self.heads(b + c)[..., :4]
+
+
+def _as_torch_2_11(count: Any) -> Any:
+    """A formula that refuses fewer heads of keys and values than of queries, as torch 2.11 has."""
+
+    def strict(*args: Any, out_val: Any = None) -> int:
+        del out_val
+        shapes = [each if isinstance(each, torch.Size) else each.shape for each in args]
+        assert len({shape[1] for shape in shapes}) == 1, "shapes are incompatible"
+        flops: int = count(*shapes)
+        return flops
+
+    return strict
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("old", [False, True], ids=["installed", "2.11"])
+def test_grouped_heads_count_as_all_heads(monkeypatch, kernel: str, old: bool) -> None:
+    aten = torch.ops.aten
+    forward = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+    back = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward")
+    if old:
+        for operation, count in (
+            (forward, flop_counter.sdpa_flop_count),
+            (back, flop_counter.sdpa_backward_flop_count),
+        ):
+            monkeypatch.setitem(flop_registry, operation, _as_torch_2_11(count))
+    query, shared = torch.empty(2, 8, 16, 4), torch.empty(2, 2, 16, 4)
+    product = 2 * 2 * 8 * 16 * 16 * 4
+    counted = flops_of(forward.default, (query, shared, shared), {}, query)
+    assert counted == 2 * product
+    counted = flops_of(back.default, (query, query, shared, shared), {}, query)
+    assert counted == 5 * product
+
+
+def test_older_versions_shard_integers(monkeypatch) -> None:
+    def old(self: Any, param: nn.Parameter) -> None:
+        """The words of torch 2.11, which has no argument requires_grad here."""
+
+    monkeypatch.setattr(_fsdp_param, "nn", nn)
+    monkeypatch.setattr(_fsdp_param.FSDPParam, "_init_sharded_param", old)
+    shard_integers()
+    assert not _fsdp_param.nn.Parameter(torch.zeros(3, dtype=torch.uint8)).requires_grad
+    assert _fsdp_param.nn.Parameter(torch.zeros(3)).requires_grad
+    assert not _fsdp_param.nn.Parameter(torch.zeros(3), requires_grad=False).requires_grad
+    assert _fsdp_param.nn.Module is nn.Module
 
 
 def gradients(*, split: bool) -> list[Any]:

@@ -54,7 +54,11 @@ from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
 from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
 from bigtrain.tracing.routes import Routes
-from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
+from bigtrain.versions.torch_versions import (
+    all_gather_single,
+    reduce_scatter_single,
+    shard_integers,
+)
 
 
 class FullySharded(Zero):
@@ -149,6 +153,7 @@ class FullySharded(Zero):
             on_gpu = is_accelerator(plan.device_type)
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         assembly.units, assembly.use = GatheredUnits(), GradientUse()
+        shard_integers()
         fp32_policy = MixedPrecisionPolicy()
         low = (
             MixedPrecisionPolicy(torch.bfloat16, torch.float32)
