@@ -164,8 +164,8 @@ class Plan:
     def averaging_bucket(self) -> int | None:
         """Bytes of gradients that the replicas of a stage average at once; see `GradientAverager`.
 
-        None without stages on several ranks, without replicas, or if an engine or a wrapper
-        reduces the gradients itself.
+        None unless the stages are on several ranks and have several replicas. Also None if an
+        engine or a wrapper averages the gradients itself.
         """
         on_ranks = self.cut is not None and self.cut.is_distributed
         averages = on_ranks and self.dp > 1 and not self.shares_engine

@@ -348,7 +348,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Start a `grouped_allreduce` without a gradient; `synchronize` returns a list. Collective."""
+    """Start a `grouped_allreduce` that autograd does not record. Collective.
+
+    `synchronize` returns the list of results.
+    """
     chosen = checked_op(op, average, where="grouped_allreduce")
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
     options |= {"name": name, "where": "grouped_allreduce"}

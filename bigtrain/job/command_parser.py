@@ -13,7 +13,10 @@ _PARTS = ("record", "pace")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` without abbreviated options that suggests the nearest word."""
+    """An `argparse.ArgumentParser` that accepts no abbreviated options.
+
+    The message for an unknown word suggests the nearest known one.
+    """
 
     def __init__(self, **keys: object) -> None:
         keys.setdefault("allow_abbrev", False)

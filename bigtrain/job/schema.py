@@ -44,7 +44,7 @@ class LoraConfig(ConfigSection):
     """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), as the library peft has them."""
 
     rank: int = Field(ge=1)
-    """Columns of the matrices A and B of each adapter."""
+    """Rows of the matrix A and columns of the matrix B of each adapter."""
     alpha: float | None = Field(None, gt=0)
     """An adapter adds alpha / rank times B A to its weight; by default twice the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)

@@ -310,9 +310,11 @@ class MemoryMeter:
             time.sleep(_MOMENT_S)
 
     def peak_bytes(self) -> int | None:
-        """Return the peak so far in bytes: requested on accelerators, tracked on a CPU.
+        """Return the peak so far in bytes.
 
-        The recorder gets the result as well. See `MemoryMeasurement.peak`.
+        On accelerators it is the peak of the bytes that tensors requested from the allocator, less
+        the bytes from before the run. On a CPU it is the tracker's peak. The recorder gets the
+        result as well. See `MemoryMeasurement.peak`.
         """
         peak = self._tracked.bytes if self._tracked else None
         if self._base_bytes:

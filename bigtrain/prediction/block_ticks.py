@@ -1,4 +1,7 @@
-"""Record the clock ticks at which each block of a model runs, and the model's operations."""
+"""Record the operations of a model, and when each of its blocks runs.
+
+Moments are ticks of the memory tracker's clock, which counts changes of memory, not seconds.
+"""
 
 from __future__ import annotations
 

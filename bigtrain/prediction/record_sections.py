@@ -416,10 +416,10 @@ def record_split_backward(
     *,
     contiguous_gradients: bool = False,
 ) -> tuple[dict[str, PassPair], ...] | None:
-    """Run a model with a backward pass that is split into inputs and weights.
+    """Run a model whose backward pass is split into the inputs' and the weights' gradients.
 
-    The split backward pass ends at the first block. A stage that begins before the first block has
-    one whole backward pass.
+    Both parts stop at the inputs of the first block. The part before the first block is left out,
+    because the stage that contains it does not split its backward pass.
 
     Args:
         workload: see `record_sections`.

@@ -86,9 +86,10 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether the end of another rank may be the cause: a collective broke or timed out.
+    """Whether an error may be a consequence of another rank's end: a collective broke or timed out.
 
-    The result is only a hint. It decides how long to wait for the hub, not which rank is at fault.
+    The result is a guess from the error's text. It affects the error message, and how long this
+    rank waits for a reply from rank 0's `FailureHub`.
     """
     if not isinstance(error, RuntimeError | ConnectionError | TimeoutError):
         return False

@@ -316,7 +316,10 @@ class AxisClasses:
 
 
 def _neighbours(dim: Dim) -> Iterable[tuple[DimAxis | None, DimAxis]]:
-    """Yield each atomic axis of a dim with the axis that precedes it in its product, or None."""
+    """Yield (previous axis, axis) for each atomic axis of a dim, also of the parts of sums.
+
+    The previous axis is None for the first axis of a dim or of a part, and after a sum.
+    """
     last: DimAxis | None = None
     for axis in expanded(dim):
         for part in axis.parts:

@@ -189,7 +189,10 @@ class _Recorder(ForwardObserver):
         return _made_up(func._overloadpacket.__name__, args, error)
 
     def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record that code reads a tensor's size, which is not an operation."""
+        """Record that code reads the size of a tensor from `parameters()` or `buffers()`.
+
+        This runs no operation, so `operation` does not see it.
+        """
         del kwargs, result
         if func in _ASKS_SIZE:
             self.note_listed(args[0])

@@ -130,7 +130,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _has_numbers(tensor: Any) -> bool:
-    """Whether a value is a plain tensor with values."""
+    """Whether an object is a plain tensor with data, and neither fake nor on the meta device."""
     return type(tensor) is Tensor and not tensor.is_meta
 
 

@@ -257,7 +257,9 @@ def _watching_class(
 
 @contextmanager
 def refuse_host_randomness() -> Iterator[None]:
-    """Refuse random numbers of Python and numpy in a block: each stage would draw other numbers.
+    """Refuse code in a `with` block that draws from Python's `random` or from `numpy.random`.
+
+    The stages of a pipeline would draw different numbers.
 
     Raises:
         ConfigError: some were drawn in the block.

@@ -174,9 +174,11 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return like * mask * (1 / (1 - args[1])), mask
 
     def _uniform(self, position: _Position, like: Tensor) -> Tensor:
-        """Return numbers in [0, 1) of the shape of `like`, a function of each sample's position.
+        """Return numbers in [0, 1) of the shape of `like`.
 
-        They are in fp32 whatever the dtype of `like`, so that masks are the same in all precisions.
+        Each row depends only on the seed, the step, the sample's index in the global batch, and
+        the place of the draw in the forward pass. The numbers are in fp32 whatever the dtype of
+        `like`, so that masks are the same in all precisions.
         """
         rows = []
         for sample in position.samples:

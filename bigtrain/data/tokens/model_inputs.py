@@ -1,4 +1,4 @@
-"""The inputs that a model needs for windows of tokens, and checks that it supports them."""
+"""Find the inputs that a model needs for windows of tokens. Refuse models that lack support."""
 
 from __future__ import annotations
 

@@ -176,7 +176,10 @@ class FakeRuns:
         return self._split_runs[kind, sizes]
 
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
-        """For `rows` rows, return the section after the blocks. Its tensors may lack states."""
+        """Return the section after the blocks for a micro-batch of `rows` rows.
+
+        The optimizer state of its tensors may be incomplete, because the run may be of one step.
+        """
         if (kind, rows) not in self._ends:
             recorded = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
             (run,) = recorded or self.recorded(plan, kind, (rows,), rows)

@@ -1,4 +1,5 @@
-"""The rules of torch's functions for sliced tensors.
+"""Rules for sliced tensors: what each function of torch does with them.
 
-Decides: which functions compute on a rank's slices, and what is exchanged where they cannot.
+The rules decide which functions compute on a rank's slices, and what the ranks exchange for the
+other functions.
 """

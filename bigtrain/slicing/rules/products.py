@@ -319,7 +319,8 @@ def _convolution(
     A convolution sums over dim 1 of its weight, a transposed convolution over dim 0.
 
     Args:
-        compute: computes the convolution of plain tensors, without bias, in a number of groups.
+        compute: (input, weight, number of groups, by default `groups`) -> the convolution of plain
+            tensors without a bias.
         x: (batch, channels, ...), or without the batch.
         weight: (out channels, in channels of a group, ...); of a transposed convolution, (in
             channels, out channels of a group, ...).

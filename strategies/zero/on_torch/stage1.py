@@ -68,7 +68,10 @@ class ShardedOptimizer(Zero):
         profile: Profile,
         plan: Plan,
     ) -> Forecast:
-        """Add a share of the optimizer state, and gradients in DDP's buckets."""
+        """Return the forecast with this rank's share of the optimizer state only.
+
+        With several replicas and no pipeline, the gradients are in DDP's buckets.
+        """
         size = 8 if plan.precision == "fp64" else 4
         share = math.ceil(profile.trained_elements / plan.dp)
         # fp32 values for each element of the share: the state, and in bf16 the parameter itself.
