@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from bigtrain.errors import NonFiniteError, OutOfMemoryError
+from bigtrain.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from bigtrain.ranks.exit_status import (
     OPEN_BLOCKS,
     error_summary,
@@ -107,12 +107,34 @@ def _reported(watch: FailureListener | None) -> Iterator[None]:
             except (SystemExit, KeyboardInterrupt) as late:
                 mark_as_echo(late)
                 raise
-            raise SystemExit(ending.status) from None
+            raise _quiet_end(error, ending.status) from None
         write_error_file(error)
         mark_reporting_rank(error)
         _end_later(exit_status_of(error))
         raise
     _close(watch)
+
+
+class _QuietConfigError(ConfigError, SystemExit):
+    """The `ConfigError` of a rank, after another rank has reported its own.
+
+    A script can catch it as on any other rank. If nobody catches it, the process ends without a
+    message, as with `SystemExit`.
+    """
+
+
+def _quiet_end(error: BaseException, status: int) -> BaseException:
+    """Return the exception that ends a rank without a message.
+
+    Args:
+        error: the error of this rank.
+        status: the exit status of the rank that failed first.
+    """
+    if not isinstance(error, ConfigError) or status != error.exit_status:
+        return SystemExit(status)
+    quiet = _QuietConfigError(str(error))
+    quiet.code = status
+    return quiet
 
 
 @contextlib.contextmanager

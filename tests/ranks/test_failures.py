@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.ranks import failure_guard
 from bigtrain.ranks.exit_status import (
     error_summary,
     exit_status_of,
@@ -29,6 +31,7 @@ from bigtrain.ranks.exit_status import (
 )
 from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, lost_rank_message
 from bigtrain.ranks.launcher_env import process_start_time
+from bigtrain.recorder.ring import FlightRecorder
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,48 @@ class Ranks:
     def close(self) -> None:
         for watch in reversed(self.watches):
             watch.close()
+
+
+class Ended:
+    """A listener whose run has ended already, by another rank."""
+
+    records: dict[int, object] = {}
+    rank = 0
+
+    def __init__(self, status: int) -> None:
+        self.status, self.recorder = status, FlightRecorder(0)
+
+    def report(self, *_: object, **__: object) -> RunEnd:
+        return RunEnd(1, "", self.status)
+
+    def grace(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "caught"),
+    [
+        (ConfigError("all ranks find it"), 2, "all ranks find it"),
+        (ConfigError("after a crash"), 1, None),
+        (RuntimeError("a crash"), 1, None),
+        (RuntimeError("after a wrong input"), 2, None),
+    ],
+)
+def test_a_script_can_catch_what_all_ranks_have_found(
+    error: Exception, status: int, caught: str | None
+) -> None:
+    """Only the first rank's error would be caught otherwise, and no rank would print anything."""
+    watch: Any = Ended(status)
+    with pytest.raises(SystemExit) as ended, failure_guard._reported(watch):
+        raise error
+    assert ended.value.code == status
+    assert isinstance(ended.value, ConfigError) == (caught is not None)
+    if caught is not None:
+        assert str(ended.value) == caught
+    assert run_guarded(raising(ended.value)) == status  # and prints nothing
 
 
 def test_the_first_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
