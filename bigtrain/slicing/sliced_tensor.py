@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -253,11 +253,20 @@ def leaves_of(value: Any) -> list[Any]:
     return tree_leaves(value, is_leaf=is_sliced)
 
 
+def _rebuilt(leaves: Iterable[Any], context: Any) -> Any:
+    """Return the sliced tensor of a leaf; the leaf itself if a function made it something else.
+
+    torch 2.11 maps the arguments of `checkpoint` to None, to collect their devices.
+    """
+    leaf = next(iter(leaves))
+    return SlicedTensor(leaf, *context) if isinstance(leaf, Tensor) else leaf
+
+
 # Code that flattens structures (fully_shard's hooks, recomputation) finds this rank's tensors.
 register_pytree_node(
     SlicedTensor,
     lambda sliced: ([local_of(sliced)], (sliced.slices, sliced.group, tuple(sliced.shape))),
-    lambda local, of: SlicedTensor(next(iter(local)), *of),
+    _rebuilt,
 )
 
 
