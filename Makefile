@@ -57,8 +57,8 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell --skip benchmarks/results bigtrain strategies configs benchmarks examples docs *.md *.py Makefile
-	$(BIN)/mypy
-	MYPYPATH=benchmarks $(BIN)/mypy benchmarks
+	$(BIN)/mypy -n 2
+	MYPYPATH=benchmarks $(BIN)/mypy -n 2 benchmarks
 
 gpu: $(READY)
 	$(BIN)/bigtrain doctor --check

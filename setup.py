@@ -123,7 +123,7 @@ setup(
         "dev": [
             "build",
             "codespell",
-            "mypy",
+            "mypy>=2.4",
             "playwright",
             "pytest",
             "pytest-timeout",
