@@ -74,7 +74,10 @@ def _check(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if not options.time_limit > 0:
-        raise ConfigError(f"--time-limit {options.time_limit}: use a number above 0.")
+        limit = f"{options.time_limit:g}"
+        raise ConfigError(
+            f"--time-limit {limit}: a number above 0 is needed. Use --time-limit {LIMIT_S:.0f}."
+        )
     checks = list(chosen_checks(options.only))
     if not Path(options.output).resolve().parent.is_dir():
         raise ConfigError(f"--output {options.output}: there is no such folder. Make it first.")

@@ -161,6 +161,13 @@ def test_a_name_that_is_none_is_refused(given: str, capsys) -> None:
     assert "Use one of single, single_bf16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["0", "-3", "nan"])
+def test_a_limit_that_no_run_can_keep_is_refused(given: str, capsys) -> None:
+    assert cli.main(["doctor", "--check", "--time-limit", given]) == 2
+    error = capsys.readouterr().err
+    assert f"--time-limit {given}: a number above 0 is needed. Use --time-limit 300." in error
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(capsys) -> None:
     assert cli.main(["doctor", "--check", "--output", "/no/such/folder/check.json"]) == 2
     assert "there is no such folder" in capsys.readouterr().err
