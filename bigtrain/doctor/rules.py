@@ -52,6 +52,8 @@ class CheckedRun:
     figures: dict[str, Any] = field(default_factory=dict)
     """Figures of the check's program, as JSON values: those of `plain_loop.compare`, or by rank the
     GPUs on which it has a context."""
+    checkpoints: list[str] = field(default_factory=list)
+    """The names of the checkpoints that the run wrote."""
     last_lines: list[str] = field(default_factory=list)
     """The last lines that the run printed."""
 
@@ -149,6 +151,22 @@ def explains_out_of_memory(run: CheckedRun, before: Mapping[str, CheckedRun]) ->
         if words.lower() not in text.lower()
     ]
     return f"it does not say '{missing[0]}'" if missing else None
+
+
+def has_saved(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | None:
+    """The rule that the run wrote a checkpoint.
+
+    Args:
+        run: the run to check.
+        before: not used.
+
+    Returns:
+        The fault; None if the rule is met.
+    """
+    del before
+    if run.row is None:
+        return run.explanation
+    return None if run.checkpoints else "it wrote no checkpoint"
 
 
 def continues(reference_name: str) -> Rule:

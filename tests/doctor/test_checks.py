@@ -64,6 +64,9 @@ def like_single(**changes: object) -> CheckedRun:
         (rules.smaller_than("single"), like_single(peak_bytes=999), None),
         (rules.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
         (rules.smaller_than("single"), FAILED, "a peak is missing"),
+        (rules.has_saved, replace(GOOD, checkpoints=["step-3"]), None),
+        (rules.has_saved, GOOD, "wrote no checkpoint"),
+        (rules.has_saved, FAILED, "it crashed"),
         (rules.continues("single"), like_single(losses=(4.0,)), None),
         (
             rules.continues("single"),
