@@ -23,9 +23,10 @@ from rich.console import Console
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
+from bigtrain.engine.engine import Engine
 from bigtrain.engine.out_of_memory import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import Saving, StopReport, resume, run_note, stopped_lines
+from bigtrain.engine.resume import Saving, StopReport, StopSignals, resume, run_note
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.files.drafts import write_cache
 from bigtrain.job.arguments import TrainOptions, train_arguments
@@ -132,35 +133,41 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
         ):
             for line in opening_lines(parts, engine, resumed):
                 log.print_line(line)
-            if engine.steps_done < parts.total_steps:
-                for batch in parts.training_steps(context, engine.samples_seen):
-                    result = engine.step(batch)
-                    last = result.step == parts.total_steps
-                    stops = notice.agreed(result.peak_memory_bytes) and not last
-                    log.step(result, getattr(engine.runner, "figures", {}), notice.highest)
-                    if stops:  # before a validation: the process may be killed soon
-                        log.sync()
-                        for line in stopped_lines(engine, folder, notice.signal_name):
-                            log.print_line(line)
-                    measured = None
-                    if parts.data.validation is not None and (last or due(job, result.step)):
-                        measured = engine.evaluate(parts.validation_batches(context))
-                        log.validation(result.step, measured)
-                    if stops:
-                        return notice.exit_status
-                    for line in saving.after_step(result.step, measured, log.sync):
-                        log.print_line(line)
-                    if last:
-                        break
+            signals = StopSignals(notice, engine, saving)
+            remains = engine.steps_done < parts.total_steps
+            if remains and not take_steps(parts, engine, saving, log, signals):
+                return notice.exit_status
             log.memory(engine.memory())
             for line in closing_lines(parts, folder):
                 log.print_line(line)
     return 0
 
 
-def due(job: Job, step: int) -> bool:
-    """Whether `train.eval_every` requires a validation after this step, counted from 1."""
-    return job.train.eval_every > 0 and step % job.train.eval_every == 0
+def take_steps(
+    parts: RunSetup, engine: Engine, saving: Saving, log: RunLog, signals: StopSignals
+) -> bool:
+    """Train to the last step; return False if a signal has stopped the run before. Collective."""
+    for batch in parts.training_steps(engine.context, engine.samples_seen):
+        if signals.before_step(batch):
+            signals.save(log.sync, log.print_line)
+            return False
+        result, measured = engine.step(batch), None
+        last = result.step == parts.total_steps
+        validates = parts.data.validation is not None and (last or saving.validates(result.step))
+        stops = signals.after_step(result, at_once=last or validates) and not last
+        log.step(result, getattr(engine.runner, "figures", {}), signals.highest)
+        if stops:  # before a validation: the process may be killed soon
+            signals.save(log.sync, log.print_line)
+        if validates:
+            measured = engine.evaluate(parts.validation_batches(engine.context))
+            log.validation(result.step, measured)
+        if stops:
+            return False
+        for line in saving.after_step(result.step, measured, log.sync):
+            log.print_line(line)
+        if last:
+            break
+    return True
 
 
 if __name__ == "__main__":

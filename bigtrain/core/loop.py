@@ -27,6 +27,7 @@ from bigtrain.losses.global_mean import loss_scope
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
+from bigtrain.ranks.step_numbers import StepNumbers
 from bigtrain.recorder.blocks import unmark_blocks
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.sliced_tensor import whole_of
@@ -45,6 +46,7 @@ class StepRunner:
 
     def __init__(self, assembly: Assembly, named: Mapping[str, nn.Parameter]) -> None:
         self.context = assembly.context
+        self.numbers = StepNumbers(assembly.context, assembly.plan.batch.dp_size)
         self.module = assembly.model
         self.loss = assembly.loss
         self.roots: Sequence[nn.Module] = assembly.roots
@@ -105,13 +107,18 @@ class StepRunner:
             parameter.grad = None
 
     def count_targets(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the number of valid targets of the global batch. Collective over the dp axis.
+        """Return the number of valid targets of the global batch.
+
+        If the engine's exchange of the step does not have it, this is collective over the dp axis.
 
         Args:
             micro_batches: the micro-batches of this rank.
         """
-        own_count = sum(m.count for m in micro_batches)
-        return int(sum(self.context.all_gather_numbers(own_count, "dp")))
+        total = self.numbers.targets_of(micro_batches)
+        if total is None:
+            own_count = sum(m.count for m in micro_batches)
+            total = sum(self.context.all_gather_numbers(own_count, "dp"))
+        return int(total)
 
     def sum_scale(self, num_targets: int) -> float:
         """The factor by which a micro-batch's summed loss gives gradients of the global mean.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.loss import Loss
+from bigtrain.ranks.step_numbers import StepNumbers
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
@@ -56,6 +57,8 @@ class Runner(Protocol):
     roots: Sequence[nn.Module]
     """The modules that compute on this rank: the model, or the rank's stages."""
     loss: Loss
+    numbers: StepNumbers
+    """The exchange of the step's numbers, which `Engine.begin` begins."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """Run this rank's micro-batches of one global batch, forward and backward.

@@ -68,6 +68,11 @@ class MicroBatch:
         """Return the tensors of the inputs, then those of the targets."""
         return tree_tensors((self.inputs, self.targets))
 
+    def signature(self) -> str:
+        """Return a text that determines the shapes in the model: the batch, tensors as shapes."""
+        batch = (self.inputs, self.targets)
+        return repr(map_tensors(batch, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
+
     def map(self, change: Callable[[Tensor], Any]) -> MicroBatch:
         """Return a copy with `change` applied to every tensor of the inputs and targets."""
         inputs, targets = (map_tensors(tree, change) for tree in (self.inputs, self.targets))

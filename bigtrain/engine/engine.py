@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from traceback import clear_frames
@@ -50,10 +50,11 @@ from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
 from bigtrain.own_loop.evaluation import Metrics, check_metrics
 from bigtrain.own_loop.learning_rate import LearningRate, RateArgument
 from bigtrain.own_loop.outputs import refuse_calls
-from bigtrain.own_loop.rank_rows import cut_rows
+from bigtrain.own_loop.rank_rows import cut_rows, padded
 from bigtrain.own_loop.states import LoopStates, RemovedCheckpoints
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.step_numbers import OwnNumbers, StepNumbers
 from bigtrain.timing.run_seconds import StepWatch
 
 
@@ -88,6 +89,19 @@ class StepResult:
     """Bytes that this rank received in this step; None if they cannot be counted."""
     top1: float | None = None
     """The share of correct predictions in the global batch; None without `log.accuracy`."""
+
+
+@dataclass(frozen=True)
+class _BegunStep:
+    """A step whose numbers are being exchanged."""
+
+    batch: Step | tuple[Any, Any]
+    micro_batches: list[MicroBatch]
+    """The micro-batches of this rank, without totals and without padding of `padded`."""
+    samples: int | None
+    """The rows of the global batch; None if the exchange will give them."""
+    at: float
+    """The time at which the exchange began; see `time.perf_counter`."""
 
 
 class Engine(SavedState):
@@ -226,6 +240,7 @@ class Engine(SavedState):
         self._rate = LearningRate(learning_rate, self.optimizer)
         self._loop_states = LoopStates(self.optimizer, self._rate)
         self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
+        self._begun: _BegunStep | None = None
 
     @property
     def _whole_optimizer(self) -> WholeOptimizer:
@@ -235,6 +250,50 @@ class Engine(SavedState):
     def model(self) -> nn.Module:
         """The user's module, with the weights of this rank in it."""
         return self.runner.module
+
+    def begin(
+        self, batch: Step | tuple[Any, Any], signal: float = 0.0, peak: float = -1.0
+    ) -> StepNumbers:
+        """Begin the exchange of a step's numbers, as soon as its batch is read. Collective.
+
+        Only `bigtrain train` calls this, after the first step, because it has numbers to add. Else
+        `step` does.
+
+        Args:
+            batch: the batch that the next call of `step` gets.
+            signal: see `OwnNumbers.signal`.
+            peak: see `OwnNumbers.peak`.
+
+        Returns:
+            The numbers of all ranks, which wait for the exchange when they are read.
+
+        Raises:
+            ConfigError: see `step`.
+        """
+        self._begun = self._begin(batch, signal, peak)
+        return self.runner.numbers
+
+    def _begin(
+        self, batch: Step | tuple[Any, Any], signal: float = 0.0, peak: float = -1.0
+    ) -> _BegunStep:
+        at, parts = time.perf_counter(), self._own_micro_batches(batch)
+        samples = batch.samples if isinstance(batch, Step) else None
+        divisors: list[float] = []
+        if isinstance(self.loss, GlobalMeanLoss) and self._in_step:
+            divisors = self.loss.own_totals(parts)[1:]
+        if self._in_step or samples is None:
+            shapes = {part.signature() for part in parts} if self.context.pp_size > 1 else "1"
+            own = OwnNumbers(
+                targets=sum(part.count for part in parts),
+                rows=sum(part.rows for part in parts),
+                micro_batches=len(parts),
+                shapes=len(shapes),
+                signal=signal,
+                peak=peak,
+                divisors=tuple(divisors),
+            )
+            self.runner.numbers.begin(own)
+        return _BegunStep(batch, parts, samples, at)
 
     def step(self, batch: Step | tuple[Any, Any]) -> StepResult:
         """Train on one global batch. Collective.
@@ -254,8 +313,9 @@ class Engine(SavedState):
             self.weight_average.check_step()
         if self._first_batch is not None:
             self._follow_loss(batch)
+        if self._begun is not None and self._begun.batch is batch:
+            began = self._begun.at
         micro_batches, samples = self._micro_batches(batch)
-        micro_batches = self._with_totals(micro_batches)
         if self._first_batch is not None:
             self._predict_first(self._first_batch, micro_batches[0])
             began = time.perf_counter()
@@ -441,22 +501,6 @@ class Engine(SavedState):
         self.optimizer.hand_over()
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with the divisors of the loss, summed over the global batch."""
-        if not isinstance(self.loss, GlobalMeanLoss):
-            return micro_batches
-
-        replicate = self.plan.replicate
-        # Asynchronous workers do not wait for each other, so their counts are not summed.
-        if replicate.num_servers and replicate.inexact_reason:
-            return self.loss.with_totals(micro_batches, lambda own_totals: own_totals)
-
-        def add_up(own_totals: Sequence[float]) -> list[float]:
-            rows = self.context.all_gather_rows(own_totals, "dp")
-            return [math.fsum(column) for column in zip(*rows, strict=True)]
-
-        return self.loss.with_totals(micro_batches, add_up)
-
     def _batch_dims(self, inputs: Any, targets: Any, rows: int) -> BatchDims:
         """Return the batch dim of each tensor; the example decides if the shapes alone do not."""
         example = self._workload.example
@@ -465,12 +509,31 @@ class Engine(SavedState):
         return find_batch_dims(inputs, targets, rows, explicit=explicit, example=before)
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
-        if isinstance(batch, Step):
-            count = self.loss.count  # which may have changed after the batch was read
-            recount = self.in_own_loop and not self.steps_done
-            parts = batch.micro_batches
-            if recount:
-                parts = [replace(p, count=count(p.targets) if p.rows else 0) for p in parts]
-            return parts, batch.samples
-        find = self._batch_dims
-        return cut_rows(batch, self.loss, self.job, self.plan, self.context, find)
+        """Return the micro-batches to run and the rows of the global batch; see `begin`."""
+        begun, self._begun = self._begun, None
+        if begun is None or begun.batch is not batch:
+            begun = self._begin(batch)
+        numbers, parts, samples = self.runner.numbers, begun.micro_batches, begun.samples
+        if samples is None:
+            replicas = numbers.replicas()
+            parts = padded(parts, round(max(n.micro_batches for n in replicas)))
+            samples = round(sum(n.rows for n in replicas))
+        if isinstance(self.loss, GlobalMeanLoss):
+            # Asynchronous workers do not wait for each other, so their counts are not summed.
+            parts = self.loss.with_totals(parts, numbers.divisors() if self._in_step else None)
+        if self._in_step:
+            numbers.belong_to(parts)
+        return parts, samples
+
+    def _own_micro_batches(self, batch: Step | tuple[Any, Any]) -> list[MicroBatch]:
+        if not isinstance(batch, Step):
+            return cut_rows(batch, self.loss, self.job, self.plan, self._batch_dims)
+        count = self.loss.count  # which may have changed after the batch was read
+        if not self.in_own_loop or self.steps_done:
+            return batch.micro_batches
+        return [replace(p, count=count(p.targets) if p.rows else 0) for p in batch.micro_batches]
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the ranks wait for each other in a step, and so exchange its numbers."""
+        return self.plan.replicate.notice_every == 1

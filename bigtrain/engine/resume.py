@@ -1,4 +1,4 @@
-"""Resume a run from a checkpoint, and save checkpoints so that a full disk does not end the run."""
+"""Resume a run, save checkpoints so that a full disk does not end it, and stop it at a signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from bigtrain.checkpoint.folders import (
 from bigtrain.checkpoint.manifest import Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.core.strategy import Plan
-from bigtrain.engine.engine import Engine
+from bigtrain.data import Step
+from bigtrain.engine.engine import Engine, StepResult
 from bigtrain.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -27,6 +28,7 @@ from bigtrain.errors import (
 )
 from bigtrain.job.schema import Job
 from bigtrain.ranks.exit_status import is_stop
+from bigtrain.ranks.preemption import Highest, PreemptionNotice
 from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
 
 _SAID_OF_DAMAGE = 3
@@ -118,7 +120,7 @@ def _begun_anew(path: Path, engine: Engine) -> list[str]:
 
 
 class Saving:
-    """Saves the state of a run at the steps that the job asks for. All methods are collective.
+    """Saves the state of a run after the steps for which the job asks it.
 
     Args:
         job: the job of the run, with the keys of `checkpoint`.
@@ -129,17 +131,28 @@ class Saving:
     """
 
     def __init__(self, job: Job, engine: Engine, folder: Path, total_steps: int) -> None:
-        self._engine, self._folder, self._total_steps = engine, folder, total_steps
+        self.folder = folder
+        """The folder of the run."""
+        self._engine, self._total_steps = engine, total_steps
         self._every, self._at_end = job.checkpoint.every, job.checkpoint.at_end
+        self._eval_every = job.train.eval_every
         self._figure, best_figures = job.checkpoint.best, None
         if self._figure is not None and job.checkpoint.resume is not None:
             best_figures = engine.context.broadcast_object(_figures_of_best(folder / "checkpoints"))
         self._best: float | None = (best_figures or {}).get(self._figure)
 
+    def validates(self, step: int) -> bool:
+        """Whether `train.eval_every` requires a validation after this step, counted from 1."""
+        return self._eval_every > 0 and step % self._eval_every == 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether `checkpoint.every` requires a save after this step, counted from 1."""
+        return self._every > 0 and step % self._every == 0
+
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
     ) -> list[str]:
-        """Save the state if the job asks for a save after this step, and return lines to print.
+        """Save the state if the job asks for it, and return lines to print. Collective.
 
         Args:
             step: the number of steps done.
@@ -149,12 +162,12 @@ class Saving:
         Raises:
             CheckpointError: the save after the last step of the run failed.
         """
-        last, every = step == self._total_steps, self._every
-        lines = failed_save(self._engine, self._folder)
+        last = step == self._total_steps
+        lines = failed_save(self._engine, self.folder)
         best = measured if self._is_best(measured or {}) else None
-        if best or (last and self._at_end) or (every > 0 and step % every == 0):
+        if best or (last and self._at_end) or self.is_due(step):
             before()
-            lines += save_or_explain(self._engine, self._folder, last=last, best=best)
+            lines += save_or_explain(self._engine, self.folder, last=last, best=best)
         return lines
 
     def _is_best(self, measured: Mapping[str, float]) -> bool:
@@ -255,6 +268,65 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
         f"stopped by {signal_name} after step {engine.steps_done}, saved as {path}. Go on with the "
         f"same command and: {resume_words(folder)}"
     ]
+
+
+class StopSignals:
+    """The ranks' signals to stop a run, which they exchange between its steps.
+
+    They travel with the numbers of the next step, which the ranks exchange anyway. An exchange of
+    its own takes place before something that takes long, and while the peaks of memory, which
+    travel with the signals and are logged after each step, still grow.
+
+    Args:
+        notice: the signals of this rank.
+        engine: the engine of the run, after the run was resumed.
+        saving: the saves of the run.
+    """
+
+    def __init__(self, notice: PreemptionNotice, engine: Engine, saving: Saving) -> None:
+        self._notice, self._engine, self._saving = notice, engine, saving
+        self._settled = engine.steps_done + max(2, engine.job.memory.track_steps)
+        self._last: StepResult | None = None
+
+    @property
+    def highest(self) -> Highest | None:
+        """See `PreemptionNotice.highest`: the highest peak of all ranks in bytes."""
+        return self._notice.highest
+
+    def before_step(self, batch: Step) -> bool:
+        """Return whether to stop before the step of this batch has begun. Collective."""
+        last, notice = self._last, self._notice
+        if last is None or notice.every > 1:  # or else the ranks do not wait for each other
+            return False
+        numbers = self._engine.begin(batch, *notice.own(last.peak_memory_bytes))
+        return notice.heard([(own.signal, own.peak) for own in numbers.everyone()])
+
+    def after_step(self, result: StepResult, *, at_once: bool) -> bool:
+        """Return whether to stop after a step, as far as the ranks know it by now. Collective.
+
+        Args:
+            result: the result of the step.
+            at_once: whether the ranks exchange their signals now. They also do before a save.
+        """
+        self._last = result
+        early = result.step <= self._settled or self._saving.is_due(result.step)
+        if at_once or early or self._notice.every > 1:
+            return self._notice.agreed(result.peak_memory_bytes)
+        return False
+
+    def save(self, before: Callable[[], None], show: Callable[[str], None]) -> None:
+        """Save a checkpoint after a signal, and show how to continue. Collective.
+
+        Args:
+            before: called before the state is saved.
+            show: called with each line to print.
+
+        Raises:
+            CheckpointError: the state could not be saved.
+        """
+        before()
+        for line in stopped_lines(self._engine, self._saving.folder, self._notice.signal_name):
+            show(line)
 
 
 class StopReport:

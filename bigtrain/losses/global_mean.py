@@ -154,27 +154,32 @@ class GlobalMeanLoss:
         return at_least_float32(value.reshape(()))
 
     def with_totals(
-        self,
-        micro_batches: Sequence[AnyBatch],
-        add_up: Callable[[Sequence[float]], Sequence[float]],
+        self, micro_batches: Sequence[AnyBatch], totals: Sequence[float] | None = None
     ) -> list[AnyBatch]:
         """Return the micro-batches of a step, each with the totals of the global batch.
 
         Args:
             micro_batches: the micro-batches of this rank.
-            add_up: adds up numbers over the ranks that have different samples. Collective.
+            totals: the sums of `own_totals` over the ranks that have different samples; None if
+                there is one such rank.
+
+        Raises:
+            ConfigError: see `own_totals`.
+        """
+        sums = tuple(self.own_totals(micro_batches) if totals is None else totals)
+        return [replace(cast(Any, batch), totals=sums) for batch in micro_batches]
+
+    def own_totals(self, micro_batches: Sequence[CountedBatch]) -> list[float]:
+        """Return the rows of this rank's micro-batches, then the sum of each divisor of the loss.
 
         Raises:
             ConfigError: a micro-batch's loss has other divisors than the first micro-batch's.
         """
         counted = [self._counts(batch) for batch in micro_batches if not batch.padding]
-        width = self._first.width
-        sums = torch.zeros(width, dtype=torch.float64)
+        sums = torch.zeros(self._first.width, dtype=torch.float64)
         if counted:  # this waits only once for the device of the targets
             sums = torch.stack(counted).sum(0).cpu()
-        rows = sum(float(batch.count) for batch in micro_batches)
-        totals = tuple(add_up([rows, *sums.tolist()]))
-        return [replace(cast(Any, batch), totals=totals) for batch in micro_batches]
+        return [sum(float(batch.count) for batch in micro_batches), *sums.tolist()]
 
     def weight_of(self, micro_batch: CountedBatch) -> float:
         """Return the weight that each row of this batch has in the mean of a validation.

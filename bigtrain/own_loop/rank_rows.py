@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,32 +13,21 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, count_targets
 from bigtrain.own_loop.evaluation import as_pair
-from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import tree_tensors
 
 FindDims = Callable[[Any, Any, int], BatchDims]
 """(inputs, targets, rows) -> the batch dim of each tensor of the inputs and targets."""
 
 
-def cut_rows(
-    batch: Any, loss: Loss, job: Job, plan: Plan, context: RunContext, find_dims: FindDims
-) -> tuple[list[MicroBatch], int]:
-    """Cut a batch into micro-batches, the same number on every replica. Collective.
-
-    If a replica has fewer rows than others (in the last batch of an epoch), it gets micro-batches
-    without valid targets as padding. All ranks have to run equally many passes, because in each
-    pass they gather sharded parameters together.
+def cut_rows(batch: Any, loss: Loss, job: Job, plan: Plan, find_dims: FindDims) -> list[MicroBatch]:
+    """Cut a batch of this rank into micro-batches.
 
     Args:
         batch: the (inputs, targets) of this rank.
         loss: the loss, which counts the valid targets.
         job: the job, whose keys limit the number of rows.
         plan: the plan of the job.
-        context: this rank's context.
         find_dims: returns the dim along which each tensor is cut.
-
-    Returns:
-        The micro-batches, and the number of rows of the global batch.
 
     Raises:
         ConfigError: the batch is no pair, has no row, or more rows than the job's keys allow.
@@ -61,13 +50,21 @@ def cut_rows(
     all_rows = MicroBatch(inputs, targets, 0, rows, dims=find_dims(inputs, targets, rows))
     parts = [all_rows.part(start, min(rows, start + size)) for start in range(0, rows, size)]
     counts = count_targets(loss, [part.targets for part in parts])
-    micro_batches = [replace(part, count=n) for part, n in zip(parts, counts, strict=True)]
-    # The first ranks of the dp axis may be parameter servers, which have no rows.
-    num_replicas = plan.batch.dp_size
-    gathered = context.all_gather_rows([float(rows), float(len(parts))], "dp")[-num_replicas:]
-    missing = int(max(number for _, number in gathered)) - len(micro_batches)
-    micro_batches += [replace(micro_batches[0], count=0, rows=0)] * max(0, missing)
-    return micro_batches, round(sum(rank_rows for rank_rows, _ in gathered))
+    return [replace(part, count=n) for part, n in zip(parts, counts, strict=True)]
+
+
+def padded(micro_batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
+    """Return micro-batches of a batch, and padding without valid targets up to a number of them.
+
+    A replica may have fewer rows than others, as in the last batch of an epoch. But all ranks have
+    to run equally many passes, because in each pass they gather sharded parameters together.
+
+    Args:
+        micro_batches: the micro-batches of this rank, at least one.
+        most: the largest number of micro-batches of a replica.
+    """
+    padding = replace(micro_batches[0], count=0, rows=0)
+    return [*micro_batches, *[padding] * (most - len(micro_batches))]
 
 
 def _too_many(rows: int, size: int, steps: int, job: Job, plan: Plan) -> str:

@@ -39,7 +39,6 @@ from bigtrain.schedules.events import (
 )
 from bigtrain.schedules.orders import check_schedule, stage_ranks
 from bigtrain.tensors.shards import SavedTensor, StateTensor
-from bigtrain.tensors.tree import map_tensors
 
 _MAX_LOOPS = 64
 """The most loops that are cached, one for each shape: sequences of every length would need many."""
@@ -147,9 +146,9 @@ class PipelineRunner(StepRunner):
 
     def _groups(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         """Group consecutive micro-batches of one shape."""
-        signatures = [_signature(m) for m in micro_batches]
+        signatures = [m.signature() for m in micro_batches]
         breaks = [a != b for a, b in zip(signatures, signatures[1:], strict=False)]
-        if self._sharded and breaks:
+        if self._sharded and breaks and not self.numbers.is_even:
             # Sharded replicas exchange in every pass, so all of them have to use the same groups.
             breaks_of_replicas = self.context.all_gather_rows(breaks, "dp")
             breaks = [any(column) for column in zip(*breaks_of_replicas, strict=True)]
@@ -198,7 +197,7 @@ class PipelineRunner(StepRunner):
         Collective over the pp axis if the loop is new. The least recently used loop is dropped from
         a full cache.
         """
-        key = (self.module.training, _signature(part[0]), len(part))
+        key = (self.module.training, part[0].signature(), len(part))
         if key not in self._loops:
             shapes = self._agreed_shapes(self.place_batch(part[0]))
             events = self._events(len(part), in_schedule=in_schedule)
@@ -295,12 +294,6 @@ class PipelineRunner(StepRunner):
         """See `Runner.close`."""
         self._predictions.wait_sends()
         super().close()
-
-
-def _signature(micro_batch: MicroBatch) -> str:
-    """Return a text that determines the shapes in the model: the batch with tensors as shapes."""
-    batch = (micro_batch.inputs, micro_batch.targets)
-    return repr(map_tensors(batch, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
 
 
 def gather_names(context: RunContext, names: Iterable[str]) -> set[str]:

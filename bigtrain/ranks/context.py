@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import reduce
@@ -331,18 +331,39 @@ class RunContext:
             numbers: this rank's numbers, equally many on every rank; each exact as a float64.
             axis: the mesh axis to gather over; None for all ranks.
         """
+        return self._rows(numbers, axis, waits=True)()
+
+    def begin_rows(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Begin to gather every rank's numbers, and return a function that waits for the rows.
+
+        Collective when it is called. If the run may lose ranks, the call itself waits.
+
+        Args:
+            numbers: see `all_gather_rows`.
+        """
+        return self._rows(numbers, None, waits=False)
+
+    def _rows(
+        self, numbers: Sequence[float], axis: Axis | None, *, waits: bool
+    ) -> Callable[[], list[list[float]]]:
         if self.mesh is None:
-            return [[float(number) for number in numbers]]
+            return lambda: [[float(number) for number in numbers]]
         root = self._root_exchange(axis)
         if root is not None:
             rows = root.all_gather([float(number) for number in numbers])
-            return [row or [0.0] * len(numbers) for row in rows]
+            return lambda: [row or [0.0] * len(numbers) for row in rows]
         size = self.world_size if axis is None else self._size(axis)
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(size)]
         with self.recorder.traffic.aside():
-            dist.all_gather(everyone, mine, group=self.group(axis))
-        return [row.tolist() for row in everyone]
+            work = dist.all_gather(everyone, mine, group=self.group(axis), async_op=not waits)
+
+        def gathered() -> list[list[float]]:
+            if work is not None:
+                work.wait()
+            return [row.tolist() for row in everyone]
+
+        return gathered
 
 
 def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, int]:

@@ -70,8 +70,10 @@ class PreemptionNotice:
     """
 
     def __init__(self, context: RunContext, every: int = 1) -> None:
-        self._context = context
-        self._every, self._calls = every, 0
+        self._context, self._calls = context, 0
+        self.every = every
+        """The ranks exchange their signals in one of this many calls of `agreed`. More than 1 means
+        that they do not wait for each other."""
         self._noted = 0
         self._handled_at = self._arrived_at = float("inf")
         self._before: dict[int, Any] = {}
@@ -90,13 +92,28 @@ class PreemptionNotice:
             figure: a number, at least 0, that is sent in the same exchange for `highest`.
         """
         self._calls += 1
-        if self._calls % self._every:
+        if self._calls % self.every:
             return bool(self.signal_name)
-        rows = self._context.all_gather_rows([self._noted, -1.0 if figure is None else figure])
-        numbers = [int(row[0]) for row in rows]
+        return self.heard(self._context.all_gather_rows(self.own(figure)))
+
+    def own(self, figure: float | None = None) -> tuple[float, float]:
+        """Return the numbers that this rank sends to the others, for an exchange of the caller.
+
+        Args:
+            figure: see `agreed`.
+        """
+        return float(self._noted), -1.0 if figure is None else float(figure)
+
+    def heard(self, rows: Sequence[Sequence[float]]) -> bool:
+        """Return whether any rank has received a signal.
+
+        Args:
+            rows: the result of `own` of each rank, in the order of ranks.
+        """
+        number = int(max(row[0] for row in rows))
         self.highest = Highest.of([row[1] for row in rows])
-        if max(numbers):
-            self.signal_name = signal.Signals(max(numbers)).name
+        if number:
+            self.signal_name = signal.Signals(number).name
         return bool(self.signal_name)
 
     @property

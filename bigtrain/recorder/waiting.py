@@ -30,6 +30,7 @@ _PURPOSES = {
     "global_norm": "the gradients' norm",
     "average_gradients": "the gradients",
     "forward_backward": "the number of targets",
+    "everyone": "the number of targets",
     "evaluate": "the validation figures",
     "save": "a checkpoint",
     "save_or_explain": "a checkpoint",
@@ -87,7 +88,8 @@ def known_waits(records: Mapping[int, dict[str, Any] | None]) -> dict[int, Wait]
 
 
 def _in_exchange(record: dict[str, Any]) -> bool:
-    return any("/torch/distributed/distributed_c10d.py:" in line for line in record["stack"][-1:])
+    calls = ("/torch/distributed/distributed_c10d.py:", "/ranks/context.py:")
+    return any(call in line for line in record["stack"][-1:] for call in calls)
 
 
 def wait_of(record: dict[str, Any]) -> Wait | None:

@@ -191,9 +191,8 @@ class Server(StepRunner):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`: receive the gradients of the workers and sum them."""
-        del micro_batches  # a server's batch is padding
         self.meter.phase("backward")
-        total = sum(self.context.all_gather_numbers(0, "dp"))
+        total = self.count_targets(micro_batches)
         self.average_gradients()
         self.label_gradients()
         return self.step_loss(None, lambda own: self.mean_loss(own, total))

@@ -155,7 +155,7 @@ def contributions(loss: GlobalMeanLoss, model: nn.Module, batch: MicroBatch) -> 
     parts = [batch.part(0, 1), batch.part(1, 3), batch.part(3, 4)]
     counted = [MicroBatch(p.inputs, p.targets, loss.count(p.targets), p.rows) for p in parts]
     total = torch.zeros(())
-    for part in loss.with_totals(counted, lambda own: own):
+    for part in loss.with_totals(counted):
         with loss_scope(loss, part):
             value = loss(model(part.inputs), part.targets, part.count) / batch.rows
         value.backward()
@@ -332,7 +332,7 @@ def test_a_branch_that_divides_by_something_else_is_refused_at_that_step() -> No
     assert isinstance(loss, GlobalMeanLoss)
     whole = MicroBatch(text().inputs, tokens(4, ignored=False).targets, 4, 4)
     with pytest.raises(ConfigError, match=r"divides by values of mean.*valid targets of cross"):
-        loss.with_totals([whole], lambda own: own)
+        loss.with_totals([whole])
 
 
 class MakesItsLoss(nn.Module):

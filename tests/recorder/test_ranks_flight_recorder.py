@@ -36,7 +36,7 @@ def run_failing_job(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dic
 
 def test_a_rank_that_sleeps_in_its_data_set(tmp_path):
     output, file = run_failing_job(tmp_path, "data.args.fault=sleep")
-    assert "rank 0 waits for the number of targets (all_gather, 16 B) for " in file["headline"]
+    assert "rank 0 waits for the number of targets (all_gather, 96 B) for " in file["headline"]
     expected = "rank 1 never came: it reads data (micro-batch 1 of step 4), in go_wrong of "
     assert expected in file["headline"]
     assert f"bigtrain: {file['headline']}\n" in output

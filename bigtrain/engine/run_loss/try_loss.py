@@ -106,7 +106,7 @@ def _added_up(
     tried = GlobalMeanLoss(loss.fn, loss.name, find_part(parts[0]), parts[0], find_part)
     counted = [replace(part, count=tried.count(part.targets)) for part in parts]
     total = 0.0
-    for part, out in zip(tried.with_totals(counted, list), outputs, strict=True):
+    for part, out in zip(tried.with_totals(counted), outputs, strict=True):
         with loss_scope(tried, part):
             total += float(tried(_copied(out), _copied(part.targets), part.count))
     return total / _ROWS

@@ -428,7 +428,6 @@ def norms_after_unused_pass(context, strategies):
         samples = tokens(4, ignored=False)
         with Engine(TinyLM, CrossEntropy(), sgd, job, context) as engine:
             batch, _ = engine._micro_batches((samples.inputs, samples.targets))
-            batch = engine._with_totals(batch)
             engine.runner.forward_backward(batch)
             engine.runner.forget_gradients()
             engine.runner.forward_backward(batch)
