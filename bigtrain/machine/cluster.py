@@ -177,6 +177,10 @@ class Link(ConfigSection):
     efficiency: Efficiency = 0.8
     """The share of `bandwidth` that large messages reach; 1 if `bandwidth` was measured. The
     default is an assumption."""
+    channels: StrictCount | None = None
+    """The number of a GPU's streaming multiprocessors that an exchange over this link keeps busy:
+    NCCL runs one thread block for each of its channels. Computation that overlaps with the exchange
+    has to do without them. If null, it is not slowed down."""
     kinds: dict[CommOp, LinkSpec] = Field(default_factory=dict)
     """The figures of the kinds of exchange that were measured separately. Other kinds use those of
     the link."""

@@ -8,13 +8,21 @@ reduce-scatter followed by an all-gather. Patarasu and Yuan 2009 (Bandwidth opti
 algorithms for clusters of workstations) show that each rank sends at least 2 (n-1)/n S bytes in any
 all-reduce.
 
-In a group over several nodes an all-reduce has three stages: a reduce-scatter inside each node, an
-all-reduce between the nodes, and an all-gather inside each node. So each device of a node sends one
-part over its link. Any other exchange has only the stages that it needs.
+A group over several nodes exchanges in one ring through all ranks, as NCCL does (NVIDIA/nccl,
+src/graph/tuning.cc). Of its n-1 steps, m-1 cross from one of the m nodes to the next, and the
+others stay inside a node. So an all-gather among 1,536 ranks on 192 nodes waits for 1,535
+latencies, however few bytes it gathers. The bytes flow through all steps at once: they take as long
+as the slower of the link inside a node and the links between nodes. NCCL lays as many rings as a
+node has network cards, so the devices of a node share its traffic to other nodes equally.
+
+Only an all-reduce between GPUs may also go up and down a tree, which has few latencies: those of a
+chain inside each node, and the logarithm of the number of nodes between them. NCCL takes the faster
+of the two.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +31,17 @@ from itertools import pairwise
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, CommOp, Link
 
+TREE_SHARE = 0.92
+"""The share of a ring's rate that a tree reaches, as NCCL assumes when it chooses between them
+(tuning.cc)."""
+
 
 @dataclass(frozen=True)
 class NodeSpread:
     """The distribution of a group's ranks over nodes."""
+
+    ranks: int
+    """The number of ranks of the group."""
 
     nodes: int
     """The number of nodes with ranks of the group."""
@@ -57,9 +72,9 @@ def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
     if min(ranks, stride, devices) < 1:
         raise ValueError(f"ranks={ranks} stride={stride} devices={devices}: each is 1 or more")
     if stride >= devices:
-        return NodeSpread(ranks, 1, 1)
+        return NodeSpread(ranks, ranks, 1, 1)
     counts = Counter(rank * stride // devices for rank in range(ranks)).values()
-    return NodeSpread(len(counts), max(counts), min(counts))
+    return NodeSpread(ranks, len(counts), max(counts), min(counts))
 
 
 def collective_seconds(
@@ -82,9 +97,10 @@ def collective_seconds(
     * broadcast, reduce: (n-1) alpha + S/b, from rank to rank in a chain, in small pieces
     * send: alpha + S/b, over the slowest link between neighbours of the group
 
-    On m nodes with k ranks each, an exchange has the stages in the module's docstring. Between the
-    nodes there are k rings of m ranks, each for S/k bytes. Inside a node there is a ring of k ranks
-    for all S bytes.
+    On m nodes, where each node has at least k of the ranks, the (n-1) latencies are (n-m) of the
+    link inside a node and (m-1) of the link between nodes. The rate is the lower of b and k times
+    that of the link between nodes. An all-reduce takes the shorter of these seconds and those of a
+    tree; see `_by_tree`.
 
     If the cluster has a measured curve for this kind of exchange, the curve replaces the formula.
 
@@ -115,23 +131,50 @@ def collective_seconds(
             f"ranks with a distance of {stride} need {node_spread.nodes} nodes. Add a link to its "
             "file: between: {latency: 1e-5, bandwidth: 50e9}, or plan fewer ranks."
         )
-    return _over_nodes(kind, cluster.inside, cluster.between, node_spread, nbytes, calls)
+    if kind == "send":
+        return _on_one("send", cluster.between, 2, nbytes, calls)
+    near, far = cluster.inside.of(kind), cluster.between.of(kind)
+    # NCCL has trees; gloo's all-reduce is always a ring.
+    trees = kind == "all_reduce" and cluster.device.kind == "cuda"
+    return _over_nodes(kind, near, far, node_spread, nbytes, calls, trees=trees)
 
 
 def _over_nodes(
-    kind: CommOp, inside: Link, between: Link, node_spread: NodeSpread, nbytes: float, calls: int
+    kind: CommOp,
+    near: Link,
+    far: Link,
+    node_spread: NodeSpread,
+    nbytes: float,
+    calls: int,
+    *,
+    trees: bool,
 ) -> float:
-    """Return the sum of the seconds of all stages.
+    """Return the seconds of a ring, a chain or a tree through the ranks of several nodes.
 
-    The ring inside is slowest on the node with the most ranks. The node with the fewest ranks has
-    the fewest links to other nodes.
+    The node with the fewest ranks has the fewest links to other nodes.
     """
-    if kind == "send":
-        return _on_one("send", between, 2, nbytes, calls)
-    across = _on_one(kind, between, node_spread.nodes, nbytes / node_spread.least, calls)
-    half = _on_one("all_gather", inside, node_spread.most, nbytes, calls)
-    # An exchange needs an all-gather, or a reduce-scatter, or both; the two take equally long.
-    return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
+    rate = node_spread.least * far.rate
+    if node_spread.most > 1:
+        rate = min(near.rate, rate)
+    ranks, nodes = node_spread.ranks, node_spread.nodes
+    latencies = calls * ((ranks - nodes) * near.latency + (nodes - 1) * far.latency)
+    if kind in ("broadcast", "reduce"):
+        return latencies + nbytes / rate
+    half = latencies + (ranks - 1) / ranks * nbytes / rate
+    if kind != "all_reduce":
+        return half
+    ring = 2 * half
+    return min(ring, _by_tree(near, far, node_spread, nbytes / rate, calls)) if trees else ring
+
+
+def _by_tree(near: Link, far: Link, node_spread: NodeSpread, transfer: float, calls: int) -> float:
+    """Return the seconds of an all-reduce up and down a tree of nodes.
+
+    Inside a node the tree is a chain. NCCL's trees reach `TREE_SHARE` of a ring's rate.
+    """
+    depth = math.floor(math.log2(node_spread.nodes))
+    latencies = (node_spread.most - 1) * near.latency + depth * far.latency
+    return 2 * (calls * latencies + transfer / TREE_SHARE)
 
 
 def _on_one(

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
-from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
+from bigtrain.costs.traffic import EXCHANGES, HOST_TRANSFERS, Traffic
 from bigtrain.devices import is_accelerator
 from bigtrain.machine.cluster import Cluster, CommOp
-from bigtrain.machine.collective_cost import collective_seconds
+from bigtrain.machine.collective_cost import collective_seconds, spread_over_nodes
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
@@ -445,6 +445,10 @@ class StepTimer:
             alone = max((s / t.calls for t, s in messages if t.ranks > 1 and t.calls), default=0.0)
             hidden = self._hidden_seconds(overlaps, slowest)
             exposed = max(issued * self._issue, alone, total_seconds - hidden)
+            overlapping = max(0.0, 1.0 - exposed / total_seconds) if total_seconds else 0.0
+            # Computing that overlaps with exchanges has fewer processors.
+            busy = sum(seconds * self._busy_share(traffic) for traffic, seconds in messages)
+            exposed += overlapping * busy
             transfers = sum(
                 seconds for traffic, seconds in messages if traffic.kind in HOST_TRANSFERS
             )
@@ -461,6 +465,15 @@ class StepTimer:
         if self.cluster.node.shared:
             return 0.0
         return {"forward": slowest.forward, "backward": slowest.backward}.get(overlaps, 0.0)
+
+    def _busy_share(self, traffic: Traffic) -> float:
+        """The share of a GPU's processors that an exchange keeps busy; see `Link.channels`."""
+        if traffic.ranks == 1 or traffic.kind not in EXCHANGES or not self._processors:
+            return 0.0
+        cluster = self.cluster
+        spread = spread_over_nodes(traffic.ranks, traffic.stride, cluster.node.devices)
+        link = cluster.inside if spread.nodes == 1 or not cluster.between else cluster.between
+        return min(1.0, (link.channels or 0) / self._processors)
 
     def _traffic_seconds(self, traffic: Traffic) -> float:
         node = self.cluster.node

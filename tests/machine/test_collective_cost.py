@@ -1,4 +1,4 @@
-"""The seconds of a collective: rings inside a node, stages over several nodes."""
+"""The seconds of a collective: one ring inside a node or through several, and trees."""
 
 from __future__ import annotations
 
@@ -57,37 +57,55 @@ def test_one_rank_has_nobody_to_talk_to():
 @pytest.mark.parametrize(
     ("ranks", "stride", "devices", "found"),
     [
-        (8, 1, 8, NodeSpread(1, 8, 8)),
-        (4, 2, 8, NodeSpread(1, 4, 4)),
-        (16, 1, 8, NodeSpread(2, 8, 8)),
-        (8, 2, 8, NodeSpread(2, 4, 4)),
-        (4, 8, 8, NodeSpread(4, 1, 1)),
-        (2, 16, 8, NodeSpread(2, 1, 1)),
-        (12, 1, 8, NodeSpread(2, 8, 4)),
-        (4, 3, 8, NodeSpread(2, 3, 1)),
-        (1, 1, 8, NodeSpread(1, 1, 1)),
+        (8, 1, 8, NodeSpread(8, 1, 8, 8)),
+        (4, 2, 8, NodeSpread(4, 1, 4, 4)),
+        (16, 1, 8, NodeSpread(16, 2, 8, 8)),
+        (8, 2, 8, NodeSpread(8, 2, 4, 4)),
+        (4, 8, 8, NodeSpread(4, 4, 1, 1)),
+        (2, 16, 8, NodeSpread(2, 2, 1, 1)),
+        (12, 1, 8, NodeSpread(12, 2, 8, 4)),
+        (4, 3, 8, NodeSpread(4, 2, 3, 1)),
+        (1, 1, 8, NodeSpread(1, 1, 1, 1)),
     ],
 )
 def test_how_a_group_lies_on_nodes(ranks, stride, devices, found):
     assert spread_over_nodes(ranks, stride, devices) == found
 
 
-def test_over_nodes_each_device_sends_its_part_over_its_own_link():
+def test_a_ring_over_nodes_waits_for_every_rank_and_flows_at_the_slowest_links():
     k, m = 8, 4
-    inside = (k - 1) * ALPHA + (k - 1) / k * S / RATE
-    between = (m - 1) * FAR_ALPHA + (m - 1) / m * S / k / FAR_RATE
-    arguments = (S, k * m, 1, cluster())
-    assert collective_seconds("all_reduce", *arguments) == pytest.approx(2 * inside + 2 * between)
-    assert collective_seconds("all_gather", *arguments) == pytest.approx(inside + between)
-    assert collective_seconds("reduce_scatter", *arguments) == pytest.approx(inside + between)
-    chain = (m - 1) * FAR_ALPHA + S / k / FAR_RATE
-    assert collective_seconds("broadcast", *arguments) == pytest.approx(2 * inside + chain)
+    n = k * m
+    latencies = (n - m) * ALPHA + (m - 1) * FAR_ALPHA
+    rate = min(RATE, k * FAR_RATE)
+    half = latencies + (n - 1) / n * S / rate
+    arguments = (S, n, 1, cluster())
+    assert collective_seconds("all_gather", *arguments) == pytest.approx(half)
+    assert collective_seconds("reduce_scatter", *arguments) == pytest.approx(half)
+    assert collective_seconds("all_reduce", *arguments) == pytest.approx(2 * half)
+    chain = latencies + S / rate
+    assert collective_seconds("broadcast", *arguments) == pytest.approx(chain)
     assert collective_seconds("send", *arguments) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
 
 
+def test_a_small_all_reduce_goes_up_and_down_a_tree():
+    tree = 2 * (7 * ALPHA + 6 * FAR_ALPHA)  # 64 nodes
+    assert collective_seconds("all_reduce", 0, 8 * 64, 1, cluster()) == pytest.approx(tree)
+    ring = 2 * collective_seconds("all_gather", 0, 8 * 64, 1, cluster())
+    assert ring > 10 * tree
+
+
+def test_more_ranks_gather_the_same_bytes_in_more_time():
+    """The ranks of a node share its links; a reduction in stages hides the growing latency."""
+    seconds = [collective_seconds("all_gather", S, n, 1, cluster()) for n in (64, 512, 1536)]
+    assert seconds == sorted(seconds)
+    grown = 1472 / 8 * (7 * ALPHA + FAR_ALPHA) + (1 / 64 - 1 / 1536) * S / (8 * FAR_RATE)
+    assert seconds[2] - seconds[0] == pytest.approx(grown)
+
+
 def test_a_group_with_one_rank_on_each_node_has_the_link_between_them_alone():
-    ring = 2 * 3 * FAR_ALPHA + 2 * 3 / 4 * S / FAR_RATE
-    assert collective_seconds("all_reduce", S, 4, 8, cluster()) == pytest.approx(ring)
+    ring = 3 * FAR_ALPHA + 3 / 4 * S / FAR_RATE
+    assert collective_seconds("all_gather", S, 4, 8, cluster()) == pytest.approx(ring)
+    assert collective_seconds("all_reduce", S, 4, 8, cluster()) == pytest.approx(2 * ring)
 
 
 def test_a_neighbour_is_over_the_link_that_leads_to_it():

@@ -14,7 +14,7 @@ import torch
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
-from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.machine.cluster import Cluster, Link, load_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import OpLog
@@ -167,6 +167,25 @@ def issuing(**seconds: float) -> Cluster:
     values["inside"]["kinds"] = kinds
     values["node"] |= {"devices": 8, "cores": 8}
     return Cluster.model_validate(values)
+
+
+def test_computing_that_overlaps_with_exchanges_has_fewer_processors() -> None:
+    """NCCL's channels keep multiprocessors busy, so an exchange is never free."""
+    plan, base = plan_of("fsdp"), sections().base
+    profile = compose_profile(base, sections().sections)
+    alone = A100.inside.model_copy(update={"channels": None, "bandwidth": 1e6})
+    taking = alone.model_copy(update={"channels": 27})  # a quarter of an A100
+
+    def exchange(link: Link) -> float:
+        timer = StepTimer(A100.model_copy(update={"inside": link}))
+        long = MicroBatchSeconds(1000.0, 2000.0)
+        return timer.step(plan, [long], [[profile]], 0.0).exchange
+
+    every = [t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)]
+    whole = sum(7 / 8 * t.nbytes / 0.8e6 for t in every if t.ranks > 1)
+    hidden = whole - exchange(alone)
+    assert 0 < hidden < whole
+    assert exchange(taking) == pytest.approx(exchange(alone) + hidden / 4, rel=1e-2)
 
 
 def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
