@@ -1,7 +1,7 @@
 """The best use of tensor parallelism, pipelines and replicas, by Narayanan et al. 2021.
 
-Figures 13 to 15 (arXiv 2104.04473) say which of five plans of 64 devices is fastest. The forecasts
-do not reproduce figure 10: see `benchmarks/published_plans.py`.
+Figures 13 to 15 (arXiv 2104.04473) say which of five plans of 64 devices is fastest. Figure 10 is
+in `test_figure_10.py`.
 """
 
 from __future__ import annotations
