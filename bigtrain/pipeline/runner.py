@@ -25,7 +25,7 @@ from bigtrain.core.state import load_optimizer, load_tensors, model_state, modul
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.pipeline.schedule_loop import ScheduleLoop
+from bigtrain.pipeline.schedule_loop import HostPace, ScheduleLoop
 from bigtrain.pipeline.stage_module import StageModule, StageShapes, is_sharded
 from bigtrain.pipeline.stage_worker import StageWorker
 from bigtrain.pipeline.tied_parameters import TiedGradients, TiedParameter
@@ -101,6 +101,7 @@ class PipelineRunner(StepRunner):
         """Sends the tensors of predictions. A send stays open until the next prediction or step, so
         that the stages overlap."""
         self._worker = StageWorker(self, self._stages)
+        self._pace = HostPace(context.device)
         self._sharded = any(is_sharded(stage) for stage in stages)
         self._loops: OrderedDict[LoopKey, ScheduleLoop] = OrderedDict()
 
@@ -109,6 +110,7 @@ class PipelineRunner(StepRunner):
         self.begin_step()
         self._predictions.wait_sends()
         self._transport.clear()
+        self._pace.clear()
         self._set_mode(training=self.module.training)
         # All ranks of a pipeline have the same targets, so only the dp axis is summed over.
         scale = self.sum_scale(self.count_targets(micro_batches))
@@ -201,11 +203,16 @@ class PipelineRunner(StepRunner):
         if key not in self._loops:
             shapes = self._agreed_shapes(self.place_batch(part[0]))
             events = self._events(len(part), in_schedule=in_schedule)
-            self._loops[key] = ScheduleLoop(events, self._worker, shapes, self._transport)
+            self._loops[key] = self._loop_of(events, shapes, self._transport)
             if len(self._loops) > _MAX_LOOPS:
                 self._loops.popitem(last=False)
         self._loops.move_to_end(key)
         return self._loops[key]
+
+    def _loop_of(
+        self, events: EventRow, shapes: Mapping[int, StageShapes], transport: StageTransport
+    ) -> ScheduleLoop:
+        return ScheduleLoop(events, self._worker, shapes, transport, self._pace)
 
     def _events(self, micro_batches: int, *, in_schedule: bool) -> EventRow:
         """Return this rank's events, in the schedule's order or one micro-batch at a time."""
@@ -256,7 +263,7 @@ class PipelineRunner(StepRunner):
         placed = self.place_batch(micro_batch)
         shapes = self._worker.shapes(placed)
         events = forward_events(self._ranks)[self.context.pp_rank]
-        loop = ScheduleLoop(events, self._worker, shapes, self._predictions)
+        loop = self._loop_of(events, shapes, self._predictions)
         self._worker.begin([placed])
         with torch.no_grad():
             outputs = loop.run()

@@ -13,20 +13,65 @@ its `PipelineStage`, is not used, because:
 * It detaches an output for a stage on the same rank in place, which raises for a view.
 * It wraps the error of a stage in a long error, and then waits for its open sends, while the other
   rank may wait for this rank.
+
+On an accelerator the host queues passes and messages, and goes on. Memory that a message uses on
+another stream is free again only when the device is past the message, whenever the host releases
+the tensor. A host that queues a whole step would so keep the tensors of all micro-batches. So it
+waits, and queues one micro-batch more than the schedule has in flight: the device always has work.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from bigtrain.devices import current_stream, is_accelerator
 from bigtrain.pipeline.stage_module import StageShapes
 from bigtrain.pipeline.stage_passes import StagePasses
 from bigtrain.pipeline.stage_worker import StageWorker
 from bigtrain.pipeline.transport import StageTransport
 from bigtrain.schedules.events import EventRow, StepEvent
+
+
+class HostPace:
+    """Lets the host wait for the device between micro-batches; without effect on a CPU.
+
+    All loops of a rank share one, because the device may still run micro-batches of another loop.
+
+    Args:
+        device: the device of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_needed = device, is_accelerator(device)
+        self._ends: deque[Any] = deque()
+        """Events at the ends of micro-batches, in the order in which they were queued."""
+        self._queued = 0
+
+    def clear(self) -> None:
+        """Forget the micro-batches that a failed step has not queued to their ends."""
+        self._queued = len(self._ends)
+
+    def begin(self, in_flight: int) -> None:
+        """Wait until the host may queue the next micro-batch.
+
+        Args:
+            in_flight: see `ScheduleLoop.in_flight`. At most this number of micro-batches, and the
+                next one, are then queued and not over.
+        """
+        while self._ends and self._queued > in_flight:
+            self._ends.popleft().synchronize()
+            self._queued -= 1
+        self._queued += 1
+
+    def end(self) -> None:
+        """Note that the host has queued all of a micro-batch, with its messages."""
+        if self._is_needed:
+            self._ends.append(current_stream(self._device).record_event())
 
 
 class ScheduleLoop:
@@ -38,6 +83,7 @@ class ScheduleLoop:
         worker: computes the stages; its `begin` sets the micro-batches of each run.
         shapes: the inputs and outputs of each of the worker's stages, as meta tensors.
         transport: sends and receives the tensors between stages.
+        pace: lets the host wait for the device.
     """
 
     def __init__(
@@ -46,8 +92,19 @@ class ScheduleLoop:
         worker: StageWorker,
         shapes: Mapping[int, StageShapes],
         transport: StageTransport,
+        pace: HostPace,
     ) -> None:
-        self._events, self._transport = events, transport
+        self._events, self._transport, self._pace = events, transport, pace
+        spans: dict[int, range] = {}
+        for place, together in enumerate(events):
+            for event in together:
+                begin = spans[event.micro_batch].start if event.micro_batch in spans else place
+                spans[event.micro_batch] = range(begin, place + 1)
+        self._begins = Counter(span.start for span in spans.values())
+        self._ends = Counter(span.stop - 1 for span in spans.values())
+        everywhere = Counter(place for span in spans.values() for place in span)
+        self.in_flight = max(everywhere.values(), default=0)
+        """The most micro-batches between their first and their last event on this rank."""
         self._stages = {
             index: StagePasses(worker, stage, shapes[index])
             for index, stage in worker.stages.items()
@@ -62,7 +119,9 @@ class ScheduleLoop:
         for passes in self._stages.values():
             passes.clear()
         results: list[Any] = []
-        for together in self._events:
+        for place, together in enumerate(self._events):
+            for _ in range(self._begins[place]):
+                self._pace.begin(self.in_flight)
             event = together[0]
             if event.kind in ("F", "I", "B", "W"):
                 results += self._compute(event)
@@ -73,6 +132,8 @@ class ScheduleLoop:
             else:
                 receives = [e for e in together if e.kind in ("RECV_F", "RECV_B")]
                 self._transport.begin(together, {e: self._received(e) for e in receives})
+            for _ in range(self._ends[place]):
+                self._pace.end()
         return results
 
     def _compute(self, event: StepEvent) -> list[Any]:

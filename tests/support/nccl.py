@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -59,7 +60,13 @@ class Gather(NamedTuple):
     ranks: tuple[int, ...]
 
 
-Program = Sequence[Begin | Wait | Gather]
+class HostWait(NamedTuple):
+    """The host waits until its device is past all that was queued before this place."""
+
+    place: int
+
+
+Program = Sequence[Begin | Wait | Gather | HostWait]
 """What a thread of a rank does, in order."""
 
 
@@ -75,6 +82,10 @@ class _Thread:
     ended: int = 0
     """Waits that were queued, and those that are over."""
     done: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.waits_before = [0, *accumulate(isinstance(o, Wait) for o in self.program)]
+        """By place, the waits in the program before it."""
 
 
 class _Exchange(NamedTuple):
@@ -114,7 +125,10 @@ class _Machine:
                 operation = thread.program[thread.host]
                 if isinstance(operation, Gather):
                     break
-                if isinstance(operation, Begin):
+                if isinstance(operation, HostWait):
+                    if thread.ended < thread.waits_before[operation.place]:
+                        break
+                elif isinstance(operation, Begin):
                     if not self._is_made(operation.communicator):
                         break
                     self._queue(thread, operation)
