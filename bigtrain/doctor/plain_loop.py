@@ -47,13 +47,16 @@ LoopStep = Callable[[], float]
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy.
+    """Return the mean cross entropy, computed in fp32.
+
+    Without the conversion torch's autocast on a GPU would compute the logarithms in bf16, where
+    bigtrain computes them in fp32.
 
     Args:
         logits: of shape (rows, tokens, vocabulary).
         targets: the tokens, of shape (rows, tokens).
     """
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def model_shape() -> GPTConfig:

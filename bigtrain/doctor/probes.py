@@ -211,7 +211,9 @@ def examine_rates(*, again: bool) -> dict[str, Any]:
     """
     cached = None if again else cached_rates()
     if cached is None:
-        sys.stderr.write("measuring rates: about ten seconds; other programs should be idle\n")
+        sys.stderr.write(
+            "measuring rates, which takes ten seconds to a minute; other programs should be idle\n"
+        )
     rates = cached or measured_rates(again=again)
     is_cached = cached_rates() == rates
     return {
