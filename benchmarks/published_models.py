@@ -45,6 +45,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral",
         _shape(4096, 14336, 32, 32, 8, 32000, sliding_window=None),
     ),
+    "Mixtral-8x7B-Instruct-v0.1": (
+        "Mixtral",
+        _shape(4096, 14336, 32, 32, 8, 32000, sliding_window=None),
+    ),
     "Meta-Llama-3-8B": ("Llama", _shape(4096, 14336, 32, 32, 8, 128256)),
     "PowerLM-3b": ("Granite", _shape(2304, 9216, 40, 36, 36, 49152, tie_word_embeddings=True)),
     "Llama-2-7b": ("Llama", _shape(4096, 11008, 32, 32, 32, 32000)),
@@ -150,6 +154,8 @@ def described(row: Published) -> nn.Module:
     config._attn_implementation = "fa2_of_then" if tool.flash else "sdpa"
     with torch.device("meta"):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
+        if family == "Mixtral":
+            tools.loop_over_experts(model)
         model = model if tool.weights == "fp32" else model.to(torch.bfloat16)
         model.config.use_cache = False
         _adapt(model, row)

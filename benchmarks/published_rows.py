@@ -117,7 +117,13 @@ def _fms_rows() -> Iterator[Published]:
             int(batch),
             LENGTH,
             int(peak),
-            _fms_tool(versions, variant, int(gpus), lora=tuning == "lora", big="70B-GPTQ" in model),
+            _fms_tool(
+                versions,
+                variant,
+                int(gpus),
+                lora=tuning == "lora",
+                big="70B-GPTQ" in model or "Mixtral" in model,
+            ),
             int(end),
             label=variant,
         )
@@ -127,6 +133,7 @@ _FMS_NAMES = {
     "Mistral-7B-v0.1-GPTQ": "Mistral-7B-v0.1",
     "Meta-Llama-3-8B-GPTQ": "Meta-Llama-3-8B",
     "Llama-2-70B-GPTQ": "Llama-2-70b-hf",
+    "Mixtral-8x7B-Instruct-v0.1-GPTQ": "Mixtral-8x7B-Instruct-v0.1",
 }
 
 
@@ -452,10 +459,6 @@ NOT_FORECAST: tuple[dict[str, str], ...] = (
         "rows": "fms-acceleration, gpt_bigcode-santacoder (16)",
         "reason": "the model has 2,048 positions and samples are packed to 4,096 tokens; the bytes "
         "at the end are lower with the larger batch, so lengths vary and are not printed",
-    },
-    {
-        "rows": "fms-acceleration, Mixtral-8x7B (24)",
-        "reason": "transformers 5 stacks the experts, and the runs looped over them",
     },
     {
         "rows": "torchtitan and torchtune, compiled or fp8; QLoRA and offload of torchtune",

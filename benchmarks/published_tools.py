@@ -466,6 +466,54 @@ class _Only(nn.Module):
         return result
 
 
+class LoopedExperts(nn.Module):
+    """Mixtral's experts as transformers 4.48 computed them: one after the other.
+
+    Each gets its share of the tokens in even numbers. Uneven ones have the same sum, and so the
+    same memory but for one expert's intermediate results.
+    """
+
+    def __init__(self, width: int, inner: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        shapes = {"w1": (width, inner), "w2": (inner, width), "w3": (width, inner)}
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()})
+            for _ in range(experts)
+        )
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the chosen experts' results."""
+        rows = x.view(-1, x.shape[-1])
+        weights = F.softmax(self.gate(rows), dim=1, dtype=torch.float)
+        best, selected = torch.topk(weights, self.chosen, dim=-1)
+        best = (best / best.sum(dim=-1, keepdim=True)).to(x.dtype)
+        result = torch.zeros_like(rows)
+        mask = F.one_hot(selected, len(self.experts)).permute(2, 1, 0)
+        share = len(rows) * self.chosen // len(self.experts)
+        for layers in self.experts:
+            expert: Any = layers
+            places = torch.empty(share, dtype=torch.int64, device=x.device)
+            own = rows[None, places].reshape(-1, x.shape[-1])
+            out = expert["w2"](F.silu(expert["w1"](own)) * expert["w3"](own))
+            result.index_add_(0, places, (out * best[places, 0, None]).to(x.dtype))
+        del mask
+        return result.view(x.shape)
+
+
+def loop_over_experts(model: Any) -> None:
+    """Replace stacked experts by those that are computed one after the other."""
+    config = model.config
+    for block in model.model.layers:
+        block.mlp = LoopedExperts(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+        )
+
+
 def checkpointed(blocks: nn.ModuleList, *, reentrant: bool = True, **options: Any) -> None:
     """Recompute each block in its backward pass, by torch's checkpoint inside the block."""
     for block in blocks:
