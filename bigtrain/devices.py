@@ -187,6 +187,12 @@ def limit_memory(device: torch.device, share: float) -> None:
     _function(device.type, "set_per_process_memory_fraction", "memory.cap")(share, device)
 
 
+def multiply(device: torch.device) -> None:
+    """Compute a small matrix product on a device."""
+    matrix = torch.ones(2, 2, device=device)
+    matrix @ matrix
+
+
 def start_kernels(device: torch.device) -> None:
     """Allocate the workspaces of matrix products for the caller's thread and autograd's.
 

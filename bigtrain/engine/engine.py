@@ -208,7 +208,7 @@ class Engine(SavedState):
         if mover is not None:
             self._closing.callback(mover.close)
         self._closing.callback(remove_policies, self.blueprint.model)
-        with self._explaining():
+        with self._explaining(), self.context.timeout_for_new_groups():
             return build_runner(
                 self.resolved, self.blueprint, workload, self.context, self.meter, mover
             )

@@ -11,12 +11,40 @@ from typing import Any
 import numpy as np
 import torch
 
+from bigtrain import devices
 from bigtrain.checkpoint.random_state import set_random_state
 from bigtrain.checkpoint.together import streams_of
 from bigtrain.devices import is_accelerator
+from bigtrain.errors import ConfigError
 from bigtrain.job.schema import TrainConfig
 from bigtrain.models.compiled import programs_for_every_size
 from bigtrain.ranks.context import RunContext
+
+_CUBLAS_VARIABLE, _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+def _check_products(device: torch.device) -> None:
+    """Compute a product, because torch reads cuBLAS's variable at the first one and never again.
+
+    Raises:
+        ConfigError: a product was computed in this process before the variable was set, or it was
+            set to another value.
+    """
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's own
+    try:
+        devices.multiply(device)
+    except RuntimeError as error:
+        if _CUBLAS_VARIABLE not in str(error):
+            raise
+        raise ConfigError(
+            "train.deterministic=true: this process computed a product on the GPU before "
+            f"{_CUBLAS_VARIABLE} had a value with which products are deterministic, and torch "
+            f"reads it only once. Start it with {_CUBLAS_VARIABLE}={_CUBLAS_WORKSPACE}, or prepare "
+            "before the first product."
+        ) from None
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
 
 
 @contextmanager
@@ -29,9 +57,13 @@ def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]
     Args:
         train: the job's section `train`.
         device: the device of this rank.
+
+    Raises:
+        ConfigError: torch has noted that products on this GPU are not deterministic.
     """
-    if train.deterministic and device.type == "cuda":  # cuBLAS reads the variable once
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if train.deterministic and device.type == "cuda":
+        os.environ.setdefault(_CUBLAS_VARIABLE, _CUBLAS_WORKSPACE)
+        _check_products(device)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     precision, in_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(train.deterministic or was_deterministic)

@@ -31,7 +31,8 @@ def share_outputs(outputs: Any, context: RunContext) -> Any:
     last_stage = context.all_gather_numbers(float(outputs is not None), "pp").index(1.0)
     source, group = context.ranks_of("pp")[last_stage], context.pp_group
     template: list[Any] = [None if outputs is None else map_tensors(outputs, _without_values)]
-    dist.broadcast_object_list(template, src=source, group=group, device=context.device)
+    host = torch.device("cpu")
+    dist.broadcast_object_list(template, src=source, group=group, device=host)
     tensors = [tensor.contiguous() for tensor in tree_tensors(outputs)]
     if outputs is None:
         empty = tree_tensors(template[0])

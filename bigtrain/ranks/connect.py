@@ -269,9 +269,10 @@ def _open_mesh(
             "rank": placement.rank,
             "world_size": placement.world_size,
         }
-    if _is_of_device(backend) and sizes[0] == 1:
+    if backend == "nccl" and sizes[0] == 1:
         # With a device id, init_process_group creates the communicator. Stages must not share it:
-        # their sends and receives would use its one stream, in both directions.
+        # their sends and receives would use its one stream, in both directions. On an XPU torch
+        # could then make no group of gloo alone, which background exchanges need.
         joining["device_id"] = device
     start_recording()
     if _is_of_device(backend):

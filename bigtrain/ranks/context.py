@@ -181,6 +181,23 @@ class RunContext:
             dist.all_reduce(torch.zeros((), device=self.device), group=group)
         return group
 
+    @contextlib.contextmanager
+    def timeout_for_new_groups(self) -> Iterator[None]:
+        """Give the run's timeout to all groups that are made inside a `with` block.
+
+        Libraries make groups of their own, as for hybrid shards, with torch's timeout of 10 or 30
+        minutes. A rank that hangs in one would be noticed only then.
+        """
+        before = set(dist.distributed_c10d._world.pg_map) if self.mesh is not None else set()
+        yield
+        timeout = None if self.mesh is None else _timeout_of(self.group(), self.device)
+        if timeout is None:
+            return
+        new = [group for group in dist.distributed_c10d._world.pg_map if group not in before]
+        longest = {g: max(_timeout_of(g, kind) or 0.0 for kind in g._device_types) for g in new}
+        # A group whose exchanges may take hours keeps its own.
+        set_timeouts([group for group in new if longest[group] < _LONG_TIMEOUT_S], timeout)
+
     @property
     def lost_ranks(self) -> LostRanks:
         """The ranks that the run may lose, and the lost ranks, as far as this rank knows."""
@@ -307,8 +324,8 @@ class RunContext:
         if root is not None:
             return root.broadcast(value)
         box = [value if self.is_main else None]
-        with self.recorder.traffic.aside():
-            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group())
+        with self.recorder.traffic.aside():  # from host to host, as all other objects
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=self.group())
         return box[0]
 
     def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:

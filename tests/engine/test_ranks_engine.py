@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.nets import ReadsItsWeights, TinyConv, TinyLM, tokens
 from support.parity import sgd
@@ -18,6 +19,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.losses.tasks import LanguageTask
+from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 
 
 def linear() -> nn.Module:
@@ -37,6 +39,21 @@ def test_ranks_that_are_connected_as_another_mesh_are_refused():
             "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in message
         )
         assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in message
+
+
+def timeouts_of_groups(context):
+    """The timeouts in seconds of all groups, of the run and of hybrid shards."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    with Engine(TinyLM, CrossEntropy(), sgd, job_from_keys("hybrid", {}), context):
+        groups = [*dist.distributed_c10d._world.pg_map]
+        backends = [group._get_backend(context.device) for group in groups]
+        return len(groups) - before, {b.options._timeout.total_seconds() for b in backends}
+
+
+def test_groups_of_hybrid_shards_have_the_timeout_of_the_run():
+    for more, timeouts in run_ranks(timeouts_of_groups, 4, timeout=30.0):
+        assert more
+        assert timeouts == {30.0 + BACKEND_GRACE_S}
 
 
 def first_weights(context, model):

@@ -7,6 +7,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from support.cluster import free_port
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks import connect as ranks_connect
-from bigtrain.ranks.connect import connect, pick_backend, pick_device, thread_share
+from bigtrain.ranks.connect import _open_mesh, connect, pick_backend, pick_device, thread_share
 from bigtrain.ranks.context import RunContext, resolve_mesh
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
 from bigtrain.ranks.rendezvous import (
@@ -215,6 +216,26 @@ def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) ->
     with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
         context.barrier()
     assert seen == ["lo", name]
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("nccl", "cuda"), ("xccl", "xpu")])
+def test_only_nccl_is_told_the_device(
+    backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a group with another device, torch cannot make a group of gloo alone.
+    seen: list[dict[str, object]] = []
+
+    def note(*_: object, **options: object) -> None:
+        seen.append(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(dist, "init_process_group", note)
+    for name in ("set_current", "start_recording", "_tell_device"):
+        monkeypatch.setattr(f"bigtrain.ranks.connect.{name}", lambda *_: None)
+    meeting = SimpleNamespace(store=None)
+    with pytest.raises(ValueError, match="seen"):
+        _open_mesh(SINGLE_RANK, meeting, torch.device(kind, 0), backend, (1, 1, 1), 5, 5)  # type: ignore[arg-type]
+    assert ("device_id" in seen[0]) is (backend == "nccl")
 
 
 def connect_both(

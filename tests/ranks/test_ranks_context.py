@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from support.ranks import RankFailure, run_ranks
 
 from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.own_loop.outputs import share_outputs
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
@@ -239,3 +243,41 @@ def test_a_second_group_is_refused() -> None:
         connect(SINGLE_RANK, device="cpu", force_group=True),
     ):
         pass
+
+
+def limits_of_groups(context: RunContext) -> list[float]:
+    """The timeouts in seconds of groups that a library and the run itself make."""
+    options: Any = lambda group: group._get_backend(torch.device("cpu")).options  # noqa: E731
+    before = dist.new_group([0, 1])
+    with context.timeout_for_new_groups():
+        theirs = dist.new_group([0, 1])
+        ours = context.for_background().group()
+    groups = (context.group(), before, theirs, ours)
+    return [options(group)._timeout.total_seconds() for group in groups]
+
+
+def test_a_group_that_a_library_makes_has_the_timeout_of_the_run() -> None:
+    for run, before, theirs, ours in run_ranks(limits_of_groups, 2, timeout=30.0):
+        assert run == theirs == 30.0 + BACKEND_GRACE_S
+        assert before == 1800.0  # torch's own, of a group that the user has made
+        assert ours == 6 * 3600.0
+
+
+def test_objects_go_from_host_to_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+
+    def note(_box: list[Any], src: int, device: torch.device, group: Any) -> None:
+        used.append(device)
+
+    monkeypatch.setattr(dist, "broadcast_object_list", note)
+    with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
+        replace(context, device=torch.device("cuda", 0)).broadcast_object("word")
+        on_a_gpu: Any = SimpleNamespace(
+            pp_size=2,
+            pp_group=None,
+            device=torch.device("cuda", 0),
+            all_gather_numbers=lambda *_: [0.0, 1.0],
+            ranks_of=lambda _: [0, 1],
+        )
+        share_outputs((), on_a_gpu)
+    assert used == [torch.device("cpu")] * 2
