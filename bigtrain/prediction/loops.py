@@ -21,8 +21,11 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import BoundaryBytes, CrossingBytes, Profile, TiedBytes
+from bigtrain.cutting.cut import Cut
+from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
+from bigtrain.cutting.traced_model import CallSite
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import tracing_device
 from bigtrain.losses.loss import Loss
@@ -31,6 +34,7 @@ from bigtrain.memory.tracker import StorageTracker
 from bigtrain.pipeline.stage_module import StageShapes
 from bigtrain.pipeline.stage_passes import StagePasses
 from bigtrain.pipeline.stage_worker import StageWorker
+from bigtrain.prediction.profile_model import make_profile
 from bigtrain.prediction.record import (
     FakeRun,
     profile_from_run,
@@ -79,6 +83,55 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
             if not parameter.requires_grad
         ),
     )
+
+
+def profile_joined_stages(workload: Workload, resolved: ResolvedPlan, layout: Layout) -> Profile:
+    """Run two optimizer steps of all stages of one process as one stage, on fake tensors.
+
+    The code around the stages' modules runs as it was traced, and may differ from the code of the
+    whole model. For example, a traced transformers model makes an attention mask, so its layers
+    repeat keys and values.
+
+    Args:
+        workload: a workload with an example.
+        resolved: the plan, with a layout.
+        layout: the layout of the plan.
+
+    Returns:
+        The profile of all stages; that of the model if the stages cannot run as one.
+    """
+    chosen = layout.chosen
+    traced: Any = _JoinedModel(chosen.cut)
+    owners: dict[str, tuple[int, ...]] = dict.fromkeys(chosen.cut.owners, (0,))
+    cut = replace(chosen.cut, call_sites=(), owners=owners, traced_model=traced)
+    joined = replace(layout, chosen=replace(chosen, cut=cut), ranks=(0,))
+    try:
+        return profile_stage(workload, replace(resolved, layout=joined), 0)
+    except Exception:  # noqa: BLE001 - user code of any kind runs here
+        return make_profile(workload, resolved)
+
+
+class _JoinedModel:
+    """The traced model of a cut, whose program runs all stages as one.
+
+    Args:
+        cut: the cut.
+    """
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cut.traced_model, name)
+
+    def program(
+        self, micro_batch: MicroBatch, *, training: bool, places: Sequence[CallSite]
+    ) -> StageProgram:
+        """See `TracedModel.program`."""
+        del places
+        cut = self._cut
+        program = cut.traced_model.program(micro_batch, training=training, places=cut.call_sites)
+        return replace(program, cuts=(), boundaries=(), used=dict.fromkeys(program.used, (0,)))
 
 
 def add_input_weight_passes(

@@ -23,7 +23,11 @@ from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.models.parameters import low_names
 from bigtrain.prediction.compose import merge_steps
-from bigtrain.prediction.loops import add_input_weight_passes, profile_stage
+from bigtrain.prediction.loops import (
+    add_input_weight_passes,
+    profile_joined_stages,
+    profile_stage,
+)
 from bigtrain.prediction.profile_model import make_profile
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.watch import untraceable_reason
@@ -213,7 +217,11 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
     plan, layout = resolved.plan, resolved.layout
     cut_strategy = plan.techniques.get("cut")
     if layout is None or not isinstance(cut_strategy, CutStrategy) or not _by_stages(resolved):
-        profile = make_profile(workload, resolved)
+        profile = (
+            make_profile(workload, resolved)
+            if layout is None
+            else profile_joined_stages(workload, resolved, layout)
+        )
         if profile.untraceable is not None:
             plan.check_model(ModelFacts(untraceable=profile.untraceable))
             return RankForecast(

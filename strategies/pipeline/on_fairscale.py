@@ -97,13 +97,9 @@ class FairscalePipe(Pipeline):
         """See `CutStrategy.in_flight`: all micro-batches of a step, on each stage."""
         return (plan.batch.accumulation_steps,) * (self.devices or 1)
 
-    def predicts_by_stage(self, plan: Plan) -> bool:
-        """See `CutStrategy.predicts_by_stage`.
-
-        Without recomputation and replicas the whole model is predicted as one stage, because the
-        stages of a process share the boundary tensors.
-        """
-        return self.checkpoint != "never" or plan.dp > 1
+    def predicts_by_stage(self, plan: Plan) -> bool:  # noqa: ARG002
+        """See `CutStrategy.predicts_by_stage`: the stages of a cycle run side by side."""
+        return True
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
         """Add the sums of gradients, or with `checkpoint` the recomputation of each stage.
@@ -124,7 +120,7 @@ class FairscalePipe(Pipeline):
         a cycle are recomputed before the backward pass of any of them.
         """
         num_micro_batches = plan.batch.accumulation_steps
-        stages = (self.devices or 1) if self.predicts_by_stage(plan) else 1
+        stages = self.devices or 1
         cycles = [
             [
                 (stage, cycle - stage)
