@@ -1,15 +1,18 @@
 """The memory of a rank under FSDP1, which published runs used and bigtrain does not have.
 
-The pass of one process is bigtrain's forecast. Added are what FSDP1 itself allocates
-(`torch/distributed/fsdp`, torch 2.4): each block is a flat parameter, gathered for its passes; the
-next block of the backward pass is gathered while a block computes (BACKWARD_PRE); the root, which
-holds the embedding, the last norm and the head, stays whole from the forward pass to the end of the
-backward pass; a block's whole gradients live until the next block's are reduced.
+The passes are bigtrain's forecast of one process. The memory that FSDP1 itself allocates is added
+(`torch/distributed/fsdp`, torch 2.4):
 
-One more cost is seen only with frozen blocks under reentrant checkpoints. FSDP1 then waits for the
+* Each block is a flat parameter, which is gathered for its passes.
+* The next block of the backward pass is gathered while a block computes (BACKWARD_PRE).
+* The root holds the embedding, the last norm and the head. It stays whole from the forward pass to
+  the end of the backward pass.
+* A block's whole gradients live until those of the next block are reduced.
+
+One more cost occurs only with frozen blocks under reentrant checkpoints. FSDP1 then waits for the
 gradients of a block's inputs, with a hook that holds their `AccumulateGrad`. So each block's input
-and its gradient live until the backward pass ends. A run of two processes on a CPU shows it: with
-FSDP1 all inputs of eight blocks are alive in the last backward pass, without it none.
+and its gradient live until the backward pass ends. A run of two processes on a CPU shows this: with
+FSDP1 the inputs of all eight blocks are alive in the last backward pass, without FSDP1 none is.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from bigtrain.memory.timeline import (
 
 @dataclass(frozen=True)
 class Sharded:
-    """The sizes of a model under FSDP1, in bytes unless said."""
+    """The sizes of a model under FSDP1, in bytes unless a field says otherwise."""
 
     gpus: int
     trained: int
@@ -41,21 +44,21 @@ class Sharded:
     frozen: int
     """Bytes of all frozen parameters."""
     block: int
-    """A gathered block."""
+    """Bytes of a gathered block."""
     rest: int
-    """The gathered root."""
+    """Bytes of the gathered root."""
     block_trained: int
     """The number of trained parameters of a block."""
     held_input: int
     """Bytes of a block's input, if it is held; else 0."""
     late: bool
-    """Whether a block is gathered for its backward pass only when the block after it is done:
-    FSDP1 prefetches the unit before, and adapters are units of their own."""
+    """Whether a block is gathered for its backward pass only when the block after it is done. FSDP1
+    prefetches one unit, and an adapter is a unit of its own."""
     moments: int = 2
 
     @property
     def states(self) -> Breakdown:
-        """What a rank holds all the time; gradients come and go."""
+        """The memory that a rank holds all the time. Gradients are not in it."""
         share = self.trained * self.width // self.gpus
         return Breakdown(
             parameters=share, frozen=self.frozen // self.gpus, optimizer=self.moments * share
@@ -63,12 +66,12 @@ class Sharded:
 
 
 def sharded_peak(profile: Profile, sizes: Sharded, own_width: int) -> Peak:
-    """Return the peak of a step.
+    """Return the peak of a step on one rank, in bytes.
 
     Args:
-        profile: of one process, whose trained parameters have `own_width` bytes an element.
-        sizes: of the model.
-        own_width: see `profile`.
+        profile: the profile of one process.
+        sizes: the sizes of the model.
+        own_width: the bytes of an element of a trained parameter in the profile.
     """
     whole = profile.passes["first"]
     persistent = sizes.states.plus(
@@ -102,7 +105,7 @@ def _spans(profile: Profile, whole: Timeline, sizes: Sharded) -> Iterator[Span]:
 
 
 def _reduced(span: Span, blocks: Sequence[BlockTicks], end: int) -> Span:
-    """A whole gradient until the next block's are reduced; other spans unchanged."""
+    """End the span of a whole gradient when the next block's are reduced; keep other spans."""
     if span.kind != "gradients":
         return span
     death = end

@@ -1,8 +1,8 @@
 """The GPT of Narayanan et al. 2021 (arXiv 2104.04473) and its cluster, for benchmarks.
 
-It predates fused attention: the scores of all pairs of tokens are in memory. `written_out` is the
-GPT of bigtrain with such attention. The paper's kernel for scale, mask and softmax is one operation
-here; dropout, of 0.1, is another.
+It predates fused attention: the scores of all pairs of tokens are in memory. `written_out` makes
+the GPT of bigtrain with such attention. The paper has one kernel for scale, mask and softmax, which
+is one operation here. Dropout of 0.1 is another operation.
 """
 
 from __future__ import annotations

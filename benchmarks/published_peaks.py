@@ -4,11 +4,11 @@
 
 The rows, their sources and what each source prints are in `published_rows.py`. Models are
 transformers' own, on the meta device, from their public configurations (`published_models.py`).
-Where a tool computes otherwise than torch or transformers of today, the row computes what the tool
-does (`published_tools.py`, `published_fsdp1.py`). No constant is fitted to a row. One is added,
-because it is documented: cuBLAS has a workspace in each of the two threads that compute matrix
-products, forward and backward: 8,519,680 bytes on an A100 (CUBLAS_WORKSPACE_CONFIG, :4096:2:16:8),
-and 33,554,432 on an H100.
+Where a tool differs from torch or transformers of today, the forecast computes as the tool does
+(`published_tools.py`, `published_fsdp1.py`). No constant is fitted to a row. One documented
+constant is added: cuBLAS has a workspace in each of the two threads that compute matrix products,
+forward and backward. It has 8,519,680 bytes on an A100 (CUBLAS_WORKSPACE_CONFIG, :4096:2:16:8), and
+33,554,432 on an H100.
 
 Besides, two estimators that need no download: `accelerate estimate-memory` says four times the
 bytes of the fp32 parameters for training with Adam, and DeepSpeed's
@@ -93,7 +93,11 @@ class Forecaster:
         self.blocks = library.num_blocks
 
     def peak(self, row: Published) -> tuple[Peak, int]:
-        """Return the peak of a row, and the bytes of its states, without gradients of one GPU."""
+        """Return the peak of a row and the bytes of its states, of each rank.
+
+        The states have the gradients where these are alive at the end: on several GPUs, and after
+        a step.
+        """
         candidate = self._candidate(row)
         with fused(row):
             fit = self.evaluator.fit(candidate, self.evaluator.plan_of(candidate))
@@ -155,7 +159,7 @@ class Forecaster:
 
 
 def others(row: Published, parameters: int) -> dict[str, int]:
-    """The bytes that estimators name which know neither activations nor adapters."""
+    """The bytes that other estimators name. They know neither activations nor adapters."""
     fields = MODELS[row.model][1]
     largest = int(fields["vocab_size"] * fields["hidden_size"])
     return {
@@ -240,7 +244,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def shared(row: Published) -> Published:
-    """The row with everything set to nothing that one `Forecaster` serves."""
+    """The row without the fields in which rows of one `Forecaster` may differ."""
     gpus = row.gpus if row.tool.sharding in OWN else 1
     return replace(row, family="", batch=0, peak=0, end=0, label="", cause="", gpus=gpus, alive=0)
 

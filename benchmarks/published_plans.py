@@ -12,10 +12,10 @@ interleaved schedules either: 2 to 4 are forecast if they divide the blocks. The
 
 `crossovers` are figures 10 and 13 to 15: which plan is fastest, not its speed. Figure 10 has three
 forecasts: ZeRO-3 with the exchanges of DeepSpeed in 2021 (`published_zero3.py`), tp 8 x pp 12, and
-`fully_shard`. Attention is one fused kernel, as it is today; in the paper it was not. Their figure
-is TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step. Nothing is
-measured here and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`, whose
-`efficiency` can be replaced by `--efficiency`.
+`fully_shard`. Attention is one fused kernel, as it is today; in the paper it was not. The paper
+prints TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step.
+Nothing is measured here and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`,
+whose `efficiency` can be replaced by `--efficiency`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Published peaks of training runs, with the settings that their sources print.
 
-A row keeps the bytes that were printed, in bytes, and says which quantity they are. Seconds can
-join a row later: everything that a step depends on is in the row and in its `Tool`.
+A row has the printed number in bytes, and says which quantity it is. Everything on which the memory
+of a step depends is in the row and in its `Tool`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Literal
 from bigtrain.activations.policy import BlockPolicy
 
 Quantity = Literal["allocated", "after a step", "active", "reserved", "process"]
-"""Bytes of tensors at the peak; the same after a step; the same with blocks that wait for a
-stream; bytes that torch's allocator took; bytes of the process, with the CUDA context."""
+"""In this order: bytes of tensors at the peak; those after a step; those at the peak with blocks
+that wait for a stream; bytes that torch's allocator took; bytes of the process, with the CUDA
+context."""
 
 
 AMPERE, HOPPER = 8_519_680, 33_554_432
-"""Bytes of cuBLAS' workspace of a thread, torch's default."""
+"""Bytes of a thread's workspace of cuBLAS by torch's default, on an A100 and on an H100."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Tool:
     loss: str = "copied"
     """The order of the loss: see `published_models.WithItsLoss.loss`."""
     weights: Literal["bf16", "fp32", "nf4", "gptq", "gptq columns", "nf4 single"] = "bf16"
-    """The frozen or trained weights as they are kept in one process."""
+    """How one process keeps the weights, frozen or trained."""
     adapters: str = "float32"
     """The dtype of the adapters."""
     dropout: float = 0.1
@@ -40,7 +41,7 @@ class Tool:
     checkpoint: str = ""
     """`reentrant`, or `products` (every second product is kept); else bigtrain's own policy."""
     policy: BlockPolicy = "keep"
-    """What the blocks keep, by bigtrain's policy."""
+    """The tensors that the blocks keep: bigtrain's policy."""
     flash: bool = False
     """Whether attention is that of the package flash-attn; else torch's own."""
     fast_norm: bool = False
@@ -50,9 +51,9 @@ class Tool:
     keeps_input: bool = False
     """Whether products in 4 bits keep their input, as those of bitsandbytes 0.41 and 0.42."""
     merged: Literal["", "litgpt", "Qwen"] = ""
-    """Whose layer stands for q, k and v, if they are one layer."""
+    """The tool in which q, k and v are one layer; empty if they are three."""
     sharding: Literal["", "fsdp1", "fsdp", "fsdp_zero2"] = ""
-    """FSDP1, or bigtrain's strategy."""
+    """FSDP1, or a strategy of bigtrain; empty for one process."""
     width: int = 0
     """Under FSDP1: bytes of an element of a trained shard."""
     mixed: bool = False
@@ -68,7 +69,7 @@ class Published:
     """One printed row."""
 
     family: str
-    """The source, a key of `FAMILIES`."""
+    """The source, a key of `QUANTITIES`."""
     model: str
     gpus: int
     lora: int
@@ -89,7 +90,7 @@ class Published:
     head_trained: bool = False
     """Whether embeddings and head are trained beside adapters."""
     alive: int = 0
-    """Bytes of results that are alive after a step, if that is printed."""
+    """Bytes of results that are alive after a step, if bytes after a step are printed."""
     label: str = ""
     """The variant, by the source's name."""
     cause: str = ""
@@ -138,7 +139,7 @@ _FMS_NAMES = {
 
 
 def _fms_tool(versions: str, variant: str, gpus: int, *, lora: bool, big: bool) -> Tool:
-    """What a variant computes, by its configuration and the versions of its set.
+    """The tool of a variant, by its configuration and the versions of its set.
 
     The configuration of Liger with weights in 4 bits misspells the key of the fast norms, so norms
     are torch's there.

@@ -34,7 +34,7 @@ class StepRow:
     micro_batches: int
     """Micro-batches of a step."""
     blocks: BlockPolicy
-    """What the blocks keep."""
+    """The tensors that the blocks keep."""
     strategy: str
     seconds: float
     """The printed seconds of a step."""
@@ -42,7 +42,8 @@ class StepRow:
     """The rank of the adapters; 0 in full."""
     targets: tuple[str, ...] = ()
     weights: str = "fp32"
-    """The dtype of the parameters: with bf16 nothing else is kept; with fp32 bf16 is computed."""
+    """The dtype of the parameters. With fp32 the computation is in bf16; with bf16 there are no
+    fp32 copies."""
     adapters: str = "fp32"
     """The dtype in which adapters are computed."""
     compiled: bool = False

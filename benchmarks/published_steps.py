@@ -4,16 +4,20 @@
 
 The rows are in `published_step_rows.py` and `published_foundry.tsv`: MPT of llm-foundry, models of
 transformers in fms-acceleration, Qwen, torchtitan, torchtune, AutoModel, LLaMA-Factory and PEFT.
-Besides, GPT of two papers: one size of Narayanan et al. 2021 (arXiv 2104.04473, table 1; the
-micro-batch is not printed, so 16 and 1 are forecast; `published_plans.py` has all sizes), its
-ZeRO-3 of 175 billion (table 2), and FSDP of 175 billion of Zhao et al. 2023 (arXiv 2304.11277).
-Their figure is TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a
-step. ZeRO-3 is forecast twice: with the exchanges of DeepSpeed in 2021 (`published_zero3.py`), and
-with those of `fully_shard`. These papers predate fused attention, so the scores of all pairs of
-tokens are in memory (`published_gpt.written_out`); a second forecast has fused attention.
+Besides, GPT of two papers:
+
+* Narayanan et al. 2021 (arXiv 2104.04473), table 1: the size of 1.7 billion. The micro-batch is not
+  printed, so 16 and 1 are forecast. `published_plans.py` has all sizes.
+* The same, table 2: ZeRO-3 of 175 billion. It is forecast twice: with the exchanges of DeepSpeed in
+  2021 (`published_zero3.py`), and with those of `fully_shard`.
+* Zhao et al. 2023 (arXiv 2304.11277): FSDP of 175 billion.
+
+The papers print TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a
+step. Their attention is not fused, so the scores of all pairs of tokens are in memory
+(`published_gpt.written_out`). A second forecast has fused attention.
 
 Nothing is measured here, and no constant is fitted to a row. The clusters are those of
-`configs/clusters`; `CLUSTERS` says which figures of a data sheet replace theirs.
+`configs/clusters`. `CLUSTERS` has the figures of data sheets that replace theirs.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ A100, H100 = load_cluster("a100-node"), load_cluster("h100-node")
 MPT_VOCABULARY = 50368
 WORST = ("gpu", "model", "length", "devices", "rows", "error")
 LARGE = 0.15
-"""A difference above this share has a cause."""
+"""The share of the printed seconds above which a difference is given a cause."""
 
 
 def _other_device(cluster: Cluster, **figures: Any) -> Cluster:
@@ -154,7 +158,7 @@ class Cause(NamedTuple):
     holds: Callable[[StepRow], bool]
     """Whether it is the cause in a row."""
     forecast: Literal["fast", "slow", "either"]
-    """What it makes of the forecast."""
+    """Whether it makes the forecast too fast, too slow, or one of both."""
     text: str
 
 

@@ -1,7 +1,7 @@
-"""What other tools compute where torch's own parts would compute otherwise, as autograd functions.
+"""The computations in which other tools differ from torch's own parts, as autograd functions.
 
-Each function allocates, saves and frees what the tool's kernel does; on fake tensors values do not
-matter. Sources, read in August 2026: fms-acceleration (`fms_acceleration_foak`, which carries
+Each function allocates, saves and frees the tensors that the tool's kernel does; on fake tensors
+values do not matter. Sources: fms-acceleration (`fms_acceleration_foak`, which carries
 Unsloth's kernels, and Liger's loss), bitsandbytes 0.43 (`MatMul4Bit`), flash-attn 2.7
 (`flash_attn_interface.py`), transformers 4.45 and 4.48 (`loss_utils.py`).
 """
@@ -192,10 +192,10 @@ def _unpacked(x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
 class Linear4Bit(nn.Module):
     """A frozen linear layer in 4 bits, as bitsandbytes (NF4) or GPTQ keeps it.
 
-    bitsandbytes has a scale of 8 bits for each 64 numbers, and an fp32 scale for each 256 of these
-    (double quantization). Without it, the scales
-    are fp32. GPTQ has a scale of 16 bits and a zero of 4 bits for each 128 numbers, or
-    for each column, and an index of 32 bits for each input. Both compute in 16 bits.
+    bitsandbytes has a scale of 8 bits for each 64 numbers, and an fp32 scale for each 256 scales
+    (double quantization). Without double quantization the scales are fp32. GPTQ has a scale of 16
+    bits and a zero of 4 bits for each 128 numbers, or for each column, and an index of 32 bits for
+    each input. Both compute in 16 bits.
     """
 
     def __init__(self, layer: nn.Linear, kind: str, *, keeps_input: bool = False) -> None:
@@ -290,7 +290,7 @@ def _triples(layers: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 class FusedProjections(nn.Module):
-    """Stands for q, k or v of an attention: the first call computes all three at once."""
+    """Layers in 4 bits with adapters and a common input, such as q, k and v, computed at once."""
 
     def __init__(self, layers: list[Adapted4Bit]) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class FusedProjections(nn.Module):
 
 
 class Taken(nn.Module):
-    """One of the results that the layer before it computed."""
+    """Stands for one of q, k and v, and returns its part of a layer that computes all three."""
 
     def __init__(self, first: Any, place: int) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class Taken(nn.Module):
         self.held = [first]  # in a list, so that it is no child
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result; the first asks the fused layers."""
+        """Return the result. The first of the three computes all of them."""
         fused = self.held[0]
         if self.place == 0:
             fused.results = list(fused(x))
@@ -329,12 +329,12 @@ class MergedProjections(nn.Module):
 
     Args:
         layers: q, k and v.
-        rank: of an adapter.
-        dropout: of the adapters' common input.
-        adapted: which of the three have an adapter.
+        rank: the rank of an adapter.
+        dropout: the dropout of the adapters' common input.
+        adapted: for each of the three, whether it has an adapter.
         grouped: whether each has its own `A` and a group of a convolution (litgpt); else one
             adapter maps to all three (Qwen's `c_attn`).
-        kind: how the weight is kept, if in 4 bits.
+        kind: the format in 4 bits in which the weight is kept; empty if it is not in 4 bits.
         keeps_input: see `Product4Bit`.
     """
 
@@ -469,8 +469,8 @@ class _Only(nn.Module):
 class LoopedExperts(nn.Module):
     """Mixtral's experts as transformers 4.48 computed them: one after the other.
 
-    Each gets its share of the tokens in even numbers. Uneven ones have the same sum, and so the
-    same memory but for one expert's intermediate results.
+    Here each expert gets equally many tokens. If shares are uneven, their sum is the same, and only
+    the intermediate results of one expert take other memory.
     """
 
     def __init__(self, width: int, inner: int, experts: int, chosen: int) -> None:

@@ -9,13 +9,14 @@ differ from those of `fully_shard` in five ways, which its source shows (deepspe
   piece out of one buffer, and `reduce_scatter` copies each piece into one. So a gather among 1,536
   ranks starts 1,536 copies.
 * Before a module computes, the host waits for the whole GPU (`torch.cuda.synchronize`). Therefore
-  nothing of that host work overlaps with the computation before it.
-* One weight is gathered ahead, after that wait. It overlaps with one module, and not with a block.
+  the host's work does not overlap with the computation before it.
+* One weight is gathered ahead, after that wait. The gather overlaps with one module, and not with a
+  block.
 * A reduction ends before the next module begins, for the same reason.
 
 DeepSpeed changed all five in January 2022 (pull request 1453: batched calls, `*_base` collectives,
-finer synchronization). The module's model is a closed form. Its constants are those of the cluster
-file, and the seconds of one step of the Python loop, which was timed. None is fitted to a figure.
+finer synchronization). The seconds are a closed form. Its constants are those of the cluster file
+and the seconds of one iteration of the Python loop, which was timed. None is fitted to a figure.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _pass(
         gathered = not (backward and following is weights[0])
         gather = _exchange("all_gather", following, devices, cluster) if gathered else 0.0
         launching = slices + copies if gathered else 0.0
-        # A text for debugging has the norm of each gathered weight, also where it is not printed.
+        # DeepSpeed computes each gathered weight's norm for a debug message, even if unprinted.
         seconds += module.nbytes / cluster.device.memory_bandwidth
         computing = module.share * compute
         if backward:  # the hook of the gradient runs while the GPU computes

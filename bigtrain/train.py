@@ -146,7 +146,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
 def take_steps(
     parts: RunSetup, engine: Engine, saving: Saving, log: RunLog, signals: StopSignals
 ) -> bool:
-    """Train to the last step; return False if a signal has stopped the run before. Collective."""
+    """Train to the last step; return False if a signal stops the run before it. Collective."""
     for batch in parts.training_steps(engine.context, engine.samples_seen):
         if signals.before_step(batch):
             signals.save(log.sync, log.print_line)

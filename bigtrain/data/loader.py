@@ -69,7 +69,7 @@ class MicroBatch:
         return tree_tensors((self.inputs, self.targets))
 
     def signature(self) -> str:
-        """Return a text that determines the shapes in the model: the batch, tensors as shapes."""
+        """Return a text that determines all shapes in the model: dtypes and shapes of the batch."""
         batch = (self.inputs, self.targets)
         return repr(map_tensors(batch, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
 

@@ -97,11 +97,11 @@ class _BegunStep:
 
     batch: Step | tuple[Any, Any]
     micro_batches: list[MicroBatch]
-    """The micro-batches of this rank, without totals and without padding of `padded`."""
+    """The micro-batches of this rank, without totals and without the padding of `padded`."""
     samples: int | None
     """The rows of the global batch; None if the exchange will give them."""
     at: float
-    """The time at which the exchange began; see `time.perf_counter`."""
+    """The time at which the exchange began, in seconds of `time.perf_counter`."""
 
 
 class Engine(SavedState):
@@ -256,16 +256,16 @@ class Engine(SavedState):
     ) -> StepNumbers:
         """Begin the exchange of a step's numbers, as soon as its batch is read. Collective.
 
-        Only `bigtrain train` calls this, after the first step, because it has numbers to add. Else
-        `step` does.
+        `bigtrain train` calls this from its second step on, because it adds a signal and a peak. If
+        nobody has called it for a batch, `step` begins the exchange itself.
 
         Args:
             batch: the batch that the next call of `step` gets.
-            signal: see `OwnNumbers.signal`.
-            peak: see `OwnNumbers.peak`.
+            signal: the number of the signal to stop that this rank has received; 0 for none.
+            peak: the peak of this rank's memory so far in bytes; below 0 if it is not measured.
 
         Returns:
-            The numbers of all ranks, which wait for the exchange when they are read.
+            The numbers of all ranks. Reading them waits for the end of the exchange.
 
         Raises:
             ConfigError: see `step`.
@@ -519,7 +519,7 @@ class Engine(SavedState):
             parts = padded(parts, round(max(n.micro_batches for n in replicas)))
             samples = round(sum(n.rows for n in replicas))
         if isinstance(self.loss, GlobalMeanLoss):
-            # Asynchronous workers do not wait for each other, so their counts are not summed.
+            # Asynchronous workers do not wait for each other, so each uses its own counts.
             parts = self.loss.with_totals(parts, numbers.divisors() if self._in_step else None)
         if self._in_step:
             numbers.belong_to(parts)

@@ -152,7 +152,7 @@ class Saving:
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
     ) -> list[str]:
-        """Save the state if the job asks for it, and return lines to print. Collective.
+        """Save the state if the job asks for a save, and return lines to print. Collective.
 
         Args:
             step: the number of steps done.
@@ -273,9 +273,10 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
 class StopSignals:
     """The ranks' signals to stop a run, which they exchange between its steps.
 
-    They travel with the numbers of the next step, which the ranks exchange anyway. An exchange of
-    its own takes place before something that takes long, and while the peaks of memory, which
-    travel with the signals and are logged after each step, still grow.
+    Signals travel with the numbers of the next step, which the ranks exchange anyway. The peaks of
+    memory travel with the signals. There are two cases in which the ranks exchange signals and
+    peaks at the end of a step: before a validation or a save, which may take long, and in the first
+    steps, in which peaks grow and the log shows them.
 
     Args:
         notice: the signals of this rank.
@@ -294,19 +295,24 @@ class StopSignals:
         return self._notice.highest
 
     def before_step(self, batch: Step) -> bool:
-        """Return whether to stop before the step of this batch has begun. Collective."""
+        """Begin a step's exchange; return whether to stop before the step. Collective.
+
+        Args:
+            batch: the batch of the step.
+        """
         last, notice = self._last, self._notice
-        if last is None or notice.every > 1:  # or else the ranks do not wait for each other
+        if last is None or notice.every > 1:  # above 1 the ranks do not wait for each other
             return False
         numbers = self._engine.begin(batch, *notice.own(last.peak_memory_bytes))
         return notice.heard([(own.signal, own.peak) for own in numbers.everyone()])
 
     def after_step(self, result: StepResult, *, at_once: bool) -> bool:
-        """Return whether to stop after a step, as far as the ranks know it by now. Collective.
+        """Return whether the ranks already know that they stop after this step. Collective.
 
         Args:
             result: the result of the step.
-            at_once: whether the ranks exchange their signals now. They also do before a save.
+            at_once: whether the ranks exchange their signals now. They always do in the first
+                steps and before a save.
         """
         self._last = result
         early = result.step <= self._settled or self._saving.is_due(result.step)

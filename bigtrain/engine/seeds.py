@@ -24,11 +24,13 @@ _CUBLAS_VARIABLE, _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def _check_products(device: torch.device) -> None:
-    """Compute a product, because torch reads cuBLAS's variable at the first one and never again.
+    """Check that products on a GPU are deterministic, by computing one.
+
+    torch reads cuBLAS's variable at the first product of a process and never again.
 
     Raises:
-        ConfigError: a product was computed in this process before the variable was set, or it was
-            set to another value.
+        ConfigError: this process computed a product before the variable was set, or the variable
+            has a value with which products are not deterministic.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's own
@@ -59,7 +61,8 @@ def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]
         device: the device of this rank.
 
     Raises:
-        ConfigError: torch has noted that products on this GPU are not deterministic.
+        ConfigError: `train.deterministic` is set, and it is too late in this process to make
+            products on the GPU deterministic.
     """
     if train.deterministic and device.type == "cuda":
         os.environ.setdefault(_CUBLAS_VARIABLE, _CUBLAS_WORKSPACE)

@@ -160,8 +160,8 @@ class GlobalMeanLoss:
 
         Args:
             micro_batches: the micro-batches of this rank.
-            totals: the sums of `own_totals` over the ranks that have different samples; None if
-                there is one such rank.
+            totals: the sums of `own_totals` over the ranks that have different samples; None for
+                this rank's own.
 
         Raises:
             ConfigError: see `own_totals`.

@@ -180,7 +180,7 @@ class Link(ConfigSection):
     channels: StrictCount | None = None
     """The number of a GPU's streaming multiprocessors that an exchange over this link keeps busy:
     NCCL runs one thread block for each of its channels. Computation that overlaps with the exchange
-    has to do without them. If null, it is not slowed down."""
+    has to do without them. If null, an exchange does not slow down computation."""
     kinds: dict[CommOp, LinkSpec] = Field(default_factory=dict)
     """The figures of the kinds of exchange that were measured separately. Other kinds use those of
     the link."""

@@ -11,9 +11,10 @@ all-reduce.
 A group over several nodes exchanges in one ring through all ranks, as NCCL does (NVIDIA/nccl,
 src/graph/tuning.cc). Of its n-1 steps, m-1 cross from one of the m nodes to the next, and the
 others stay inside a node. So an all-gather among 1,536 ranks on 192 nodes waits for 1,535
-latencies, however few bytes it gathers. The bytes flow through all steps at once: they take as long
-as the slower of the link inside a node and the links between nodes. NCCL lays as many rings as a
-node has network cards, so the devices of a node share its traffic to other nodes equally.
+latencies, however few bytes it gathers. The bytes flow through all steps at once. So their rate is
+the lower one of two: that of the link inside a node, and that of all links from one node to the
+next. NCCL lays as many rings as a node has network cards, so the devices of a node share its
+traffic to other nodes equally.
 
 Only an all-reduce between GPUs may also go up and down a tree, which has few latencies: those of a
 chain inside each node, and the logarithm of the number of nodes between them. NCCL takes the faster
@@ -32,7 +33,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, CommOp, Link
 
 TREE_SHARE = 0.92
-"""The share of a ring's rate that a tree reaches, as NCCL assumes when it chooses between them
+"""The share of a ring's rate that a tree reaches. NCCL assumes it when it chooses between the two
 (tuning.cc)."""
 
 
@@ -99,8 +100,8 @@ def collective_seconds(
 
     On m nodes, where each node has at least k of the ranks, the (n-1) latencies are (n-m) of the
     link inside a node and (m-1) of the link between nodes. The rate is the lower of b and k times
-    that of the link between nodes. An all-reduce takes the shorter of these seconds and those of a
-    tree; see `_by_tree`.
+    that of the link between nodes. Between GPUs an all-reduce takes a tree if that is shorter; see
+    `_by_tree`.
 
     If the cluster has a measured curve for this kind of exchange, the curve replaces the formula.
 
@@ -151,7 +152,16 @@ def _over_nodes(
 ) -> float:
     """Return the seconds of a ring, a chain or a tree through the ranks of several nodes.
 
-    The node with the fewest ranks has the fewest links to other nodes.
+    The node with the fewest ranks has the fewest links to other nodes, so it limits the rate.
+
+    Args:
+        kind: the kind of exchange, but not `send`.
+        near: the link inside a node.
+        far: the link between nodes.
+        node_spread: the distribution of the ranks over nodes.
+        nbytes: see `collective_seconds`.
+        calls: see `collective_seconds`.
+        trees: whether an all-reduce takes a tree if that is faster.
     """
     rate = node_spread.least * far.rate
     if node_spread.most > 1:
@@ -170,7 +180,8 @@ def _over_nodes(
 def _by_tree(near: Link, far: Link, node_spread: NodeSpread, transfer: float, calls: int) -> float:
     """Return the seconds of an all-reduce up and down a tree of nodes.
 
-    Inside a node the tree is a chain. NCCL's trees reach `TREE_SHARE` of a ring's rate.
+    Inside a node the tree is a chain. NCCL's trees reach `TREE_SHARE` of a ring's rate. `transfer`
+    is the seconds in which all bytes flow once, at a ring's rate.
     """
     depth = math.floor(math.log2(node_spread.nodes))
     latencies = (node_spread.most - 1) * near.latency + depth * far.latency

@@ -54,14 +54,14 @@ def cut_rows(batch: Any, loss: Loss, job: Job, plan: Plan, find_dims: FindDims) 
 
 
 def padded(micro_batches: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
-    """Return micro-batches of a batch, and padding without valid targets up to a number of them.
+    """Return a batch's micro-batches, followed by padding without valid targets.
 
     A replica may have fewer rows than others, as in the last batch of an epoch. But all ranks have
     to run equally many passes, because in each pass they gather sharded parameters together.
 
     Args:
         micro_batches: the micro-batches of this rank, at least one.
-        most: the largest number of micro-batches of a replica.
+        most: the number of micro-batches to return: the largest number that a replica has.
     """
     padding = replace(micro_batches[0], count=0, rows=0)
     return [*micro_batches, *[padding] * (most - len(micro_batches))]

@@ -14,10 +14,11 @@ its `PipelineStage`, is not used, because:
 * It wraps the error of a stage in a long error, and then waits for its open sends, while the other
   rank may wait for this rank.
 
-On an accelerator the host queues passes and messages, and goes on. Memory that a message uses on
-another stream is free again only when the device is past the message, whenever the host releases
-the tensor. A host that queues a whole step would so keep the tensors of all micro-batches. So it
-waits, and queues one micro-batch more than the schedule has in flight: the device always has work.
+On an accelerator the host queues passes and messages, and goes on. A message uses its tensor on
+another stream. When the host releases the tensor, its memory stays in use until the device is past
+the message. A host that queued a whole step would keep the tensors of all micro-batches in this
+way. Therefore the host waits: it queues only one micro-batch more than the schedule has in flight.
+This one is enough for the device to always have work.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ class HostPace:
         self._queued = 0
 
     def clear(self) -> None:
-        """Forget the micro-batches that a failed step has not queued to their ends."""
+        """Forget the micro-batches that a failed step began to queue and did not finish."""
         self._queued = len(self._ends)
 
     def begin(self, in_flight: int) -> None:
         """Wait until the host may queue the next micro-batch.
 
         Args:
-            in_flight: see `ScheduleLoop.in_flight`. At most this number of micro-batches, and the
-                next one, are then queued and not over.
+            in_flight: see `ScheduleLoop.in_flight`. Afterwards at most this number of micro-batches
+                and the next one are queued and not finished.
         """
         while self._ends and self._queued > in_flight:
             self._ends.popleft().synchronize()
@@ -69,7 +70,7 @@ class HostPace:
         self._queued += 1
 
     def end(self) -> None:
-        """Note that the host has queued all of a micro-batch, with its messages."""
+        """Note that the host has queued all passes and messages of a micro-batch."""
         if self._is_needed:
             self._ends.append(current_stream(self._device).record_event())
 

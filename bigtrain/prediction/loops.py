@@ -88,9 +88,9 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
 def profile_joined_stages(workload: Workload, resolved: ResolvedPlan, layout: Layout) -> Profile:
     """Run two optimizer steps of all stages of one process as one stage, on fake tensors.
 
-    The code around the stages' modules runs as it was traced, and may differ from the code of the
-    whole model. For example, a traced transformers model makes an attention mask, so its layers
-    repeat keys and values.
+    The code between the modules runs as it was traced for the stages. It may differ from the code
+    of the whole model. For example, a traced transformers model makes an attention mask, so its
+    layers repeat keys and values.
 
     Args:
         workload: a workload with an example.
@@ -98,7 +98,7 @@ def profile_joined_stages(workload: Workload, resolved: ResolvedPlan, layout: La
         layout: the layout of the plan.
 
     Returns:
-        The profile of all stages; that of the model if the stages cannot run as one.
+        The profile of all stages, or that of the whole model if the stages cannot run as one.
     """
     chosen = layout.chosen
     traced: Any = _JoinedModel(chosen.cut)

@@ -186,7 +186,7 @@ class RunContext:
         """Give the run's timeout to all groups that are made inside a `with` block.
 
         Libraries make groups of their own, as for hybrid shards, with torch's timeout of 10 or 30
-        minutes. A rank that hangs in one would be noticed only then.
+        minutes. Without this a rank that hangs in such a group is noticed only after that time.
         """
         before = set(dist.distributed_c10d._world.pg_map) if self.mesh is not None else set()
         yield
@@ -195,7 +195,7 @@ class RunContext:
             return
         new = [group for group in dist.distributed_c10d._world.pg_map if group not in before]
         longest = {g: max(_timeout_of(g, kind) or 0.0 for kind in g._device_types) for g in new}
-        # A group whose exchanges may take hours keeps its own.
+        # A group whose exchanges may take hours keeps its own timeout.
         set_timeouts([group for group in new if longest[group] < _LONG_TIMEOUT_S], timeout)
 
     @property
@@ -353,7 +353,8 @@ class RunContext:
     def begin_rows(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Begin to gather every rank's numbers, and return a function that waits for the rows.
 
-        Collective when it is called. If the run may lose ranks, the call itself waits.
+        This call is collective; the returned function is not. If the run may lose ranks, the call
+        itself waits.
 
         Args:
             numbers: see `all_gather_rows`.

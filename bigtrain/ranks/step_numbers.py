@@ -1,7 +1,7 @@
 """The small numbers of a step that all ranks tell each other when they have read its batch.
 
-One gather between the hosts has all of them. It begins when the batch is read, and is waited for
-when its numbers are needed. Numbers that are known only after the passes, such as the loss, need a
+One gather between the hosts has all of them. It begins when the batch is read. A rank waits for it
+when it needs the numbers. Numbers that are known only after the passes, such as the loss, need a
 gather of their own.
 """
 
@@ -61,12 +61,13 @@ class StepNumbers:
         self._everyone: list[OwnNumbers] = []
         self._micro_batches: Sequence[Any] | None = None
         self.is_even = False
-        """Whether the replicas are known to have one shape each, in the step of `targets_of`."""
+        """Whether, in the step of the last `targets_of`, the micro-batches of each replica are
+        known to have one shape."""
 
     def begin(self, own: OwnNumbers) -> None:
         """Begin the gather, and do not wait for it. Collective over all ranks.
 
-        Numbers of a step that was begun earlier and has not been taken are forgotten.
+        This forgets the numbers of an earlier step that were not used.
 
         Args:
             own: the numbers of this rank, with equally many divisors on every rank.
@@ -92,14 +93,14 @@ class StepNumbers:
         return [math.fsum(numbers.targets for numbers in replicas), *map(math.fsum, columns)]
 
     def belong_to(self, micro_batches: Sequence[Any]) -> None:
-        """State of which micro-batches the numbers are; see `targets_of`."""
+        """Tell to which micro-batches the numbers belong; see `targets_of`."""
         self._micro_batches = micro_batches
 
     def targets_of(self, micro_batches: Sequence[Any]) -> float | None:
         """Return the valid targets of the global batch; None if they have to be gathered.
 
-        A runner may change the micro-batches that it got, or run others. Their numbers are not
-        known here. So the numbers are used once, for the list that `belong_to` got.
+        A runner may change the micro-batches that it got, or run others, whose numbers are not
+        known here. So the numbers are used only once, and only for the list that `belong_to` got.
 
         Args:
             micro_batches: the micro-batches of this rank.

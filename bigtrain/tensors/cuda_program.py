@@ -5,7 +5,7 @@ lists of operations; a norm by the root mean square is one operation on CUDA, an
 dropout saves a mask of bytes on CUDA, and one of the input's dtype on a CPU; attention with dropout
 saves no probabilities on CUDA.
 
-Source: the lists of ATen's `autocast_mode.h`. The names of torch's policies stand beside the lists.
+The lists are those of ATen's `autocast_mode.h`. The docstring of each names torch's policy.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ FP32_RESULTS = (
     *("sum", "sum.dim_IntList"),
 )
 """Operations whose result is in fp32 unless the call names a dtype (`fp32_set_opt_dtype`). Sums and
-norms convert inside of their kernels. `softmax` converts its input in a separate operation.
+norms convert inside their kernels. `softmax` converts its input in a separate operation.
 `cross_entropy` names the dtype of its input, so its logarithms are in bf16."""
 LOW_OPERATIONS = (
     *("convolution", "_convolution", "addmv", "addr", "einsum", "mv", "linalg_vecdot"),
     *("chain_matmul", "linalg_multi_dot", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
     *("rnn_relu_cell",),
 )
-"""Operations in bf16 that the CPU's autocast leaves as they are (`lower_precision_fp`)."""
+"""Operations that CUDA's autocast runs in bf16 or fp16, and the CPU's leaves as they are
+(`lower_precision_fp`)."""
 WIDEST_OPERATIONS = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put"),
     *("tensordot", "scatter_add"),
@@ -110,13 +111,13 @@ def _overload(name: str) -> _Operation:
 
 
 def _is_eligible(value: Any) -> bool:
-    """Whether autocast may convert a value: fp64 stays as it is."""
+    """Whether autocast may convert a value: a tensor of floating point, but not of fp64."""
     is_wide = isinstance(value, Tensor) and value.dtype == torch.float64
     return isinstance(value, Tensor) and value.is_floating_point() and not is_wide
 
 
 def _without_autocast(operation: _Operation, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    """Call an operation without autocast, with the tensors that are eligible in this dtype."""
+    """Call an operation without autocast, with its eligible tensors converted to this dtype."""
 
     def convert(value: Any) -> Any:
         return value.to(dtype) if _is_eligible(value) else value
@@ -163,7 +164,7 @@ def _with_fp32_result(operation: Any) -> _Operation:
 
 
 def _as_written(operation: Any) -> _Operation:
-    """Return an operation that CUDA's autocast does not know, though the CPU's does.
+    """Return a kernel without conversions, for an operation that only the CPU's autocast knows.
 
     If it is composed of other operations, autocast still sees these.
     """

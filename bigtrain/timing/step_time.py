@@ -446,7 +446,7 @@ class StepTimer:
             hidden = self._hidden_seconds(overlaps, slowest)
             exposed = max(issued * self._issue, alone, total_seconds - hidden)
             overlapping = max(0.0, 1.0 - exposed / total_seconds) if total_seconds else 0.0
-            # Computing that overlaps with exchanges has fewer processors.
+            # Computation that overlaps with exchanges has fewer processors.
             busy = sum(seconds * self._busy_share(traffic) for traffic, seconds in messages)
             exposed += overlapping * busy
             transfers = sum(

@@ -1,7 +1,7 @@
 """The exchanges of small numbers between hosts in a step: a frozen table by strategy.
 
 One gather begins when the batch is read: targets, rows, a signal to stop, the peak. The loss needs
-a second one, after the passes. A few strategies need more, for what is known only in between.
+a second gather, after the passes. A few strategies need a third or fourth for other numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLAGS = (BEGIN, "has_gradient_anywhere", LOSS)  # which gradients any replica ha
 NORM = (BEGIN, LOSS, "norm")  # DeepSpeed's step gets the norm as a number
 PIPELINE = (BEGIN, "_mean_loss")
 Row = tuple[Sequence[str], tuple[int, int]]
-"""The gathers of the last rank, and the reads of the device on the first and on the last rank."""
+"""The gathers of the last rank; the numbers of device reads on the first and on the last rank."""
 REPLICAS: dict[str, Row] = {
     **dict.fromkeys(("ddp", "ddp_checkpointing", "ddp_offload_disk"), (PLAIN, (2, 2))),
     **dict.fromkeys(("fsdp", "fsdp_checkpointing", "fsdp_zero2", "hybrid"), (PLAIN, (2, 2))),
@@ -258,7 +258,6 @@ class Gathers:
 
     Args:
         rows: the row of every rank but the first.
-        num_ranks: the ranks of the dp axis.
     """
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:

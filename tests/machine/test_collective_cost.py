@@ -95,7 +95,7 @@ def test_a_small_all_reduce_goes_up_and_down_a_tree():
 
 
 def test_more_ranks_gather_the_same_bytes_in_more_time():
-    """The ranks of a node share its links; a reduction in stages hides the growing latency."""
+    """The bytes take equally long, because the ranks of a node share its links; latencies grow."""
     seconds = [collective_seconds("all_gather", S, n, 1, cluster()) for n in (64, 512, 1536)]
     assert seconds == sorted(seconds)
     grown = 1472 / 8 * (7 * ALPHA + FAR_ALPHA) + (1 / 64 - 1 / 1536) * S / (8 * FAR_RATE)

@@ -24,7 +24,7 @@ class Device:
 
     def __init__(self) -> None:
         self.queued: list[int] = []
-        """Micro-batches whose passes are queued, by their place in the order of ends."""
+        """One entry for each micro-batch of which a pass or message is queued."""
         self.ended = self.over = self.waits = 0
         self.most = 0
 

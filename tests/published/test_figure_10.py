@@ -27,7 +27,7 @@ WORK = 96.0 * BATCH * LAYERS * 2048 * WIDTH**2
 
 
 def test_deepspeed_of_2021_loses_most_of_its_rate_on_four_times_the_devices():
-    """Work for each rank of the group, and waits for the whole GPU, are all that is new to it."""
+    """Its host works for each rank of a group, and waits for the whole GPU."""
     rate = A100.device.flops.bf16 * A100.device.efficiency
     seconds = []
     for devices in DEVICES:

@@ -74,7 +74,7 @@ class Paced:
 
 
 def later(operation: Begin | Wait | HostWait) -> Begin | Wait | HostWait:
-    """An operation of a program that another one precedes."""
+    """The operation in a program to which one operation was added at the front."""
     if isinstance(operation, Begin):
         return operation
     return operation._replace(place=operation.place + 1)

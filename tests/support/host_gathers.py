@@ -13,12 +13,12 @@ _PASSES_ON = ("/tests/", "/torch/", "/unittest/", "/ranks/context.py", "/context
 
 
 class HostGathers:
-    """Within a `with` block, `places` collects the function of bigtrain that asks for each."""
+    """In a `with` block, `places` collects the function of bigtrain that asks for each exchange."""
 
     def __init__(self) -> None:
         self.places: list[str] = []
         self.waits: list[bool] = []
-        """Of each, whether the call waits for its end."""
+        """For each exchange, whether the call waits for its end."""
         self._patches = [patch.object(dist, name, self._noting(name)) for name in EXCHANGES]
 
     def _noting(self, name: str) -> Any:
