@@ -236,7 +236,9 @@ class _Recordings:
         action_spans, end, _ = self._of(highest.act)
         spans = [*waiting.spans(highest.counts, end), *action_spans]
         if highest.extra:
-            spans.append(Span(highest.extra, "temporary", 0, end))
+            # Negative bytes are those of boundary tensors that two recordings have.
+            extra_kind: MemoryKind = "temporary" if highest.extra > 0 else "activations"
+            spans.append(Span(highest.extra, extra_kind, 0, end))
         phase: Phase = "backward" if highest.act.point > 0 else "forward"
         return Timeline(tuple(spans), ((0, phase),))
 
