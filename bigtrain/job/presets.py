@@ -227,14 +227,17 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     Raises:
         ConfigError: there is no such preset or file; the message suggests names.
     """
+    names = preset_names(kind)
     if is_file(name):
         check_name(name, asked)
         if not is_there(name):
+            listed = f"one of {', '.join(names)}"
+            known = listed if len(names) <= _LISTED else f"a name that `bigtrain {kind}` lists"
             raise ConfigError(
-                f"{asked}: there is no file {name!r} (looked from {_current_folder()})."
+                f"{asked}: there is no file {name!r} (looked from {_current_folder()}). Give the "
+                f"path of a file, or {known}."
             )
         return read_yaml(Path(name))
-    names = preset_names(kind)
     if name not in names:
         close = did_you_mean(name.lower(), names)
         if len(names) <= _LISTED:
