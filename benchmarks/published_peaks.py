@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 from harness import keep
+from published_causal import OfTheModel
 from published_fsdp1 import Sharded, sharded_peak
 from published_models import MODELS, described, fused
 from published_rows import NOT_FORECAST, QUANTITIES, Published, all_rows
-from torch import Tensor, nn
+from torch import nn
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -51,19 +52,6 @@ STATES_BAR, PEAK_BAR, MEDIAN_BAR = 0.0005, 0.03, 0.05
 OWN = ("fsdp", "fsdp_zero2")
 """bigtrain's strategies among the rows' ways of sharding."""
 REFUSALS = (AttributeError, ConfigError, ImportError, RuntimeError, TypeError, ValueError)
-
-
-class OfTheModel:
-    """The loss that a model has computed itself."""
-
-    def __call__(self, output: Tensor, target: Any, count: float | None = None) -> Tensor:
-        """Return the model's output."""
-        del target, count
-        return output
-
-    def count(self, target: Tensor) -> int:
-        """The tokens that are predicted."""
-        return target.numel() - len(target)
 
 
 class Forecaster:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import library as operators
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves, tree_map
 
 FP32_OPERATIONS = (
@@ -218,7 +219,7 @@ def _rms_norm(
 ) -> Tensor:
     """Normalize as CUDA does: in one operation, unless dtypes or the memory format differ."""
     is_mixed = weight is not None and weight.dtype != rows.dtype
-    if is_mixed or not rows.is_contiguous():
+    if is_mixed or suggest_memory_format(rows) is not torch.contiguous_format:
         decomposed: Tensor = torch.ops.aten.rms_norm.default.decompose(rows, shape, weight, eps)
         return decomposed
     result: Tensor = _FusedRmsNorm.apply(rows, shape, weight, eps)

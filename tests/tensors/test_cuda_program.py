@@ -97,6 +97,8 @@ OPERATIONS: dict[str, Callable[[str], object]] = {
     "rms_norm, channels_last": lambda d: F.rms_norm(
         _wide(d, 2, 4, 4, 8).to(memory_format=torch.channels_last), (8,)
     ),
+    "rms_norm, transposed": lambda d: F.rms_norm(_wide(d, 2, 4, 3, 8).transpose(1, 2), (8,)),
+    "rms_norm, a part of the columns": lambda d: F.rms_norm(_wide(d, 4, 16)[:, :8], (8,)),
     "group_norm": lambda d: F.group_norm(_wide(d), 2),
     "batch_norm": lambda d: F.batch_norm(_wide(d, 2, 4, 8), None, None, training=True),
     "linear": lambda d: F.linear(_wide(d), _wide(d, 3, 8), _wide(d, 3)),
