@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigtrain.hub.libraries import import_library
+from bigtrain.tensors.compound_ops import CompoundOp
 from bigtrain.tensors.op_cost import loop_starts
 
 CARRIER = "weight_nf4"
@@ -197,6 +198,12 @@ def dequantized(carrier: Tensor, layout: Nf4Layout, dtype: torch.dtype) -> Tenso
         layout: the layout of the bytes.
         dtype: the dtype of the result.
     """
+    if _DEQUANTIZE.runs_on(carrier) and not carrier.storage_offset() % _FP32:
+        return _DEQUANTIZE(carrier, *layout.shape, dtype)
+    return _dequantized(carrier, layout, dtype)
+
+
+def _dequantized(carrier: Tensor, layout: Nf4Layout, dtype: torch.dtype) -> Tensor:
     table, mean, factors, scales, codes = layout.parts(carrier)
     # One row for each byte: the values of its two codes.
     pairs = torch.stack([table.repeat_interleave(_TABLE), table.repeat(_TABLE)], dim=1)
@@ -216,6 +223,14 @@ def _values(codes: Tensor, scales: Tensor, pairs: Tensor) -> Tensor:
     """Return the values of some blocks in fp32, one block in a row."""
     values = F.embedding(codes.to(torch.int32), pairs)
     return values.view(-1, BLOCK).mul_(scales)
+
+
+_DEQUANTIZE = CompoundOp(
+    "dequantize_nf4(Tensor carrier, int rows, int columns, ScalarType dtype) -> Tensor",
+    lambda carrier, rows, columns, dtype: _dequantized(carrier, Nf4Layout((rows, columns)), dtype),
+    lambda rows, columns, dtype: ((rows, columns), dtype),
+)
+"""Dequantization as one operation, for runs on fake tensors."""
 
 
 class _Product(torch.autograd.Function):

@@ -22,6 +22,7 @@ from bigtrain.models.parameters import left_out_names
 from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, local_of
+from bigtrain.tensors.compound_ops import compound_cost
 from bigtrain.tensors.fake_mode import VIEWS
 from bigtrain.tensors.op_cost import REPEAT_COUNT, ProductSize
 
@@ -142,7 +143,7 @@ class BlockTickRecorder:
             parameters = list(self._modules[name].parameters())
             backward = (begins, max(begins, ends))
             ticked = self._block_ticks(parameters, forward, backward)
-            blocks.append((name, replace(ticked, place=place)))
+            blocks.append((name, replace(ticked, place=place, name=name)))
         return dict(sorted(blocks, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
@@ -284,6 +285,14 @@ class SectionHooks:
             owner = self._owners.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 self.used.setdefault(owner, set()).add(clock)
+        compound = compound_cost(operation.func, operation.args)
+        if compound is not None:
+            times = REPEAT_COUNT.get()
+            self.work += [
+                (clock, 0.0, 0.0, nbytes, calls * times, 0, 0, 0, 0)
+                for nbytes, calls in compound.steps
+            ]
+            return
         if operation.func in VIEWS:
             self.work.append((clock, 0.0, 0.0, 0.0, REPEAT_COUNT.get(), 0, 0, 0, 0))
             return

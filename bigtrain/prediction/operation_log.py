@@ -18,6 +18,7 @@ from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
 from bigtrain.memory.program_buffers import kernels_announced
 from bigtrain.memory.tracker import StorageTracker
+from bigtrain.tensors.compound_ops import compound_cost
 from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.op_cost import ProductSize, bytes_touched, flops_of, product_size
@@ -49,6 +50,9 @@ class Operation(NamedTuple):
     @property
     def nbytes(self) -> float:
         """Bytes that the operation reads and writes."""
+        compound = compound_cost(self.func, self.args)
+        if compound is not None:
+            return sum(nbytes * calls for nbytes, calls in compound.steps)
         return float(bytes_touched(self.inputs, self.is_result))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bigtrain.devices import device_count, processors
+from bigtrain.tensors.compound_ops import compound_cost
 
 _ATEN = torch.ops.aten
 PROCESSORS = 132
@@ -32,7 +33,7 @@ _LEAST_PER_THREAD, _MOST_PER_THREAD = 16, 256
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Return the peak bytes of an operation on CUDA, in addition to its inputs and outputs.
+    """Return the peak bytes inside an operation on CUDA, in addition to its inputs and outputs.
 
     Args:
         func: the operation.
@@ -40,12 +41,19 @@ def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
         result: its result.
     """
     rule = _RULES.get(func)
-    return 0 if rule is None else rule(args, result)
+    return compound_workspace(func, args, result) if rule is None else rule(args, result)
 
 
-def workspaces_of(device_type: str) -> Callable[[Any, Sequence[Any], Any], int] | None:
-    """Return `workspace_bytes` for CUDA, None for any other device."""
-    return workspace_bytes if device_type == "cuda" else None
+def compound_workspace(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Return the peak bytes inside a compound operation; 0 for any other operation."""
+    del result
+    cost = compound_cost(func, args)
+    return 0 if cost is None else cost.workspace
+
+
+def workspaces_of(device_type: str) -> Callable[[Any, Sequence[Any], Any], int]:
+    """Return the function of workspaces: CUDA's kernels have some, and compound operations."""
+    return workspace_bytes if device_type == "cuda" else compound_workspace
 
 
 @cache

@@ -124,7 +124,7 @@ def test_without_values_three_pieces_stand_for_all(monkeypatch):
         ran.clear()
         with FakeMode(), Watch():
             carrier = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-            dequantized(carrier, layout, torch.bfloat16)
+            nf4._dequantized(carrier, layout, torch.bfloat16)
         assert len(ran) == 3
         assert represented == layout.blocks
 
