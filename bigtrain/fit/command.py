@@ -25,7 +25,7 @@ from bigtrain.job.arguments import FitOptions, fit_arguments
 from bigtrain.job.load import parse_overrides
 from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rates import usable_cores
-from bigtrain.planner.ask import engine_margins, rank_limits
+from bigtrain.planner.ask import engine_margins, rank_limits, uncollected
 from bigtrain.planner.command import read_engines, this_machine
 
 DEFAULT_CLUSTER = "a100-node"
@@ -45,15 +45,16 @@ def main(arguments: list[str]) -> int:
     batch = options.global_batch_size or max(DEFAULT_BATCH, options.devices)
     setting, notes = _setting(options, cluster, batch)
     keys = parse_overrides(options.overrides).values
-    subject = find_subject(
-        options.name,
-        length=options.length,
-        args=_section(_section(keys, "model"), "args"),
-        has_data="data" in keys,
-        samples=max(batch, 1),
-    )
-    chosen = [m for m in methods(options.lora) if m.name == "qlora" or not options.qlora]
-    reports = _reports(subject, chosen, setting)
+    with uncollected():
+        subject = find_subject(
+            options.name,
+            length=options.length,
+            args=_section(_section(keys, "model"), "args"),
+            has_data="data" in keys,
+            samples=max(batch, 1),
+        )
+        chosen = [m for m in methods(options.lora) if m.name == "qlora" or not options.qlora]
+        reports = _reports(subject, chosen, setting)
     if all(report.refused is not None for report in reports):
         raise ConfigError(str(reports[0].refused))
     if options.as_json:

@@ -125,8 +125,8 @@ class PlannedAnswer:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable Python's cycle collector: a search makes millions of spans, and no cycles."""
+def uncollected() -> Iterator[None]:
+    """Disable Python's cycle collector: planning makes millions of objects, and few cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +158,7 @@ def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
             candidate is refused.
     """
     check_question(question)
-    with _uncollected():
+    with uncollected():
         return _search(question, opened or open_evaluator(question))
 
 
