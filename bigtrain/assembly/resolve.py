@@ -53,6 +53,8 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
             reached=None if uses is None else uses.reached,
         )
     layout, slices = make_layout(plan, workload), lay_slices(plan, workload)
+    stages = [] if layout is None else [layout.tensor_names(s) for s in layout.all_stages]
+    plan.check_model(ModelFacts(model=workload.model, routes=routes, stages=stages))
     technique = plan.techniques.get("recompute")
     limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
     if isinstance(technique, RecomputeStrategy) and limit is not None:

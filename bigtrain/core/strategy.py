@@ -57,6 +57,12 @@ class ModelFacts:
     """Names of the parameters that several stages of one rank use."""
     untrained: Sequence[int] = ()
     """Indices of the stages that have no trained parameter."""
+    model: nn.Module | None = None
+    """The whole model, on any device; None if only another fact is new."""
+    routes: Routes = field(default_factory=Routes)
+    """The modules that some passes of `model` call and others do not."""
+    stages: Sequence[Collection[str]] = ()
+    """By stage, the names of the parameters and buffers of `model`; empty without a cut."""
 
 
 _ORDER: tuple[Role, ...] = ("cut", "slice", "recompute", "offload", "replicate", "accumulate")

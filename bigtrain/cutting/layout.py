@@ -63,6 +63,10 @@ class Layout:
         """The indices of the stages of all ranks."""
         return range(len(self.ranks))
 
+    def tensor_names(self, stage: int) -> set[str]:
+        """Return the first names of the parameters and buffers that a stage uses."""
+        return self.chosen.cut.tensor_names_of([stage])
+
     @property
     def shared(self) -> list[str]:
         """The first names of the parameters that several stages of one rank use."""

@@ -110,6 +110,8 @@ class BlockTicks:
     if no parameter is."""
     place: int = 0
     """The index of a block among the model's blocks, in the order of the modules."""
+    name: str = ""
+    """The name of a block in the model; empty for other parts of the model."""
 
     def widths(self, trained: int, frozen: int) -> tuple[int, ...]:
         """Return the bytes of an element of each parameter; 1 for a packed parameter.

@@ -98,9 +98,10 @@ def compose_profile(
 
 
 def _placed(ticks: Sequence[BlockTicks], sections: Sequence[Section]) -> list[BlockTicks]:
-    """Return the ticks of all blocks, each with the index of its block in the model."""
+    """Return the ticks of all blocks, each with the place and the name of its block."""
     blocks = [section for section in sections if section.name]
-    return [replace(t, place=block.place) for t, block in zip(ticks, blocks, strict=True)]
+    pairs = zip(ticks, blocks, strict=True)
+    return [replace(t, place=block.place, name=block.name) for t, block in pairs]
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:

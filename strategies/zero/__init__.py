@@ -28,12 +28,16 @@ from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.core.traits import Need
 from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.job.schema import Bytes, Role
+from bigtrain.strategies.zero.unit_choices import KeepGathered
 from bigtrain.units import format_bytes
 
 ACTIVATION_DOMINANCE = 0.6
 """The share of activations in the peak above which a smaller micro-batch is advised."""
+
+UNIT_CHOICES = ("keep_gathered",)
+"""The options that only torch's stages 2 and 3 have."""
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
 _ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
@@ -64,6 +68,13 @@ class Zero(Strategy):
     """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many adjacent ranks.
 
     The groups of so many ranks are replicas of each other.
+    """
+    keep_gathered: KeepGathered | None = None
+    """The blocks whose parameters stay gathered from the forward to the backward pass (torch,
+    stage 3): the last N, `all`, `none`, or patterns of names; `*` matches any characters.
+
+    Each of them saves an all-gather, and its parameters exist whole in between. The default is none
+    in stage 3; stage 2 keeps all of them.
     """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""
@@ -131,6 +142,21 @@ class Zero(Strategy):
                 f"strategy.replicate.engine={self.engine} does not support it. "
                 "Use --strategy ddp."
             )
+
+    def refuse_unit_choices(self) -> None:
+        """Refuse the choices of torch's stages 2 and 3, for other engines and stages.
+
+        Raises:
+            ConfigError: one of them is set.
+        """
+        for key in UNIT_CHOICES:
+            value = getattr(self, key)
+            if value is not None:
+                raise ConfigError(
+                    f"{as_word(f'strategy.replicate.{key}', value)} is for torch's stages 2 and 3, "
+                    f"and engine is {self.engine}, stage {self.stage}. Leave it out, or set "
+                    "strategy.replicate.engine=torch strategy.replicate.stage=3."
+                )
 
     def refuse_config(self) -> None:
         """Refuse a DeepSpeed file for another engine.

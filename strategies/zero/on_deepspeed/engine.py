@@ -160,6 +160,7 @@ class DeepSpeed(Zero):
 
     def check(self, plan: Plan) -> None:
         """Refuse plans that DeepSpeed does not support, and a file that contradicts the job."""
+        self.refuse_unit_choices()
         if plan.shares_engine:
             self._check_in_pipeline(plan)
             return

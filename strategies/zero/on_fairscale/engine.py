@@ -80,6 +80,7 @@ def refuse_common(options: Zero, plan: Plan) -> None:
             f"strategy.offload has optimizer={away.optimizer} parameters={away.parameters}. "
             f"Use --strategy {'zero1_torch' if options.stage == 1 else 'fsdp'}."
         )
+    options.refuse_unit_choices()
     for key in ("shard_ranks", "config"):
         value = getattr(options, key)
         if value is not None:

@@ -42,7 +42,7 @@ from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
 from bigtrain.devices import is_accelerator
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.models.parameters import names_of
@@ -52,6 +52,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
+from bigtrain.strategies.zero.unit_choices import KEEP_KEY, check_kept, kept_units
 from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
 from bigtrain.tracing.routes import Routes
 from bigtrain.versions.torch_versions import (
@@ -82,9 +83,24 @@ class FullySharded(Zero):
             # peak of a deep model with bf16 parameters can be below the bytes of the whole
             # parameters plus the shards of gradients and optimizer state.
             sharded_states=3,
-            gathers_whole=self.stage == 2,
+            gathers_whole=self.kept_choice == "all",
             moves_parameters=True,
         )
+
+    @property
+    def kept_choice(self) -> int | str | tuple[str, ...]:
+        """The units that stay gathered from the forward to the backward pass; see `kept_units`."""
+        if self.keep_gathered is None:
+            return "all" if self.stage == 2 else "none"
+        return self.keep_gathered
+
+    def kept_blocks(self, profile: Profile) -> list[bool]:
+        """For each block of a profile, whether it stays gathered from forward to backward pass."""
+        blocks = [first for first, _ in profile.blocks]
+        order = sorted(range(len(blocks)), key=lambda number: blocks[number].place)
+        kept = kept_units(self.kept_choice, [blocks[number].name for number in order])
+        by_number = dict(zip(order, kept, strict=True))
+        return [by_number[number] for number in range(len(blocks))]
 
     def check(self, plan: Plan) -> None:
         """Refuse options without effect, and a number of shards that does not divide the replicas.
@@ -99,6 +115,12 @@ class FullySharded(Zero):
                 "fully_shard (engine=torch, stages 2 and 3) reduces the gradients of each block at "
                 "once. Leave it out."
             )
+        if self.stage == 2 and self.keep_gathered not in (None, "all"):
+            raise ConfigError(
+                f"{as_word(KEEP_KEY, self.keep_gathered)}: stage 2 keeps all blocks gathered from "
+                "the forward to the backward pass. Set strategy.replicate.stage=3, or leave "
+                f"{KEEP_KEY} out."
+            )
         ranks = self.shard_ranks
         if ranks is not None and plan.dp % ranks:
             fitting = [n for n in range(1, plan.dp + 1) if plan.dp % n == 0]
@@ -108,13 +130,22 @@ class FullySharded(Zero):
             )
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse a parameter that two stages of a rank share: only one stage can shard it."""
+        """Refuse a parameter that two stages of a rank share, and choices of units that it lacks.
+
+        Only one stage can shard a parameter.
+
+        Raises:
+            ConfigError: with the key, the names and the fix.
+        """
         for name in facts.shared[:1]:
             raise ConfigError(
                 f"strategy.replicate: {name} is used by two stages of one rank, and stages 2 and 3 "
                 "of zero can shard it for one of them only. Set strategy.replicate.stage=1, or "
                 "strategy.cut.schedule=1f1b, which has one stage on each rank."
             )
+        if facts.model is not None:
+            names = [name for name, _ in units_of(facts.model, facts.routes)]
+            check_kept(self.kept_choice, _by_stage(names, facts.stages))
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
         """See `Strategy.meet_routes`: every pass has to call every unit."""
@@ -129,26 +160,23 @@ class FullySharded(Zero):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Return the forecast with sharded states and the units that are gathered at each tick."""
         ranks = self.shard_ranks or plan.dp
-        return forecast_fully_shard(forecast, profile, plan, stage=self.stage, ranks=ranks)
+        kept = self.kept_blocks(profile)
+        return forecast_fully_shard(forecast, profile, plan, kept=kept, ranks=ranks)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Return the all-gathers of units and the reductions of gradients; see `_UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
         flow = _UnitTraffic(comm_units(profile), plan, ranks)
-        regathered = [unit for unit in flow.units if unit is not profile.outside_blocks]
-        messages = flow.gathered(flow.units, "forward")
-        if self.stage == 3:
-            messages += flow.gathered(regathered, "backward")
+        pairs = zip(profile.blocks, self.kept_blocks(profile), strict=True)
+        freed = [first for (first, _), stays in pairs if first.shapes and not stays]
+        messages = flow.gathered(flow.units, "forward") + flow.gathered(freed, "backward")
         return tuple(messages + flow.reduced())
 
     def apply(self, assembly: Assembly) -> None:
         """Give each unit its values and shard it, one unit after the other, the root last."""
         plan, mesh = assembly.plan, shard_mesh(assembly.context, self.shard_ranks)
         _check_on_shards(assembly, mesh)
-        settings: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self.stage == 3,
-        }
+        settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": False}
         if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
             on_gpu = is_accelerator(plan.device_type)
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
@@ -173,9 +201,10 @@ class FullySharded(Zero):
             # If a cut divides a module, the module runs in several stages. No stage calls its
             # forward method, so hooks on the module would never run.
             through: Collection[str] = getattr(root, "cut_through", ())
-            for name, unit in units_of(root, assembly.routes):
-                if name in through:
-                    continue
+            units = [pair for pair in units_of(root, assembly.routes) if pair[0] not in through]
+            kept = _kept_names(root, [name for name, _ in units], self.kept_choice)
+            for name, unit in units:
+                settings["reshard_after_forward"] = name not in kept
                 shards = _give_values(unit, f"{name}.", assembly, whole_params)
                 if whole_params.issuperset(unit.parameters()):
                     continue
@@ -187,10 +216,37 @@ class FullySharded(Zero):
                 _finish(unit, name, assembly)
             shards = _give_values(root, "", assembly, whole_params)
             _make_contiguous(root)
+            settings["reshard_after_forward"] = False
             shard_norms(root)
-            fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
+            fully_shard(root, mp_policy=low, **settings)
             _read_shards(root, "", assembly, shards)
             _finish(root, "the model", assembly)
+
+
+def _kept_names(
+    root: nn.Module, names: Sequence[str], choice: int | str | tuple[str, ...]
+) -> set[str]:
+    """Return the names of the units that stay gathered from the forward to the backward pass."""
+    wanted = set(names)
+    in_order = [name for name, _ in root.named_modules() if name in wanted]
+    in_order += [name for name in names if name not in in_order]  # a stage is not a module tree
+    kept = kept_units(choice, in_order)
+    return {name for name, stays in zip(in_order, kept, strict=True) if stays}
+
+
+def _by_stage(names: Sequence[str], stages: Sequence[Collection[str]]) -> list[list[str]]:
+    """Return the names of the units of each stage, which are all names if there are no stages.
+
+    Args:
+        names: the names of the units.
+        stages: by stage, the names of its parameters and buffers.
+    """
+    if not stages:
+        return [list(names)]
+    return [
+        [name for name in names if any(own.startswith(f"{name}.") for own in tensors)]
+        for tensors in stages
+    ]
 
 
 class _UnitTraffic:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -29,7 +29,12 @@ from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline, sca
 
 
 def forecast_fully_shard(
-    forecast: Forecast, profile: Profile, plan: Plan, *, stage: int, ranks: int
+    forecast: Forecast,
+    profile: Profile,
+    plan: Plan,
+    *,
+    kept: Sequence[bool],
+    ranks: int,
 ) -> Forecast:
     """Return the forecast of a rank under fully_shard.
 
@@ -37,7 +42,8 @@ def forecast_fully_shard(
         forecast: the forecast with the techniques that are applied before.
         profile: the profile of one process.
         plan: precision, accumulation, offload.
-        stage: 2 or 3; stage 2 holds gathered units from the forward to the backward pass.
+        kept: for each of `profile.blocks`, whether it stays gathered from its forward to its
+            backward pass.
         ranks: the number of ranks that share one copy of the states.
     """
     if profile.outside_blocks is None:
@@ -59,7 +65,7 @@ def forecast_fully_shard(
     )
     # Every micro-batch makes new whole gradients, and only their shards are added up. So every
     # micro-batch has the timeline of the first micro-batch of one process.
-    unit_passes = _Pass(sizes, units[:-1], stage)
+    unit_passes = _Pass(sizes, units[:-1], tuple(kept))
     unsharded = (profile.passes["first"], profile.outside_blocks)
     fresh = not (sizes.on_host or plan.release_gradients)
     first = later = unit_passes.timeline(*unsharded, fresh=fresh)
@@ -210,7 +216,13 @@ class _Pass:
     sizes: _Sizes
     units: Sequence[BlockTicks]
     """The blocks in the order of the forward pass, with the ticks of the timeline."""
-    stage: int
+    kept: tuple[bool, ...]
+    """For each block, whether it stays gathered from its forward to its backward pass."""
+
+    @property
+    def _freed(self) -> list[BlockTicks]:
+        """The blocks that are freed after their forward pass and gathered again."""
+        return [unit for unit, stays in zip(self.units, self.kept, strict=True) if not stays]
 
     def timeline(
         self, unsharded: Timeline, rest: BlockTicks, *, fresh: bool, resumed: bool = False
@@ -239,20 +251,18 @@ class _Pass:
             whole_bytes = self.sizes.whole(rest)
             spans.append(_span(whole_bytes, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
             spans += self._gathered_forward([rest, *self.units], begin, forward_end)
-        if self.stage == 2 and not resumed:
             spans += [
                 _span(
                     self.sizes.whole(unit), "parameters",
                     unit.forward[0], _UNIT_WHOLE, unit.backward[1], _AFTER_RESHARD,
                 )
-                for unit in closed.units
+                for unit, stays in zip(closed.units, self.kept, strict=True) if stays
             ]  # fmt: skip
-        if self.stage == 3:
-            spans += self._in_forward()
-            if resumed:
-                spans += self._gathered_forward(self.units, begin, forward_end)
-        if self.stage == 3 or resumed:
-            spans += closed._in_backward(max(backward_start, rest.backward[0]), end)
+        spans += self._in_forward()
+        if resumed:
+            spans += self._gathered_forward(self._freed, begin, forward_end)
+        back = max(backward_start, rest.backward[0])
+        spans += closed._in_backward(back, end, found=() if resumed else self.kept)
         spans += closed._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(span for span in spans if span.nbytes), phases)
@@ -304,13 +314,13 @@ class _Pass:
         ]
 
     def _in_forward(self) -> list[Span]:
-        """Return the gathered units of stage 3, which are freed after their forward pass."""
+        """Return the gathered units that are freed after their forward pass."""
         return [
             _span(
                 self.sizes.whole(unit), "parameters",
                 unit.forward[0], _UNIT_WHOLE, unit.forward[1], _AFTER_RESHARD,
             )
-            for unit in self.units
+            for unit in self._freed
         ]  # fmt: skip
 
     def _regathered_rest(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
@@ -324,7 +334,7 @@ class _Pass:
             _span(whole_bytes, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
         ]
 
-    def _in_backward(self, back: int, end: int) -> list[Span]:
+    def _in_backward(self, back: int, end: int, *, found: Sequence[bool]) -> list[Span]:
         """Return the spans of units that are gathered for their backward pass.
 
         Each unit is gathered while the previous unit in the backward pass computes.
@@ -333,12 +343,17 @@ class _Pass:
             back: the tick at which the gradient of the model's output is made. The first unit is
                 gathered at this tick.
             end: see `_unused_prefetches`.
+            found: for each unit, whether the backward pass finds it gathered; empty if none.
         """
-        spans, alone = self._unused_prefetches(back, end)
+        held = {unit.place for unit, stays in zip(self.units, found, strict=False) if stays}
+        spans, alone = self._unused_prefetches(back, end, held)
         ahead = (back, _AFTER_LAST)
         back_through = filter(_has_backward, self.units)
         for unit in sorted(back_through, key=lambda unit: unit.backward[0]):
             at, done = unit.backward
+            if unit.place in held:
+                ahead = (at, _PREFETCH)
+                continue
             ahead = (at, _NEXT_GATHERS) if unit in alone else min(ahead, (at, _NEXT_GATHERS))
             buffer, whole_bytes = self.sizes.padded(unit), self.sizes.whole(unit)
             spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
@@ -348,7 +363,9 @@ class _Pass:
             ahead = (at, _PREFETCH)
         return spans
 
-    def _unused_prefetches(self, back: int, end: int) -> tuple[list[Span], list[BlockTicks]]:
+    def _unused_prefetches(
+        self, back: int, end: int, held: Collection[int]
+    ) -> tuple[list[Span], list[BlockTicks]]:
         """Return buffers of prefetched units without a backward pass, and units never prefetched.
 
         Units are prefetched in the reverse order of the forward pass. After the backward pass
@@ -359,6 +376,7 @@ class _Pass:
         Args:
             back: see `_in_backward`.
             end: the first tick at which a unit is closed.
+            held: the places of the units that the backward pass finds gathered.
         """
         spans, alone = [], []
         closed = max((unit.backward[1] for unit in self.units), default=back) + 1
@@ -372,7 +390,7 @@ class _Pass:
             freed = min(reduced_later, default=closed)
             if after is not None and not _has_backward(after):
                 alone.append(unit)
-            elif not _has_backward(unit):
+            elif not _has_backward(unit) and unit.place not in held:
                 ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
                 spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, freed, 0))
         return spans, alone

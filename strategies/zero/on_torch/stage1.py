@@ -56,6 +56,7 @@ class ShardedOptimizer(Zero):
     def check(self, plan: Plan) -> None:  # noqa: ARG002
         """Refuse options of other engines or stages."""
         self.refuse_config()
+        self.refuse_unit_choices()
         if self.shard_ranks is not None:
             raise ConfigError(
                 f"strategy.replicate.shard_ranks={self.shard_ranks} is for stages 2 and 3, and "

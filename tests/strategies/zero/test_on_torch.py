@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from support.nets import BlockLM
+from support.parity import adamw
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.workload import Workload
+from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
 
+KEEP = "strategy.replicate.keep_gathered"
 REFUSED = {
     "shard_ranks=3 does not divide the 4 ranks": {"strategy.replicate.shard_ranks": 3},
     "bucket_size=1024 has no effect: torch's fully_shard": {"strategy.replicate.bucket_size": 1024},
     "strategy.replicate.stage": {"strategy.replicate.stage": 4},
     "stage=0 shards nothing": {"strategy.replicate.stage": 0},
     "strategy.replicate.engine": {"strategy.replicate.engine": "horovod"},
+    "-1 is neither a number of units, at least 0, nor all, none": {f"{KEEP}": -1},
+    "keep_gathered: true is neither": {f"{KEEP}": True},
+    "keep_gathered=none: stage 2 keeps all blocks gathered.*stage=3, or leave": {
+        "strategy.replicate.stage": 2,
+        KEEP: "none",
+    },
 }
 
 
@@ -30,6 +44,7 @@ def test_what_cannot_work_is_refused_before_any_group(message):
     [
         ("config", "ds.json", "config=ds.json is for engine=deepspeed, and engine is torch"),
         ("shard_ranks", 2, "shard_ranks=2 is for stages 2 and 3, and stage is 1"),
+        ("keep_gathered", 2, "keep_gathered=2 is for torch's stages 2 and 3.* torch, stage 1"),
     ],
 )
 def test_what_would_be_left_out_silently_is_refused(key, value, words):
@@ -41,3 +56,22 @@ def test_what_would_be_left_out_silently_is_refused(key, value, words):
 def test_fp16_is_refused_with_what_to_use():
     with pytest.raises(ConfigError, match="train.precision"):
         job_from_keys("fsdp", {"train.precision": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (5, "=5, and the model has 4 units that are gathered.* Use .*=4 or less, or .*=all"),
+        (
+            "layer.*",
+            "'layer.\\*' fits none of the 4 units.*did you mean 'layers.[0-3]'.*layers.0, ",
+        ),
+        (["layers.*", "head"], "'head' fits none of the 4 units"),
+    ],
+)
+def test_units_that_a_model_lacks_are_refused_with_those_that_it_has(value, words):
+    job = job_from_keys("fsdp", {"train.global_batch_size": 4, KEEP: value})
+    inputs = torch.zeros(1, 6, dtype=torch.int64)
+    workload = Workload(BlockLM(), MicroBatch(inputs, inputs, 6, 1), CrossEntropy(), adamw)
+    with pytest.raises(ConfigError, match=words):
+        resolve_plan(make_plan(job, 2, "cpu"), workload)
