@@ -316,10 +316,38 @@ class Partitioner:
         """Return whether a parameter is already cut."""
         return bool(self._parts.is_zero_param(parameter))
 
-    def cut(self, parameter: Any) -> None:
-        """Free all of a parameter but this rank's piece, without communication."""
+    @property
+    def cuts_without_values(self) -> bool:
+        """Whether the piece of a parameter is made of the parameter's own elements alone.
+
+        Otherwise DeepSpeed quantizes the piece, or makes a second one, from the whole values.
+        """
+        init = self._init
+        return not init.quantized_nontrainable_weights and init.zero_param_process_group is None
+
+    def stand_in(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of this shape that has memory for one element only.
+
+        `cut` cuts a parameter with this value without ever having it whole. The elements of the
+        piece are undefined then.
+        """
+        return torch.empty((), dtype=dtype, device=device).expand(tuple(shape))
+
+    def cut(self, parameter: Any) -> Tensor:
+        """Free all of a parameter but this rank's piece, without communication.
+
+        Returns:
+            The flat piece. At the end it may have padding.
+        """
         self._init._convert_to_deepspeed_param(parameter)
+        is_stand_in = parameter.numel() > 1 and not any(parameter.stride())
+        if is_stand_in:  # DeepSpeed's call of `contiguous` would allocate the whole parameter
+            parameter.contiguous = lambda: parameter
         parameter.partition()
+        if is_stand_in:
+            del parameter.contiguous
+        piece: Tensor = parameter.ds_tensor
+        return piece.detach()
 
 
 def stage_3_linear() -> AbstractContextManager[None]:

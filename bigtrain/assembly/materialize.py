@@ -69,7 +69,7 @@ class Materializer:
                 seed=context.seed,
                 only=pending,
                 finish=self._finish,
-                read=None if self._slices is None else self._read_slices,
+                read=self._read_values,
             )
         else:
             blueprint.materialize(context.device, seed=context.seed, only=None)
@@ -90,8 +90,10 @@ class Materializer:
             slices = self._slices.by_name[name]
             tensor.data = local_slices(tensor, slices, self._slices.group)
 
-    def _read_slices(self, name: str, form: Tensor, saved: StateTensor) -> Tensor | None:
-        """Read this rank's slices of a saved tensor.
+    def _read_values(self, name: str, form: Tensor, saved: StateTensor) -> Tensor | None:
+        """Read a saved tensor in the dtype of the run; of a sliced one, only this rank's slices.
+
+        So a tensor that is bf16 or fp64 in the run is never whole in fp32.
 
         Args:
             name: the first name of the tensor.
@@ -99,14 +101,24 @@ class Materializer:
             saved: the saved values.
 
         Returns:
-            The slices; None if the tensor is not sliced or cannot be read in parts.
+            The values; None if they are to be read whole and in the dtype of `form`.
         """
-        state = self._slices
-        if state is None or name not in state.by_name or saved.read is None:
+        state, dtype = self._slices, self._dtype(name, form)
+        if saved.read is None:
             return None
+        if state is None or name not in state.by_name:
+            values = torch.empty_like(form, dtype=dtype, device=self._context.device)
+            copy_saved(saved, values)
+            return values
         slices, rank, size = state.by_name[name], state.group.rank, state.group.size
         shape = slices.local_shape(form.shape, rank, size)
-        values = torch.empty(shape, dtype=form.dtype, device=self._context.device)
+        values = torch.empty(shape, dtype=dtype, device=self._context.device)
         copy_saved(saved, values, slices.extents(form.shape, rank, size))
         self._read.add(name)
         return values
+
+    def _dtype(self, name: str, form: Tensor) -> torch.dtype:
+        """Return the dtype that a tensor has in the run."""
+        if name in self._low:
+            return torch.bfloat16
+        return torch.float64 if self._double and form.is_floating_point() else form.dtype

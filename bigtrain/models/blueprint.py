@@ -141,6 +141,15 @@ class Blueprint:
         tensors = () if self.deferred else first_named_tensors(self.model).values()
         return sum(tensor.nbytes for tensor in tensors)
 
+    @property
+    def read_widths(self) -> dict[str, int]:
+        """The bytes of an element in the files, by the first names of tensors.
+
+        Only of tensors whose saved values are read in parts, directly into their memory.
+        """
+        values = self.values.items() if self.deferred else ()
+        return {n: saved.dtype.itemsize for n, saved in values if saved.read is not None}
+
     def change(self, change: Callable[[nn.Module], nn.Module]) -> None:
         """Apply a function to the module, and to each module that the constructor makes later.
 
@@ -215,6 +224,15 @@ class Blueprint:
     def saved_value(self, name: str) -> StateTensor | None:
         """Return the saved value of a tensor, by any of its names; None if it has none."""
         return self.values.get(self._first_names.get(name, name))
+
+    def put(self, name: str, values: torch.Tensor) -> None:
+        """Let a parameter of a deferred model have its values in the memory of `values`.
+
+        Args:
+            name: any name of the parameter.
+            values: a tensor of the parameter's shape, of any dtype and on any device.
+        """
+        _fill(self.model, self.model.get_parameter(name), values)
 
     def initial_value(self, name: str, seed: int) -> torch.Tensor:
         """Compute the initial value of a tensor on the CPU, without changing the model.

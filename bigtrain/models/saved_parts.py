@@ -45,3 +45,11 @@ class SavedParts:
             raise ValueError(f"{name} has no saved value")
         copy_saved(saved, target, extents)
         self._done.add(name)
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Let a parameter of the model have its values in the memory of `values`.
+
+        `values` has the parameter's shape. It may be on any device, of any dtype, and smaller in
+        memory than its shape, for a technique that frees it at once.
+        """
+        self._blueprint.put(name, values)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from bigtrain.assembly.materialize import Materializer
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.first_batch import example_batch
 from bigtrain.job.load import job_from_keys
-from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.loss import as_loss
 from bigtrain.memory.allocator import release_free_memory, return_large_blocks
 from bigtrain.memory.host_memory import proc_status_bytes
@@ -44,6 +44,7 @@ class AnonymousPeak(threading.Thread):
 
     def __enter__(self) -> AnonymousPeak:
         gc.collect()
+        self._patches.setattr(Materializer, "__init__", self._beginning(Materializer.__init__))
         for owner, name in ((Materializer, "__call__"), (SavedParts, "copy")):
             self._patches.setattr(owner, name, self._noting(getattr(owner, name)))
         self.start()
@@ -54,11 +55,16 @@ class AnonymousPeak(threading.Thread):
         self._ended.set()
         self.join()
 
+    def _beginning(self, function: Callable[..., None]) -> Callable[..., None]:
+        def beginning(*args: Any, **kwargs: Any) -> None:
+            function(*args, **kwargs)
+            release_free_memory()  # otherwise values go where freed memory was
+            self._before = self._highest = self._now()
+
+        return beginning
+
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
-            if self._before < 0:
-                release_free_memory()  # otherwise values go where freed memory was
-                self._before = self._highest = self._now()
             result = function(*args, **kwargs)
             self._sample()
             self.peak_bytes = self._highest - self._before
@@ -81,8 +87,16 @@ def of_logits(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, -2), targets.flatten())
 
 
-def load(context: Any, strategy: str, folder: Path) -> dict[str, int]:
+def load(
+    context: Any, strategy: str, folder: Path, keys: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, int]:
     """The bytes that a rank holds after it has loaded a model, and its peak while it did.
+
+    Args:
+        context: the rank's.
+        strategy: words of a strategy.
+        folder: of the model.
+        keys: further keys of the job, such as `model.lora.rank`.
 
     Returns:
         share_bytes: parameters and buffers of this rank.
@@ -90,28 +104,19 @@ def load(context: Any, strategy: str, folder: Path) -> dict[str, int]:
         model_bytes: all of its parameters.
         peak_bytes: added to the process's anonymous memory from its first value to the last.
     """
-    keys = {"train.global_batch_size": 4, "train.micro_batch_size": 1, "device": "cpu"}
-    job = job_from_keys(strategy, {**keys, "memory.predict": False, "memory.track_steps": 0})
+    keys = {"train.global_batch_size": 4, "train.micro_batch_size": 1, "device": "cpu", **keys}
+    keys |= {"model.name": f"hf:{folder}", "memory.predict": False, "memory.track_steps": 0}
+    job = job_from_keys(strategy, keys)
     plan = make_plan(job, context.world_size, "cpu")
-    blueprint = ModelSpec.of(ModelConfig(name=f"hf:{folder}")).describe(
-        num_classes=None, sequence_length=None
-    )
+    blueprint = ModelSpec.of(job.model).describe(num_classes=None, sequence_length=None)
     sizes = [parameter.nbytes for parameter in blueprint.model.parameters()]
     loss, ids = as_loss(of_logits), torch.ones(1, 8, dtype=torch.long)
     example = example_batch((ids, ids), loss, job, plan)
-    return_large_blocks(1 << 20)
+    return_large_blocks(1 << 16)  # as under a cap; freed pieces would stay in the heap otherwise
     with AnonymousPeak() as anonymous:
         engine = Engine(blueprint, loss, sgd, job, context, example=example)
     with engine:
-        roots = engine.runner.roots
-        held = {
-            id(tensor): local_tensor(tensor).nbytes
-            for root in roots
-            for tensor in (*root.parameters(), *root.buffers())
-        }
-    share = sum(held.values())
-    if strategy == "zero3":  # DeepSpeed keeps the shards elsewhere
-        share = sum(sizes) // context.dp_size
+        share = sum(_held(engine).values())
     return {
         "share_bytes": share,
         "largest_bytes": max(sizes),
@@ -120,7 +125,23 @@ def load(context: Any, strategy: str, folder: Path) -> dict[str, int]:
     }
 
 
-def load_twice(context: Any, strategy: str, small: Path, folder: Path) -> dict[str, int]:
+def _held(engine: Engine) -> dict[int, int]:
+    """The bytes of this rank's part of each parameter and buffer, by the tensor."""
+    held = {}
+    for root in engine.runner.roots:
+        for tensor in (*root.parameters(), *root.buffers()):
+            part = getattr(tensor, "ds_tensor", None)  # ZeRO stage 3 of DeepSpeed
+            held[id(tensor)] = (local_tensor(tensor) if part is None else part).nbytes
+    return held
+
+
+def load_twice(
+    context: Any,
+    strategy: str,
+    small: Path,
+    folder: Path,
+    keys: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, int]:
     """The figures of `load` for a folder, after another was loaded: libraries have their memory."""
-    load(context, strategy, small)
-    return load(context, strategy, folder)
+    load(context, strategy, small, keys)
+    return load(context, strategy, folder, keys)

@@ -2,9 +2,10 @@
 
 DeepSpeed takes a whole model, makes a flat copy of it, and fp32 copies of the flat copy for the
 update. Here the parameters of stages 1 and 2 get their values in the flat buffer, and those of
-stage 3 are cut as soon as their module has its values. In fp32 the copy for the update is dropped,
-and the parameters themselves are updated. In bf16 the copy for the update gets the initial values
-in fp32, before they are rounded.
+stage 3 are cut as soon as they have values. Saved values are read directly into the flat buffer or,
+under stage 3, into this rank's piece, so that no parameter is ever whole in addition. In fp32 the
+copy for the update is dropped, and the parameters themselves are updated. In bf16 the copy for the
+update gets the initial values in fp32, before they are rounded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bigtrain.core.strategy import Assembly
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.models.parameters import names_of
+from bigtrain.models.saved_parts import SavedParts
 from bigtrain.optim.whole import WholeOptimizer, drop_empty_groups
 from bigtrain.strategies.deepspeed_adapter import (
     Partitioner,
@@ -41,6 +43,7 @@ from bigtrain.strategies.zero.on_deepspeed.layout import (
     piece_size,
     rank_share,
 )
+from bigtrain.tensors.shards import Extent, whole_extents
 
 
 @contextmanager
@@ -266,54 +269,117 @@ def _fill_flat(
         own_share = rank_share(share, rank)
         offset = 0
         for name in names:
-            assembly.materialize([name])
-            parameter = assembly.model.get_parameter(name)  # `materialize` may have replaced it
-            values = parameter.detach()
-            stop = offset + values.numel()
+            parameter = assembly.model.get_parameter(name)
+            stop = offset + parameter.numel()
             part = overlap(offset, stop, own_share)
             if to_bf16 and is_round_robin:
-                built.fp32_values[id(parameter)] = (0, values.reshape(-1).clone())
-            elif to_bf16 and part:
-                start = part.start - offset
-                exact = values.reshape(-1)[start : part.stop - offset].clone()
-                built.fp32_values[id(parameter)] = (start, exact)
-            view = flat[offset:stop].view(values.shape)
-            view.copy_(values)
-            parameter.data = view
+                part = range(offset, stop)
+            exact = range(part.start - offset, part.stop - offset) if to_bf16 else range(0)
+            view = flat[offset:stop].view(parameter.shape)
+            own_values = _give_values(assembly, name, view, exact)
+            if exact:
+                parameter = assembly.model.get_parameter(name)  # may be another object now
+                built.fp32_values[id(parameter)] = (exact.start, own_values)
             offset = stop
-            del values
+
+
+def _give_values(assembly: Assembly, name: str, target: Tensor, exact: range) -> Tensor:
+    """Let a parameter have its values in the memory of `target`, which may be bf16.
+
+    Args:
+        assembly: an assembly in which the parameter has no values yet.
+        name: the name of the parameter.
+        target: a tensor of the parameter's shape.
+        exact: the elements of the flat parameter to return.
+
+    Returns:
+        These elements in fp32.
+    """
+    parts = _readable(assembly, name)
+    if parts is not None:
+        own_values = _read_exact(parts, name, exact, target.device)
+        parts.copy(name, target, whole_extents(target.shape))
+        parts.put(name, target)
+        return own_values
+    assembly.materialize([name])
+    parameter = assembly.model.get_parameter(name)  # `materialize` may have replaced it
+    own_values = parameter.detach().reshape(-1)[exact.start : exact.stop].clone()
+    target.copy_(parameter.detach())
+    parameter.data = target
+    return own_values
+
+
+def _readable(assembly: Assembly, name: str) -> SavedParts | None:
+    """Return the reader of a parameter's saved values; None if they cannot be read in parts."""
+    parts = assembly.saved_parts
+    return parts if parts is not None and parts.cover([name]) else None
+
+
+def _read_exact(parts: SavedParts, name: str, wanted: range, device: torch.device) -> Tensor:
+    values = torch.empty(len(wanted), dtype=torch.float32, device=device)
+    if wanted:
+        parts.copy(name, values, (Extent(wanted.start, len(wanted)),))
+    return values
 
 
 def _cast_frozen(assembly: Assembly) -> None:
-    """Cast frozen parameters one by one: DeepSpeed would need all of them in fp32 at once."""
+    """Give frozen parameters their values in bf16, one by one.
+
+    DeepSpeed would need all of them in fp32 at once.
+    """
+    device, low = assembly.context.device, torch.bfloat16
     for name in [n for n, p in assembly.model.named_parameters() if not p.requires_grad]:
-        assembly.materialize([name])
         parameter = assembly.model.get_parameter(name)
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            target = torch.empty(parameter.shape, dtype=low, device=device)
+            _give_values(assembly, name, target, range(0))
+        else:
+            assembly.materialize([name])
 
 
 def _fill_in_shards(
     assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, to_bf16: bool
 ) -> None:
-    """Cut one module after the other, for stage 3, so that at most one is whole on a rank."""
+    """Cut one parameter after the other, for stage 3, so that at most one is whole on a rank."""
     partitioner = Partitioner(config, built.closing)
-    ranks, rank = assembly.context.dp_size, assembly.context.dp_rank
     names = set(names_of(assembly.model))
     for path, module in assembly.model.named_modules():
-        own_names = {
-            f"{path}.{name}".lstrip(".") for name in (*module._parameters, *module._buffers)
-        }
-        assembly.materialize([name for name in own_names if name in names])
-        for parameter in module._parameters.values():
-            if parameter is None or partitioner.has_cut(parameter):
+        for own_name in [*module._parameters, *module._buffers]:
+            name = f"{path}.{own_name}".lstrip(".")
+            if name not in names:
                 continue
-            if to_bf16 and parameter.is_floating_point():
-                if parameter.requires_grad:
-                    size = piece_size(parameter.numel(), ranks)
-                    start = rank * size
-                    own_values = parameter.detach().reshape(-1)[start : start + size].clone()
-                    built.fp32_values[id(parameter)] = (start, own_values)
-                parameter.data = parameter.data.to(torch.bfloat16)
-            # Every rank has made the same values, so nothing is sent.
-            partitioner.cut(parameter)
+            parameter = module._parameters.get(own_name)
+            if parameter is None:
+                assembly.materialize([name])
+            elif not partitioner.has_cut(parameter):
+                _cut(assembly, name, partitioner, built, to_bf16=to_bf16)
+
+
+def _cut(
+    assembly: Assembly, name: str, partitioner: Partitioner, built: BuiltEngine, *, to_bf16: bool
+) -> None:
+    """Give a rank its piece of a parameter. All ranks do, so nothing is sent."""
+    context, parts = assembly.context, _readable(assembly, name)
+    parameter = assembly.model.get_parameter(name)
+    low = to_bf16 and parameter.is_floating_point()
+    size = piece_size(parameter.numel(), context.dp_size)
+    start = context.dp_rank * size
+    own = range(start, max(start, min(start + size, parameter.numel())))
+    exact = own if low and parameter.requires_grad else range(0)
+    if parts is None or not partitioner.cuts_without_values:
+        assembly.materialize([name])
+        parameter = assembly.model.get_parameter(name)  # `materialize` may have replaced it
+        own_values = parameter.detach().reshape(-1)[exact.start : exact.stop].clone()
+        if low:
+            parameter.data = parameter.data.to(torch.bfloat16)
+        partitioner.cut(parameter)
+    else:
+        own_values = _read_exact(parts, name, exact, context.device)
+        dtype = torch.bfloat16 if low else parameter.dtype
+        parts.put(name, partitioner.stand_in(parameter.shape, dtype, context.device))
+        parameter = assembly.model.get_parameter(name)
+        piece = partitioner.cut(parameter)[: len(own)]
+        if own:
+            parts.copy(name, piece, (Extent(own.start, len(own)),))
+    if exact:
+        built.fp32_values[id(parameter)] = (exact.start, own_values)
