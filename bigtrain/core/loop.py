@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.core.participation import Participation
@@ -22,8 +23,10 @@ from bigtrain.core.runner import StepLoss
 from bigtrain.core.state import load_optimizer, load_tensors, model_state, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import BigtrainError, NonFiniteError
 from bigtrain.losses.global_mean import loss_scope
+from bigtrain.optim.hold_back import can_hold_back, held_back_by
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
@@ -55,9 +58,12 @@ class StepRunner:
         self._channels_last = assembly.plan.channels_last
         self._clip_norm = assembly.plan.clip_norm
         self._checks_finite = assembly.plan.checks_finite
+        self._holds_back = False
+        """Whether the device leaves out an update whose loss or gradient norm is not finite."""
         self._device_type = assembly.plan.device_type
         self._keep_gradients = assembly.keep_gradients
         self._average = assembly.average
+        self._before_step = assembly.before_step
         self._before_update = assembly.before_update
         self._after_update = assembly.after_update
         self._use = assembly.use
@@ -97,6 +103,8 @@ class StepRunner:
 
     def begin_step(self) -> None:
         """Prepare for the passes of a step, also after a step that ended without `update`."""
+        for prepare in self._before_step:
+            prepare()
         self.participation.begin()
         if self._released is not None:
             self._released.begin_step()
@@ -135,7 +143,7 @@ class StepRunner:
         """Return the loss of a step, after the ranks have compared their steps where needed.
 
         If the plan checks that losses are finite, the loss is read here, so that an error stops the
-        step before the update.
+        step before the update; unless the device itself leaves out such an update.
 
         Args:
             own_sum: 0-dim, the summed loss of this rank; None if it computes no loss.
@@ -146,7 +154,7 @@ class StepRunner:
             ConfigError: the ranks used different parameters; see `Participation.check`.
         """
         loss = StepLoss(own_sum, mean)
-        if self._checks_finite:
+        if self._checks_finite and not self._holds_back:
             loss.read()
         elif self.participation.has_a_say:
             self.participation.agree()
@@ -200,17 +208,43 @@ class StepRunner:
         self.meter.phase("step")
         for finish in self._before_update:
             finish()
-        if self._checks_finite:
-            number = float(self.clip())
-            if not math.isfinite(number):
-                stepped = self._released is not None
-                raise NonFiniteError(f"the gradient norm is {number}", stepped=stepped)
+        if self._checks_finite and not self._holds_back:
+            number = self._finite(float(self.clip()))
             self.apply_step()
             return number
         # All work is queued on the device before the host waits, once, for the norm and the loss.
         norm = self.clip()
-        self.apply_step()
-        return float(norm) if loss is None else loss.read_with(norm)
+        if not self._holds_back:
+            self.apply_step()
+            return float(norm) if loss is None else loss.read_with(norm)
+        with held_back_by(self._update.optimizer, self._not_finite(norm, loss)):
+            self.apply_step()
+        return self._finite(float(norm) if loss is None else loss.read_with(norm))
+
+    def _finite(self, norm: float) -> float:
+        """Return a gradient norm.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        if not math.isfinite(norm):
+            stepped = self._released is not None
+            raise NonFiniteError(f"the gradient norm is {norm}", stepped=stepped)
+        return norm
+
+    def _not_finite(self, norm: Tensor, loss: StepLoss | None) -> Tensor:
+        """Return 1 if the norm, or the loss of any replica, is not finite; otherwise 0.
+
+        Collective over the dp axis, on the device: a loss may be infinite on one rank only.
+        """
+        finite = torch.isfinite(norm)
+        own_sum = None if loss is None else loss.own_sum
+        if own_sum is not None:
+            finite = finite & torch.isfinite(own_sum)
+        flag = 1 - finite.float()
+        if self.context.dp_size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.context.dp_group)
+        return flag
 
     def clip(self) -> Tensor:
         """Clip the gradients if the plan has a clipping norm; return their norm before clipping."""
@@ -373,8 +407,15 @@ class LoopRunner(StepRunner):
         assembly.meter.label_parameters(assembly.model.parameters())
         assembly.meter.label(assembly.model.buffers(), "buffers")
         super().__init__(assembly, named)
+        # On a CPU nothing is queued: to wait before the update costs nothing there.
+        self._holds_back = (
+            self._checks_finite
+            and is_accelerator(self._device_type)
+            and can_hold_back(self._update)
+        )
         self._wrapped = assembly.module
         self._sync = assembly.sync or (lambda _last: nullcontext())
+        self._before_backward = assembly.before_backward
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
@@ -386,6 +427,8 @@ class LoopRunner(StepRunner):
         losses = []
         check = self._checks_finite and self._released is not None
         for number, micro_batch in enumerate(micro_batches, start=1):
+            for announce in self._before_backward:
+                announce(self.module, number == len(micro_batches))
             with self._sync(number == len(micro_batches)):
                 losses.append(self.run_micro_batch(micro_batch, scale, check=check))
         self.participation.end()

@@ -27,6 +27,11 @@ class StepLoss:
         self._own_sum, self._mean = own_sum, mean
         self._value: float | None = None
 
+    @property
+    def own_sum(self) -> Tensor | None:
+        """The summed loss of this rank, 0-dim; None if it computes no loss or was read."""
+        return self._own_sum
+
     def read(self) -> float:
         """Return the mean over the valid targets, the same on every rank.
 
@@ -64,7 +69,8 @@ class Runner(Protocol):
         """Run this rank's micro-batches of one global batch, forward and backward.
 
         Returns:
-            The loss. It has been read if the plan checks that losses are finite.
+            The loss. If the plan checks that losses are finite, it has been read, unless the
+            device leaves out an update whose loss is not finite.
 
         Raises:
             NonFiniteError: the plan checks that losses are finite, and the loss of a rank is not;

@@ -187,6 +187,11 @@ class PartitionedUpdate:
         local = local_tensor(self._parameters[cut.name]).detach()
         return local if self._whole_shape else flat_view(local)[cut.start : cut.stop]
 
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether all pieces and their state are on the device of the parameters."""
+        return type(self._state_store) is StateStore
+
     def step(self) -> None:
         """See `Update.step`."""
         for chunk, gradients in self._with_gradients():
