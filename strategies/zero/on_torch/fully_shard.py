@@ -400,8 +400,7 @@ def _give_values(
     """
     parts = assembly.saved_parts
     meta = [n for n, p in unit.named_parameters() if p.is_meta and p not in whole_params]
-    if parts is None or not meta or not parts.cover([prefix + name for name in meta]):
-        meta = []
+    meta = [n for n in meta if parts is not None and parts.cover([prefix + n])]
     later = set(meta)
     assembly.materialize([prefix + name for name in names_of(unit) if name not in later])
     return meta
