@@ -279,6 +279,11 @@ class MakeShardedUpdate(Protocol):
         """
 
 
+BeforeBackward = Callable[[nn.Module, bool], None]
+"""A function of one of `Assembly.roots`, and whether its next backward pass is the last of the
+step."""
+
+
 @dataclass
 class Assembly:
     """A run that is being built; the `apply` methods of techniques change its fields.
@@ -308,6 +313,10 @@ class Assembly:
     """Stores the optimizer's state between steps; None if it stays on the parameters' device."""
     layout: Layout | None = None
     """How the model is cut; None if it is not. With a cut, `model` has only this rank's stages."""
+    before_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called at the beginning of each step, also after a step that ended without an update."""
+    before_backward: list[BeforeBackward] = field(default_factory=list)
+    """Called before each backward pass, of the plain loop and of pipelines."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called after all micro-batches of a step, before clipping and the optimizer's step."""
     after_update: list[Callable[[], None]] = field(default_factory=list)

@@ -23,7 +23,8 @@ which are in the timeline. The kind `later` is every other micro-batch. Its back
 the gradients. A stage may have variants of both kinds, named first_VARIANT and later_VARIANT:
 
 `split`: the backward pass is split in two, for the inputs and for the weights.
-`last`: the last micro-batch of a step, if it is the only one that is not recomputed.
+`last`: the last micro-batch of a step, if it is the only one that is not recomputed, or the only
+one whose gradients are reduced. The latter may have the variants `last_resumed`, `last_strayed`.
 `resumed`: a stage gathers its parameters, and passes of other micro-batches come in between. A
 forward pass that follows another forward pass finds the parameters gathered. A backward pass that
 follows another backward pass has to gather them again.
@@ -116,6 +117,18 @@ class GatheredUse(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Loading:
+    """The sizes of what exists for a moment while parameters get their values."""
+
+    whole_frozen: int
+    """Elements of the largest frozen parameter that is made whole and in fp32, because its values
+    are not read from files in parts."""
+    piece_bytes: int
+    """Bytes of the largest piece that is read from a file at a time; 0 if it is not on the device
+    of the run."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """The memory of a model with one micro-batch in one process, before any technique."""
 
@@ -197,6 +210,8 @@ class Profile:
     untraceable: str | None = None
     """The reason why the model could not run on fake tensors, so that the timelines are empty; None
     if it could."""
+    loading: Loading | None = None
+    """How parameters get their values. If it is None, all may be whole and in fp32 for a moment."""
 
     def copies_gradients(self) -> bool:
         """Whether autograd copies a gradient because its layout differs from its parameter's."""

@@ -248,13 +248,12 @@ class _Recordings:
             return (), 1, 0
         if act not in self._replayed:
             recording = self._usual[act.case]
+            pieces = self._pieces[act.case.stage]
             kind = f"{act.case.order}_{act.course}"
-            if (
-                act.course != "usual"
-                and not act.case.split
-                and kind in self._pieces[act.case.stage]
-            ):
-                recording = _cut_by_action(self._pieces[act.case.stage][kind])
+            if act.case.last and f"{act.case.order}_last_{act.course}" in pieces:
+                kind = f"{act.case.order}_last_{act.course}"
+            if act.course != "usual" and not act.case.split and kind in pieces:
+                recording = _cut_by_action(pieces[kind])
             start, stop = recording.ticks[act.point : act.point + 2]
             spans = recording.actions[act.point]
             shifted = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
@@ -281,13 +280,15 @@ def _pass_cases(
     for stage, kind, number in actions:
         if kind in ("B", "W"):
             firsts.setdefault(stage, number)
+    lasts = {stage: number for stage, kind, number in actions if kind != "F"}
     last_micro_batch = max((number for _, _, number in actions), default=0)
     return {
         (stage, number): _PassCase(
             stage,
             "first" if firsts.get(stage) == number else "later",
             (stage, number) in split,
-            number == last_micro_batch and "first_last" in pieces[stage],
+            number == (last_micro_batch if "first_last" in pieces[stage] else lasts.get(stage))
+            and "later_last" in pieces[stage],
         )
         for stage, _, number in actions
     }

@@ -103,6 +103,7 @@ class PipelineRunner(StepRunner):
         self._worker = StageWorker(self, self._stages)
         self._pace = HostPace(context.device)
         self._sharded = any(is_sharded(stage) for stage in stages)
+        self._before_backward = assembly.before_backward
         self._loops: OrderedDict[LoopKey, ScheduleLoop] = OrderedDict()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
@@ -212,7 +213,9 @@ class PipelineRunner(StepRunner):
     def _loop_of(
         self, events: EventRow, shapes: Mapping[int, StageShapes], transport: StageTransport
     ) -> ScheduleLoop:
-        return ScheduleLoop(events, self._worker, shapes, transport, self._pace)
+        return ScheduleLoop(
+            events, self._worker, shapes, transport, self._pace, self._before_backward
+        )
 
     def _events(self, micro_batches: int, *, in_schedule: bool) -> EventRow:
         """Return this rank's events, in the schedule's order or one micro-batch at a time."""

@@ -24,12 +24,13 @@ This one is enough for the device to always have work.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bigtrain.core.strategy import BeforeBackward
 from bigtrain.devices import current_stream, is_accelerator
 from bigtrain.pipeline.stage_module import StageShapes
 from bigtrain.pipeline.stage_passes import StagePasses
@@ -85,6 +86,7 @@ class ScheduleLoop:
         shapes: the inputs and outputs of each of the worker's stages, as meta tensors.
         transport: sends and receives the tensors between stages.
         pace: lets the host wait for the device.
+        before_backward: called before each backward pass of a stage.
     """
 
     def __init__(
@@ -94,8 +96,12 @@ class ScheduleLoop:
         shapes: Mapping[int, StageShapes],
         transport: StageTransport,
         pace: HostPace,
+        before_backward: Sequence[BeforeBackward] = (),
     ) -> None:
         self._events, self._transport, self._pace = events, transport, pace
+        self._before_backward = before_backward
+        backward = [e for together in events for e in together if e.kind in ("B", "I")]
+        self._last_backward = {event.stage: event.micro_batch for event in backward}
         spans: dict[int, range] = {}
         for place, together in enumerate(events):
             for event in together:
@@ -150,6 +156,9 @@ class ScheduleLoop:
         elif event.kind == "W":
             passes.weight_backward(event.micro_batch)
         else:
+            is_last = self._last_backward[event.stage] == event.micro_batch
+            for announce in self._before_backward:
+                announce(cast(nn.Module, passes.stage), is_last)
             run_backward = passes.backward if event.kind == "B" else passes.input_backward
             gradients = run_backward(event.micro_batch, self._output_gradients(event))
             if event.stage:

@@ -30,13 +30,13 @@ from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError, as_word
 from bigtrain.job.schema import Bytes, Role
-from bigtrain.strategies.zero.unit_choices import KeepGathered
+from bigtrain.strategies.zero.unit_choices import KeepGathered, Reduce
 from bigtrain.units import format_bytes
 
 ACTIVATION_DOMINANCE = 0.6
 """The share of activations in the peak above which a smaller micro-batch is advised."""
 
-UNIT_CHOICES = ("keep_gathered",)
+UNIT_CHOICES = ("keep_gathered", "reduce")
 """The options that only torch's stages 2 and 3 have."""
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
@@ -75,6 +75,14 @@ class Zero(Strategy):
 
     Each of them saves an all-gather, and its parameters exist whole in between. The default is none
     in stage 3; stage 2 keeps all of them.
+    """
+    reduce: Reduce | None = None
+    """When gradients are reduced over the replicas (torch, stages 2 and 3).
+
+    `micro_batch`, the default: after every micro-batch, so that only shards are added up. `step`:
+    once a step; whole gradients are added up in between, in the precision of the shards.
+    `step_between_groups`, with `shard_ranks`: to shards after every micro-batch, and between the
+    groups of ranks once a step.
     """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""

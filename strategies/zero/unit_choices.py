@@ -1,4 +1,4 @@
-"""Which units of torch's stages 2 and 3 stay gathered between the forward and backward pass."""
+"""The choices of torch's stages 2 and 3: what stays gathered, and when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pydantic import BeforeValidator
 
 from bigtrain.errors import ConfigError, as_word, did_you_mean
 
-KEEP_KEY = "strategy.replicate.keep_gathered"
+KEEP_KEY, REDUCE_KEY = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
+
+Reduce = Literal["micro_batch", "step", "step_between_groups"]
+"""When gradients are reduced over the replicas; see `Zero.reduce`."""
 
 
 def _number_word_or_patterns(value: object) -> object:

@@ -2,12 +2,13 @@
 
 The units are the blocks of the model, and the root: all layers outside of blocks. If some passes do
 not call a block, its unit is the nearest enclosing module that every pass calls. Stage 3 gathers
-each block for its forward pass and again for its backward pass. Stage 2 gathers a block once and
-holds it from the forward to the backward pass. In both stages the root is gathered once and held
-until its gradients are reduced. In a pipeline the passes of other micro-batches may free a gathered
-unit, which is then gathered again.
+each block for its forward pass and again for its backward pass, except those of `keep_gathered`.
+Stage 2 gathers a block once and holds it from the forward to the backward pass. In both stages the
+root is gathered once and held until its gradients are reduced. In a pipeline the passes of other
+micro-batches may free a gathered unit, which is then gathered again.
 
-Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard. In bf16
+Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard; or once
+a step (`reduce`), so that whole gradients are added up in fp32. In bf16
 the fp32 shards are the only copy of the trained parameters. They are gathered in bf16 (BatchNorms
 in fp32). Gradients are summed over the ranks in fp32. 0-dim parameters are not sharded: each rank
 has them whole.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -51,8 +53,15 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
+from bigtrain.strategies.zero.on_torch.reduction import reduce_later, sum_in_one_precision
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
-from bigtrain.strategies.zero.unit_choices import KEEP_KEY, check_kept, kept_units
+from bigtrain.strategies.zero.unit_choices import (
+    KEEP_KEY,
+    REDUCE_KEY,
+    Reduce,
+    check_kept,
+    kept_units,
+)
 from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
 from bigtrain.tracing.routes import Routes
 from bigtrain.versions.torch_versions import (
@@ -60,6 +69,8 @@ from bigtrain.versions.torch_versions import (
     reduce_scatter_single,
     shard_integers,
 )
+
+Every = Literal["micro_batch", "step"]
 
 
 class FullySharded(Zero):
@@ -128,6 +139,25 @@ class FullySharded(Zero):
                 f"strategy.replicate.shard_ranks={ranks} does not divide the {plan.dp} ranks of "
                 f"mesh.dp. Use one of {', '.join(map(str, fitting))}."
             )
+        self._check_reduce(plan)
+
+    def _check_reduce(self, plan: Plan) -> None:
+        """Refuse reductions once a step where a step has one micro-batch, or no groups of ranks."""
+        if self.reduce in (None, "micro_batch"):
+            return
+        if plan.batch.accumulation_steps == 1:
+            raise ConfigError(
+                f"{REDUCE_KEY}={self.reduce} has no effect: a step has one micro-batch, whose "
+                "gradients are reduced once. Leave it out, or set train.accumulation_steps=2 or "
+                "more."
+            )
+        groups = plan.dp // (self.shard_ranks or plan.dp)
+        if self.reduce == "step_between_groups" and groups == 1:
+            raise ConfigError(
+                f"{REDUCE_KEY}=step_between_groups needs several groups of ranks, and all "
+                f"{plan.dp} ranks of mesh.dp are one. Set strategy.replicate.shard_ranks to less "
+                f"than {plan.dp}, or {REDUCE_KEY}=step."
+            )
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
         """Refuse a parameter that two stages of a rank share, and choices of units that it lacks.
@@ -160,8 +190,8 @@ class FullySharded(Zero):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Return the forecast with sharded states and the units that are gathered at each tick."""
         ranks = self.shard_ranks or plan.dp
-        kept = self.kept_blocks(profile)
-        return forecast_fully_shard(forecast, profile, plan, kept=kept, ranks=ranks)
+        kept, once = self.kept_blocks(profile), self.reduce == "step"
+        return forecast_fully_shard(forecast, profile, plan, kept=kept, ranks=ranks, once=once)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Return the all-gathers of units and the reductions of gradients; see `_UnitTraffic`."""
@@ -170,7 +200,7 @@ class FullySharded(Zero):
         pairs = zip(profile.blocks, self.kept_blocks(profile), strict=True)
         freed = [first for (first, _), stays in pairs if first.shapes and not stays]
         messages = flow.gathered(flow.units, "forward") + flow.gathered(freed, "backward")
-        return tuple(messages + flow.reduced())
+        return tuple(messages + flow.reduced(self.reduce or "micro_batch"))
 
     def apply(self, assembly: Assembly) -> None:
         """Give each unit its values and shard it, one unit after the other, the root last."""
@@ -213,14 +243,16 @@ class FullySharded(Zero):
                 policy = fp32_policy if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
                 _read_shards(unit, f"{name}.", assembly, shards)
-                _finish(unit, name, assembly)
+                _finish(unit, name, assembly, once=self.reduce == "step")
             shards = _give_values(root, "", assembly, whole_params)
             _make_contiguous(root)
             settings["reshard_after_forward"] = False
             shard_norms(root)
             fully_shard(root, mp_policy=low, **settings)
             _read_shards(root, "", assembly, shards)
-            _finish(root, "the model", assembly)
+            _finish(root, "the model", assembly, once=self.reduce == "step")
+        if self.reduce not in (None, "micro_batch"):
+            reduce_later(assembly, self.reduce)
 
 
 def _kept_names(
@@ -283,24 +315,30 @@ class _UnitTraffic:
             messages.append(self._copied(nbytes // self._ranks + nbytes, overlaps))
         return messages
 
-    def reduced(self) -> list[Traffic]:
+    def reduced(self, choice: Reduce) -> list[Traffic]:
         """Return the reduce-scatters, the all-reduces between replicas, and copies to the host."""
+        scattered: Every = "step" if choice == "step" else "micro_batch"
+        averaged: Every = "micro_batch" if choice == "micro_batch" else "step"
         units = [unit for unit in self.units if any(unit.trained)]
         nbytes = sum(self._padded(unit, self._shard_width, trained=True) for unit in units)
         shard, messages = nbytes // self._ranks, []
         if self._ranks > 1 and units:
-            messages.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
-            messages.append(self._copied(nbytes, "backward"))
+            calls = len(units)
+            exchange = self._exchange("reduce_scatter", nbytes, calls, "backward")
+            messages += [
+                replace(message, every=scattered)
+                for message in (exchange, self._copied(nbytes, "backward"))
+            ]
         groups = self._plan.dp // self._ranks
         if groups > 1 and units:
             stride = self._ranks * self._plan.pp * self._plan.tp
             calls = len(units)
             messages.append(
-                Traffic("all_reduce", shard, calls, "micro_batch", "backward", groups, stride)
+                Traffic("all_reduce", shard, calls, averaged, "backward", groups, stride)
             )
         if self._away and units:
             calls = sum(sum(unit.trained) for unit in units)
-            messages.append(Traffic("to_host", shard, calls, "micro_batch", "backward"))
+            messages.append(Traffic("to_host", shard, calls, averaged, "backward"))
         return messages
 
     def _exchange(
@@ -516,8 +554,17 @@ class _ReduceScatter(_Exchange):
             return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
-def _finish(unit: nn.Module, name: str, assembly: Assembly) -> None:
-    """Add hooks to a sharded unit: for missing gradients, sliced tensors and labels of memory."""
+def _finish(unit: nn.Module, name: str, assembly: Assembly, *, once: bool) -> None:
+    """Add hooks to a sharded unit: for missing gradients, sliced tensors and labels of memory.
+
+    Args:
+        unit: the unit.
+        name: its name, for messages.
+        assembly: the run that is being built.
+        once: whether gradients are reduced once a step.
+    """
+    if once:
+        sum_in_one_precision(unit)
     if assembly.units is not None and assembly.use is not None and assembly.plan.dp > 1:
         units, number = assembly.units, assembly.units.add(name)
         unit.register_forward_pre_hook(lambda _module, _inputs: units.note(number))

@@ -60,6 +60,9 @@ def _is_independent(root: nn.Module, module: nn.Module) -> bool:
 def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
     """Let zeros be reduced for each gradient that this rank lacks, once for each forward pass.
 
+    If gradients are added up over several backward passes before they are reduced, zeros are
+    reduced for those that none of these passes made.
+
     Args:
         unit: a module to which fully_shard was applied.
         use: notes each parameter that had a gradient, whether zeros stood in for any gradient, and
@@ -67,14 +70,17 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
     """
     planned = {id(p) for p in unit.parameters() if p.requires_grad}
     passes = 0
+    waits = False
 
     def count(_module: nn.Module, _inputs: Any) -> None:
         nonlocal passes
         passes += torch.is_grad_enabled()
 
     def complete(group: Any) -> None:
-        nonlocal passes
-        fills, passes = passes > 0, max(0, passes - 1)
+        nonlocal passes, waits
+        fills, passes = passes > 0 or waits, max(0, passes - 1)
+        waits = fills and not group.reduce_grads
+        fills = fills and group.reduce_grads
         for fsdp_param in group.fsdp_params:
             unsharded = getattr(fsdp_param, "_unsharded_param", None)
             if unsharded is None:
@@ -89,7 +95,7 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
                 unsharded.grad = torch.zeros_like(unsharded)
                 use.stand_ins = True
 
-    for group in _groups(unit):
+    for group in groups_of(unit):
         plain = group.post_backward
 
         def post_backward(*args: Any, group: Any = group, plain: Any = plain) -> None:
@@ -100,7 +106,7 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
     unit.register_forward_pre_hook(count)
 
 
-def _groups(unit: Any) -> list[Any]:
+def groups_of(unit: Any) -> list[Any]:
     """Return fully_shard's parameter groups of a unit, each of which is reduced at once."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

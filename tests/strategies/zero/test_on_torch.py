@@ -15,7 +15,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 
-KEEP = "strategy.replicate.keep_gathered"
+KEEP, REDUCE = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
 REFUSED = {
     "shard_ranks=3 does not divide the 4 ranks": {"strategy.replicate.shard_ranks": 3},
     "bucket_size=1024 has no effect: torch's fully_shard": {"strategy.replicate.bucket_size": 1024},
@@ -28,6 +28,14 @@ REFUSED = {
         "strategy.replicate.stage": 2,
         KEEP: "none",
     },
+    "reduce=step has no effect: a step has one micro-batch.* train.accumulation_steps=2": {
+        REDUCE: "step"
+    },
+    "step_between_groups needs several groups of ranks, and all 4 .*less than 4, or .*=step": {
+        REDUCE: "step_between_groups",
+        "train.micro_batch_size": 1,
+    },
+    "strategy.replicate.reduce: .*micro_batch.*step": {REDUCE: "never"},
 }
 
 
@@ -44,6 +52,7 @@ def test_what_cannot_work_is_refused_before_any_group(message):
     [
         ("config", "ds.json", "config=ds.json is for engine=deepspeed, and engine is torch"),
         ("shard_ranks", 2, "shard_ranks=2 is for stages 2 and 3, and stage is 1"),
+        ("reduce", "step", "reduce=step is for torch's stages 2 and 3.* torch, stage 1"),
         ("keep_gathered", 2, "keep_gathered=2 is for torch's stages 2 and 3.* torch, stage 1"),
     ],
 )

@@ -24,7 +24,7 @@ from bigtrain.ranks.context import RunContext
 NUMBERS = 300
 """Bytes of losses, counts and norms, of which some are in no forecast of any strategy."""
 ROWS, LENGTH, WORDS = 12, 16, 128
-KEEP = "strategy.replicate.keep_gathered"
+KEEP, REDUCE = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
 THREE, BF16 = {"train.micro_batch_size": 4}, {"train.precision": "bf16"}
 FULL, PAIRS = {"strategy.recompute": "full"}, {"strategy.replicate.shard_ranks": 2}
 
@@ -112,12 +112,47 @@ def test_blocks_that_stay_gathered_are_forecast_to_the_byte(case: str) -> None:
     check(KEPT[case], 2)
 
 
+ONCE = {REDUCE: "step"}
+BETWEEN = {**PAIRS, REDUCE: "step_between_groups"}
+
+
+def reduced(make: Any = gpt, *, micro_batches: Any = (2, 3), **keys: Any) -> dict[str, Any]:
+    sizes = {str(number): ROWS // number for number in micro_batches}
+    return {n: (make, {**ONCE, **keys, "train.micro_batch_size": m}) for n, m in sizes.items()}
+
+
+REDUCED = {
+    "fp32": reduced(),
+    "bf16": reduced(**BF16),
+    "recomputed": reduced(**FULL),
+    "recomputed in bf16": reduced(**FULL, **BF16),
+    "kept in part": reduced(**{KEEP: 2}),
+    "all kept": reduced(**{"strategy.replicate.stage": 2}),
+    "tied": reduced(partial(gpt, tied=True)),
+    "frozen": reduced(frozen_gpt),
+    "frozen, bf16": reduced(frozen_gpt, **BF16),
+    "each rank has all": reduced(**{"strategy.replicate.shard_ranks": 1}),
+}
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_gradients_reduced_once_a_step_are_forecast_to_the_byte(case: str) -> None:
+    check(REDUCED[case], 2)
+
+
 IN_TURN = {"train.micro_batch_size": 3, "mesh.pp": 2, "mesh.dp": 2}
 ON_FOUR = {
     "pairs": (kept((1, "all"), **PAIRS), "fsdp", {}),
     "pairs, three micro-batches in bf16": (kept((1,), **PAIRS, **THREE, **BF16), "fsdp", {}),
     "1f1b": (kept((1, "all", ["blocks.0"]), **IN_TURN), "1f1b+fsdp", {"pp": 2, "dp": 2}),
     "1f1b, bf16": (kept((1, "all"), **IN_TURN, **BF16), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "pairs, once": (reduced(**PAIRS), "fsdp", {}),
+    "pairs, once between them": (reduced(**BETWEEN), "fsdp", {}),
+    "pairs, once between them in bf16": (reduced(**BETWEEN, **BF16), "fsdp", {}),
+    "1f1b, once": (kept((1, "all"), **IN_TURN, **ONCE), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "1f1b, once in bf16": (kept((1,), **IN_TURN, **ONCE, **BF16), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "gpipe in bf16": (kept((1,), **IN_TURN, **BF16), "gpipe+fsdp", {"pp": 2, "dp": 2}),
+    "gpipe, once": (kept(("none",), **IN_TURN, **ONCE), "gpipe+fsdp", {"pp": 2, "dp": 2}),
 }
 
 
@@ -138,7 +173,12 @@ def records(context: RunContext, strategy: str, settings: list[dict[str, Any]]) 
     return [train(context, gpt, samples(), strategy, keys, 4, sgd) for keys in settings]
 
 
-SAME = [{KEEP: 1}, {KEEP: ["blocks.0", "blocks.2"], "train.micro_batch_size": 1}]
+SAME = [
+    {KEEP: 1},
+    {KEEP: ["blocks.0", "blocks.2"], "train.micro_batch_size": 1},
+    {**ONCE, "train.micro_batch_size": 1},
+    {**ONCE, KEEP: 2, "train.micro_batch_size": 2},
+]
 
 
 def test_the_numbers_are_those_of_one_process() -> None:
@@ -147,3 +187,107 @@ def test_the_numbers_are_those_of_one_process() -> None:
     for found in run_ranks(records, 2, "fsdp", settings, timeout_s=200):
         for record, keys in zip(found, settings, strict=True):
             assert largest_difference(single, record) < 1e-10, keys
+
+
+ON_FOUR_SAME = {
+    "fsdp": (
+        {},
+        [{**PAIRS, **ONCE, "train.micro_batch_size": 1}, {**BETWEEN, "train.micro_batch_size": 1}],
+    ),
+    "1f1b+fsdp": ({"pp": 2, "dp": 2}, [{**IN_TURN, **ONCE, "train.micro_batch_size": 1, KEEP: 1}]),
+    "interleaved_1f1b+fsdp": (
+        {"pp": 2, "dp": 2},
+        [{**IN_TURN, **ONCE, "train.micro_batch_size": 1}],
+    ),
+    "zero_bubble+fsdp": ({"pp": 2, "dp": 2}, [{**IN_TURN, **ONCE, "train.micro_batch_size": 1}]),
+}
+
+
+@pytest.mark.parametrize("strategy", ON_FOUR_SAME)
+def test_the_numbers_on_four_ranks_are_those_of_one_process(strategy: str) -> None:
+    mesh, settings = ON_FOUR_SAME[strategy]
+    (single,) = run_ranks(records, 1, "single", [FP64])[0]
+    settings = [{**FP64, **keys} for keys in settings]
+    found = run_ranks(records, 4, strategy, settings, timeout_s=200, **mesh)
+    for record in found[0]:
+        losses = pytest.approx(single.losses, rel=1e-10)
+        assert record.losses == losses
+        assert record.norms == pytest.approx(single.norms, rel=1e-10)
+    for mine in found:
+        for record in mine:  # a stage has a part of the model
+            for name, weight in record.weights.items():
+                assert torch.allclose(weight, single.weights[name], atol=1e-10), name
+
+
+class Skips(nn.Module):
+    """A layer that the second micro-batch of a step does not use, and one that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU()) for _ in range(2)
+        )
+        self.extra, self.head = nn.Linear(8, 8), nn.Linear(8, WORDS)
+        self.calls = 0
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.embedding(numbers)
+        for block in self.blocks:
+            x = x + block(x)
+        if self.calls % 2 == 0:
+            x = x + self.extra(x)
+        self.calls += self.training
+        return self.head(x)
+
+
+def skipping(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
+    return train(context, Skips, samples(), strategy, keys, 4, sgd)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_gradient_of_one_micro_batch_alone_is_in_the_sum(precision: str) -> None:
+    keys = {"train.precision": precision, "train.micro_batch_size": 2}
+    always = run_ranks(skipping, 2, "fsdp", keys)
+    once = run_ranks(skipping, 2, "fsdp", {**keys, **ONCE})
+    for mine, other in zip(once, always, strict=True):
+        tolerance = 1e-10 if precision == "fp64" else 0.05
+        assert largest_difference(mine, other) < tolerance
+
+
+def stopped_and_continued(context: RunContext, keys: dict[str, Any]) -> Any:
+    """The losses of steps of which one failed before its last micro-batch; and without it."""
+    job = job_from_keys("fsdp", {"train.global_batch_size": ROWS * 2, **keys, **FP64})
+    found = []
+    for fails in (False, True):
+        with Engine(gpt, CrossEntropy(), sgd, job, context) as engine:
+            if fails:
+                loop: Any = engine.runner
+                forward, loop.forward_loss = loop.forward_loss, failing(loop.forward_loss)
+                with pytest.raises(Interrupted):
+                    engine.step(words())
+                loop.forward_loss = forward
+            found.append([engine.step(words()).loss for _ in range(3)])
+    return found
+
+
+class Interrupted(Exception):
+    pass
+
+
+def failing(forward: Any) -> Any:
+    """A forward pass that fails before its second micro-batch."""
+    calls = []
+
+    def run(placed: Any) -> Any:
+        calls.append(placed)
+        if len(calls) == 2:
+            raise Interrupted
+        return forward(placed)
+
+    return run
+
+
+def test_what_a_failed_step_added_up_is_not_in_the_next_one() -> None:
+    for without, after in run_ranks(stopped_and_continued, 2, {**ONCE, **THREE}):
+        assert after == without

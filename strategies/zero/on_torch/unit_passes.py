@@ -1,0 +1,355 @@
+"""One micro-batch under fully_shard: the units that are whole at each moment, and the buffers.
+
+fully_shard does the following (observed in the storages of real runs). A unit's parameters are
+gathered into one flat buffer and copied out of it. The buffer is alive until the next unit is
+gathered; the last unit's buffer is alive until the end of the model's forward pass. In the backward
+pass the next unit is gathered while a unit computes. A unit's gradients are copied into one buffer,
+which is reduced to this rank's shard and is alive until the next unit's gradients are reduced.
+
+When a unit's backward pass ends, the order is this: the parameters of the unit are freed, the
+gradient buffer of the previous unit is freed, the gradient buffer of the unit is allocated, and the
+parameters of the next unit are allocated.
+
+On one rank nothing is exchanged. Parameters are copied out of the shards one by one, in bf16 after
+a cast, and gradients are copied out of the gradient buffer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline
+from bigtrain.strategies.zero.on_torch.unit_sizes import UnitSizes
+
+GradientCourse = Literal["reduced", "kept", "last"]
+"""The fate of the whole gradients of a micro-batch: they are reduced to shards; they are added to
+those of earlier micro-batches and kept; or they are added, and then the sums are reduced."""
+
+_FINE = 16
+"""The number of moments in a tick of the profile's clock. All actions of a unit's hooks fall on one
+tick, so the moments order them."""
+# The moments in the order of the hooks: a unit's post-hook runs before the next unit's pre-hook.
+_AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
+_NEXT_GATHERS, _UNIT_WHOLE, _NEXT_WHOLE, _BUFFER_FREE, _PREFETCH = range(9, 14)
+
+
+@dataclass(frozen=True)
+class UnitPass:
+    """One micro-batch: forward and backward over the units, on a clock `_FINE` times as fine."""
+
+    sizes: UnitSizes
+    units: Sequence[BlockTicks]
+    """The blocks in the order of the forward pass, with the ticks of the timeline."""
+    kept: tuple[bool, ...]
+    """For each block, whether it stays gathered from its forward to its backward pass."""
+
+    @property
+    def _freed(self) -> list[BlockTicks]:
+        """The blocks that are freed after their forward pass and gathered again."""
+        return [unit for unit, stays in zip(self.units, self.kept, strict=True) if not stays]
+
+    def timeline(
+        self,
+        unsharded: Timeline,
+        rest: BlockTicks,
+        *,
+        fresh: bool,
+        resumed: bool = False,
+        course: GradientCourse = "reduced",
+    ) -> Timeline:
+        """Return the pass of one process with the memory of gathering and reducing.
+
+        Args:
+            unsharded: the pass without any sharding.
+            rest: the layers outside of blocks, which are whole until their gradients are reduced.
+            fresh: whether the gradients that stay are allocated in this pass: the shards, or the
+                whole gradients if they are kept.
+            resumed: whether passes of other micro-batches come between this forward pass and this
+                backward pass. The forward pass then finds units that an earlier pass has gathered.
+                The backward pass finds no gathered units, because an earlier pass has freed them.
+            course: what becomes of the whole gradients.
+        """
+        begin = unsharded.phases[0][0]
+        end = max((span.death for span in unsharded.spans), default=begin)
+        backward_start = next(
+            (tick for tick, phase in unsharded.phases if phase == "backward"), end
+        )
+        forward_end = min(rest.forward[1], backward_start)
+        closed = replace(self, units=_closed_after_rest(self.units, end))
+        if course == "reduced":
+            spans = closed._plain(unsharded, end)
+        else:
+            spans = closed._kept_gradients(unsharded, rest, end, fresh=fresh, course=course)
+        if resumed:
+            spans += self._regathered_rest(rest, backward_start, end)
+        else:
+            whole_bytes = self.sizes.whole(rest)
+            spans.append(_span(whole_bytes, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
+            spans += self._gathered_forward([rest, *self.units], begin, forward_end)
+            spans += [
+                _span(
+                    self.sizes.whole(unit), "parameters",
+                    unit.forward[0], _UNIT_WHOLE, unit.backward[1], _AFTER_RESHARD,
+                )
+                for unit, stays in zip(closed.units, self.kept, strict=True) if stays
+            ]  # fmt: skip
+        spans += self._in_forward()
+        if resumed:
+            spans += self._gathered_forward(self._freed, begin, forward_end)
+        back = max(backward_start, rest.backward[0])
+        spans += closed._again_in_backward() if resumed else closed._in_backward(back, end)
+        if course != "kept":
+            spans += closed._reduced(rest, end, fresh=fresh)
+        phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
+        return Timeline(tuple(span for span in spans if span.nbytes), phases)
+
+    def strayed(self, usual: Timeline, rest: BlockTicks) -> Timeline:
+        """Return a pass whose backward pass comes after forward passes of several micro-batches.
+
+        Units are prefetched in the reverse order of all forward passes. So the last unit of the
+        backward pass prefetches the last unit of the previous forward pass. Layers outside of
+        blocks are still whole and are not gathered again.
+        """
+        if rest.shapes or len(self.units) < 2:
+            return usual
+        end = max(span.death for span in usual.spans)
+        begin = self.units[0].backward[0] * _FINE + _PREFETCH
+        stray = Span(self.sizes.padded(self.units[-1]), "temporary", begin, end)
+        return Timeline((*usual.spans, stray), usual.phases)
+
+    def _plain(self, plain: Timeline, end: int) -> list[Span]:
+        """Return the spans of one process, with gradients until they are in their unit's buffer."""
+        spans, done_at = [], self._closing_ticks(end)
+        for nbytes, kind, birth, death in plain.spans:
+            if kind == "gradients":
+                last = done_at(birth) * _FINE + _COPIED
+                spans.append(Span(nbytes, "temporary", birth * _FINE, last))
+            else:
+                spans.append(Span(nbytes, kind, birth * _FINE, death * _FINE))
+        return spans
+
+    def _kept_gradients(
+        self,
+        recorded: Timeline,
+        rest: BlockTicks,
+        end: int,
+        *,
+        fresh: bool,
+        course: GradientCourse,
+    ) -> list[Span]:
+        """Return the spans of one process if whole gradients are added up over micro-batches.
+
+        The sums are in the precision of the shards. If gradients are computed in another one, those
+        of the first micro-batch are converted when their unit's backward pass ends, one parameter
+        after the other; those of later micro-batches are added and freed. In the last micro-batch
+        the sums are freed when they are in their unit's buffer. They are states of the rank
+        otherwise, so their bytes are negative here.
+        """
+        order, closed = self._closing(rest, end)
+        casts = self.sizes.used_width != self.sizes.shard_width
+        spans = []
+        done_at = self._closing_ticks(end)
+        for span in recorded.spans:
+            birth, death = span.birth * _FINE, span.death * _FINE
+            if span.kind == "gradients" and casts:
+                done = done_at(span.birth) * _FINE
+                last = done + (_REDUCING if fresh and course == "kept" else _AFTER_RESHARD)
+                spans.append(Span(span.nbytes, "temporary", birth, max(birth + 1, last)))
+            elif span.kind == "gradients":
+                spans.append(span._replace(birth=birth, death=(closed + 1) * _FINE))
+            else:
+                spans.append(span._replace(birth=birth, death=death))
+        for done, unit in order:
+            whole_bytes = self.sizes.gradients(unit)
+            if course == "last":
+                spans.append(_span(-whole_bytes, "gradients", done, _COPIED, closed + 1, 0))
+            elif casts and fresh:
+                spans.append(_span(whole_bytes, "gradients", done, _REDUCING, closed + 1, 0))
+                both = self.sizes.converted(unit)
+                spans.append(_span(both, "temporary", done, _REDUCING, done, _COPIED))
+        return spans
+
+    def _closing_ticks(self, end: int) -> Callable[[int], int]:
+        """Return a function of the birth of a gradient: the tick at which its unit is closed."""
+        units = sorted(self.units, key=lambda unit: unit.backward)
+        begins = [unit.backward[0] for unit in units]
+
+        def done(birth: int) -> int:
+            index = bisect_right(begins, birth) - 1
+            if index >= 0 and birth <= units[index].backward[1]:
+                return max(birth, units[index].backward[1])
+            return max(birth, end - 1)
+
+        return done
+
+    def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, end: int) -> list[Span]:
+        """Return the flat buffers of gathered units, each until the next unit is gathered."""
+        if not units:  # a stage that has less than a block
+            return []
+        starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
+        ends = [*((tick, _NEXT_WHOLE) for tick in starts[1:]), (end, _AFTER_LAST)]
+        spans = [
+            _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
+            for unit, at, until in zip(units, starts, ends, strict=True)
+        ]
+        return spans + [
+            _span(self.sizes.copied(unit), "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE)
+            for unit, at in zip(units, starts, strict=True)
+        ]
+
+    def _in_forward(self) -> list[Span]:
+        """Return the gathered units that are freed after their forward pass."""
+        return [
+            _span(
+                self.sizes.whole(unit), "parameters",
+                unit.forward[0], _UNIT_WHOLE, unit.forward[1], _AFTER_RESHARD,
+            )
+            for unit in self._freed
+        ]  # fmt: skip
+
+    def _regathered_rest(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
+        """Return the spans of layers outside of blocks that are gathered for the backward pass."""
+        whole_bytes, buffer = (
+            self.sizes.whole(rest),
+            self.sizes.padded(rest) + self.sizes.copied(rest),
+        )
+        return [
+            _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
+            _span(whole_bytes, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
+        ]
+
+    def _again_in_backward(self) -> list[Span]:
+        """Return the spans of units that are gathered for a backward pass which follows another.
+
+        fully_shard then has no order of units, and gathers each unit when it is needed.
+        """
+        spans = []
+        for unit in filter(_has_backward, self.units):
+            at, done = unit.backward
+            buffer = self.sizes.padded(unit) + self.sizes.copied(unit)
+            spans.append(_span(buffer, "temporary", at, _NEXT_GATHERS, at, _BUFFER_FREE))
+            whole_bytes = self.sizes.whole(unit)
+            spans.append(_span(whole_bytes, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
+        return spans
+
+    def _in_backward(self, back: int, end: int) -> list[Span]:
+        """Return the spans of freed units that are gathered again for their backward pass.
+
+        Each unit is gathered while the previous unit in the backward pass computes.
+
+        Args:
+            back: the tick at which the gradient of the model's output is made. The first unit is
+                gathered at this tick.
+            end: see `_unused_prefetches`.
+        """
+        held = {unit.place for unit, stays in zip(self.units, self.kept, strict=True) if stays}
+        spans, alone = self._unused_prefetches(back, end, held)
+        ahead = (back, _AFTER_LAST)
+        back_through = filter(_has_backward, self.units)
+        for unit in sorted(back_through, key=lambda unit: unit.backward[0]):
+            at, done = unit.backward
+            if unit.place in held:
+                ahead = (at, _PREFETCH)
+                continue
+            ahead = (at, _NEXT_GATHERS) if unit in alone else min(ahead, (at, _NEXT_GATHERS))
+            buffer, whole_bytes = self.sizes.padded(unit), self.sizes.whole(unit)
+            spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
+            copied = self.sizes.copied(unit)
+            spans.append(_span(copied, "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE))
+            spans.append(_span(whole_bytes, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
+            ahead = (at, _PREFETCH)
+        return spans
+
+    def _unused_prefetches(
+        self, back: int, end: int, held: Collection[int]
+    ) -> tuple[list[Span], list[BlockTicks]]:
+        """Return buffers of prefetched units without a backward pass, and units never prefetched.
+
+        Units are prefetched in the reverse order of the forward pass. After the backward pass
+        fully_shard closes the units in the order of the model's modules: it reduces the gradients
+        that are left, and frees the buffers of units without a backward pass. The second list has
+        each unit whose next unit in the forward pass has no backward pass: it is not prefetched.
+
+        Args:
+            back: see `_in_backward`.
+            end: the first tick at which a unit is closed.
+            held: the places of the units that the backward pass finds gathered.
+        """
+        spans, alone = [], []
+        closed = max((unit.backward[1] for unit in self.units), default=back) + 1
+        following = [*self.units[1:], *([None] if self.units else [])]
+        for unit, after in zip(self.units, following, strict=True):
+            reduced_later = (
+                later.backward[1]
+                for later in self.units
+                if later.place > unit.place and _has_backward(later) and later.backward[1] >= end
+            )
+            freed = min(reduced_later, default=closed)
+            if after is not None and not _has_backward(after):
+                alone.append(unit)
+            elif not _has_backward(unit) and unit.place not in held:
+                ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
+                spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, freed, 0))
+        return spans, alone
+
+    def _closing(self, rest: BlockTicks, end: int) -> tuple[list[tuple[int, BlockTicks]], int]:
+        """Return the units with the ticks at which they are closed, in order; and the tick after.
+
+        A unit is closed when its gradients are complete.
+        """
+        order = [(unit.backward[1], unit) for unit in self.units] + [(end - 1, rest)]
+        order.sort(key=lambda pair: pair[0])
+        return order, max(end, order[-1][0] + 1)
+
+    def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
+        """Return each unit's gradient buffer, until the next unit is reduced, and its shard."""
+        spans = []
+        order, closed = self._closing(rest, end)
+        next_ones = [*((tick, _AFTER_LAST) for tick, _ in order[1:]), (closed, 0)]
+        for (reduced_at, unit), next_reduced in zip(order, next_ones, strict=True):
+            whole_bytes, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
+            spans.append(_span(whole_bytes, "temporary", reduced_at, _REDUCING, *next_reduced))
+            if not self.sizes.alone:
+                spans.append(
+                    _span(whole_bytes, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED)
+                )
+            kind: MemoryKind = "gradients" if fresh else "temporary"
+            freed_at = (closed + 1, 0) if fresh else (reduced_at, _EXCHANGED)
+            spans.append(_span(shard, kind, reduced_at, _SHARD, *freed_at))
+        return spans
+
+
+def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks]:
+    """Return the blocks; the backward pass of each ends when its gradients are reduced.
+
+    Blocks whose inputs need no gradient are reduced last, one by one in the order of the model's
+    modules, after the layers outside of blocks.
+
+    Args:
+        units: the units in the order of the forward pass.
+        end: the tick at which one process has freed everything.
+    """
+    ticks = count(end)
+    by_place = sorted(units, key=lambda unit: unit.place)
+    closed = {
+        unit.place: replace(unit, backward=(unit.backward[0], next(ticks)))
+        for unit in by_place
+        if unit.backward[1] >= end - 1 and _has_backward(unit)
+    }
+    return [closed.get(unit.place, unit) for unit in units]
+
+
+def _has_backward(unit: BlockTicks) -> bool:
+    """Whether a unit has a backward pass; a frozen teacher, for example, has none."""
+    return any(unit.trained) or unit.backward[0] < unit.backward[1]
+
+
+def _span(
+    nbytes: int, kind: MemoryKind, tick: int, sub_tick: int, end: int, end_place: int
+) -> Span:
+    birth = tick * _FINE + sub_tick
+    return Span(nbytes, kind, birth, max(birth + 1, end * _FINE + end_place))
