@@ -29,6 +29,8 @@ class Workload:
     whole_bytes: int = 0
     """Bytes of the whole model if each rank builds it whole. 0 if tensors are materialised one by
     one."""
+    read_widths: Mapping[str, int] = field(default_factory=dict)
+    """See `Blueprint.read_widths`."""
     repeats: Mapping[str, int] = field(default_factory=dict)
     """For a shortened model, the number of equal blocks that a block represents, by name. Blocks
     that are not named represent only themselves."""

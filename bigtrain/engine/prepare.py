@@ -369,6 +369,7 @@ def _workload(
         loss,
         make_optimizer,
         whole_bytes=blueprint.whole_bytes,
+        read_widths=blueprint.read_widths,
         notes=blueprint.notes,
     )
 

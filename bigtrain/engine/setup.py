@@ -241,6 +241,7 @@ def open_setup(
         loss,
         optimizer,
         blueprint.whole_bytes,
+        blueprint.read_widths,
         known_uses=uses_by_block(blueprint.model, example, loss) if by_block else None,
         notes=(*blueprint.notes, *_model_notes(job, plan, model, blueprint), *notes),
     )

@@ -56,6 +56,7 @@ def resolve_on_ranks(
         followed,
         whole_optimizer(optimizer, blueprint.model),
         whole_bytes=blueprint.whole_bytes,
+        read_widths=blueprint.read_widths,
         notes=blueprint.notes,
     )
     resolved = resolve_plan(plan, workload)
@@ -93,5 +94,6 @@ def resolved_workload(
         agree_on_loss(loss, blueprint.model, None, parts, context),
         whole_optimizer(optimizer, blueprint.model),
         whole_bytes=blueprint.whole_bytes,
+        read_widths=blueprint.read_widths,
         notes=blueprint.notes,
     )

@@ -7,11 +7,8 @@ forecast.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import nn
 
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
@@ -21,7 +18,7 @@ from bigtrain.costs.rank_replay import join_stages
 from bigtrain.costs.traffic import StepVolume, pinned_activations
 from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
-from bigtrain.models.parameters import low_names
+from bigtrain.prediction.building import first_slice_bytes, loading_of, made_one_by_one
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import (
     add_input_weight_passes,
@@ -29,7 +26,6 @@ from bigtrain.prediction.loops import (
     profile_stage,
 )
 from bigtrain.prediction.profile_model import make_profile
-from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.watch import untraceable_reason
 
 
@@ -111,62 +107,12 @@ def _built(
     if workload.whole_bytes:
         temporary = forecast.added_to_whole
         if resolved.slices is not None:
-            temporary = max(temporary, _first_slice_bytes(resolved.slices, workload.model))
+            temporary = max(temporary, first_slice_bytes(resolved.slices, workload.model))
         breakdown = Breakdown(parameters=workload.whole_bytes, temporary=temporary)
         peaks.append(Peak("build", breakdown))
     else:
-        peaks.append(_made_one_by_one(rank.profiles, resolved, workload.model))
+        peaks += made_one_by_one(rank.profiles, resolved, workload)
     return peaks
-
-
-def _made_one_by_one(profiles: Sequence[Profile], resolved: ResolvedPlan, model: nn.Module) -> Peak:
-    """Return the peak while the tensors of a rank get their values, one after the other.
-
-    Values are made whole and in fp32. While a parameter is sliced or cast to bf16, both versions
-    of it exist. Techniques that build the model themselves set `Forecast.building`. fully_shard
-    needs more memory in a step than for building. In both cases the peak here is zero. It is also
-    zero in fp64, and if one process runs all stages of a cut model.
-    """
-    plan, peaks = resolved.plan, [Peak("build", Breakdown())]
-    in_one_process = plan.cut is not None and not plan.cut.is_distributed
-    builds = plan.replicate.materializes or plan.replicate.optimizer_gets == "shards"
-    if builds or in_one_process or plan.precision == "fp64":
-        return peaks[0]
-    stages = {name for p in profiles for name, *_ in (*p.tensors, *p.frozen_tensors)}
-    slices = {} if resolved.slices is None else resolved.slices.by_name
-    low = set(
-        low_names(model, bf16_parameters=plan.bf16_parameters, frozen_in_bf16=plan.frozen_in_bf16)
-    )
-    made = Breakdown()
-    for name, tensor in model.named_parameters():
-        if plan.pp > 1 and name not in stages:
-            continue
-        whole = tensor.nbytes
-        is_cast = name in low and (not plan.master_weights or not tensor.requires_grad)
-        in_place = 2 * tensor.numel() if is_cast else whole
-        share = in_place
-        if name in slices:
-            shape = slices[name].local_shape(tuple(tensor.shape), plan.tp_rank, plan.tp)
-            share = math.prod(shape) * in_place // max(1, tensor.numel())
-        kind = "parameters" if tensor.requires_grad else "frozen"
-        after = replace(made, **{kind: getattr(made, kind) + share})
-        if is_cast and name in slices:  # the whole parameter is cast, and sliced after that
-            peaks.append(Peak("build", replace(made, temporary=whole + in_place)))
-        elif is_cast or name in slices:
-            peaks.append(Peak("build", replace(after, temporary=whole)))
-        made = after
-    return highest_peak(peaks)
-
-
-def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
-    """Return the most bytes above the whole model while slices replace its tensors one by one."""
-    allocated = most = 0
-    for name, parameter in model.named_parameters():
-        if name in slices.by_name:
-            slice_bytes = parameter.nbytes // slices.size
-            most = max(most, allocated + slice_bytes)
-            allocated += slice_bytes - parameter.nbytes
-    return most
 
 
 def _not_compiled(profiles: Sequence[Profile]) -> str | None:
@@ -227,6 +173,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
             return RankForecast(
                 None, f"the model does not run on fake tensors ({profile.untraceable})"
             )
+        profile = replace(profile, loading=loading_of(workload, plan))
         plan.check_model(ModelFacts(profile=profile))
         if layout is not None and "recompute" in plan.techniques:
             _try_stages(workload, resolved, len(layout.ranks))

@@ -142,17 +142,23 @@ def _cut(
         gradients=states.gradients,
         optimizer=_early_optimizer_bytes(profile, plan, share),
         buffers=states.buffers,
-        # DeepSpeed's fp32 copy, and the whole parameter of the last module that was cut.
+        # DeepSpeed's fp32 copy, and a parameter that it gathers to find where its hooks belong.
         temporary=4 * share + max(gradient_bytes, default=0),
     )
-    # While a frozen parameter is cut, it is whole in fp32 and, in bf16 runs, in bf16, too.
-    largest_frozen = max(map(math.prod, _frozen_shapes(profile)), default=0)
-    cutting = Breakdown(
+    # While a frozen parameter is cut, it is whole in fp32 and, in bf16 runs, in bf16, too, unless
+    # its piece is read from a file.
+    largest, unrounded = _largest_frozen(profile), 4 * share if size < 4 else 0
+    reading = Breakdown(
         parameters=states.parameters - persistent_bytes,
-        frozen=states.frozen - size * piece_size(largest_frozen, ranks),
-        temporary=(4 + size if size < 4 else size) * largest_frozen,
+        frozen=states.frozen,
+        temporary=unrounded + _piece_bytes(profile),
     )
-    building = max(building, cutting, key=lambda breakdown: breakdown.total)
+    cutting = replace(
+        reading,
+        frozen=states.frozen - size * piece_size(largest, ranks),
+        temporary=unrounded + (4 + size if size < 4 else size) * largest,
+    )
+    building = max(building, reading, cutting, key=lambda breakdown: breakdown.total)
     return replace(forecast.with_passes(first=first), states=states, step=step, building=building)
 
 
@@ -161,7 +167,7 @@ def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
 
     The peak is at one of two moments. While DeepSpeed makes its optimizer, a rank has its share in
     fp32, and zeros of the same size. While a bf16 run casts frozen parameters, the largest of them
-    also exists in fp32.
+    also exists in fp32; of those that are read from a file, a piece of the file exists.
     """
     unrounded = 4 * share if plan.bf16_parameters else 0  # fp32 values of the bf16 parameters
     made = Breakdown(
@@ -172,8 +178,8 @@ def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
     )
     early = round(_optimizer_bytes(profile, plan, share) * profile.early_share)
     updating = replace(made, optimizer=early, temporary=8 * share + unrounded)
-    largest = max(map(math.prod, _frozen_shapes(profile)), default=0)
-    casting = replace(made, temporary=unrounded + (4 * largest if plan.bf16_parameters else 0))
+    largest = 4 * _largest_frozen(profile) if plan.bf16_parameters else 0
+    casting = replace(made, temporary=unrounded + max(largest, _piece_bytes(profile)))
     return max(updating, casting, key=lambda breakdown: breakdown.total)
 
 
@@ -524,6 +530,18 @@ def _frozen_shapes(profile: Profile) -> list[tuple[int, ...]]:
         return []
     every = Counter(parameter_shapes(profile, trained=False))
     return list((every - Counter(parameter_shapes(profile))).elements())
+
+
+def _largest_frozen(profile: Profile) -> int:
+    """Return the elements of the largest frozen parameter that is whole while it gets values."""
+    if profile.loading is not None:
+        return profile.loading.whole_frozen
+    return max(map(math.prod, _frozen_shapes(profile)), default=0)
+
+
+def _piece_bytes(profile: Profile) -> int:
+    """Return the bytes of the largest piece of a file that is read at a time."""
+    return 0 if profile.loading is None else profile.loading.piece_bytes
 
 
 def _largest(
