@@ -25,7 +25,8 @@ class PhasePeaks:
     """The peaks of each phase, the highest over all ranks, on the device and on its host."""
 
     load: StatePeak
-    """While the parameters get their values: a rank's share of them, and at most one tensor."""
+    """While the parameters get their values: a rank's share of them, and a piece of a file or the
+    largest tensor that no file has."""
     train: StatePeak
     """During the steps of training."""
     save: StatePeak | None
@@ -92,18 +93,25 @@ def _load(planned: PlannedAnswer, forecast: Forecast) -> StatePeak:
     """
     setup, states = planned.setup, forecast.states
     tensors = first_named_tensors(setup.workload.model)
-    largest = max((4 * tensor.numel() for tensor in tensors.values()), default=0)
+    sizes = {name: 4 * tensor.numel() for name, tensor in tensors.items()}
+    largest = max((n for name, n in sizes.items() if not _is_read(planned, name)), default=0)
+    read = max((n for name, n in sizes.items() if _is_read(planned, name)), default=0)
+    piece = min(COPIED_BYTES, read)
     share = states.parameters + states.frozen + states.buffers
     if setup.workload.whole_bytes:
         share = max(share, setup.workload.whole_bytes)
-    device = max(share + min(largest, share), forecast.building.total)
-    if not is_accelerator(planned.question.cluster.device.kind):
-        return StatePeak(device)
-    made = [t.nbytes for name, t in tensors.items() if not _is_read(planned, name)]
-    return StatePeak(device, max(COPIED_BYTES, max(made, default=0)))
+    on_host = not is_accelerator(planned.question.cluster.device.kind)
+    temporary = max(largest, piece if on_host else 0)
+    device = max(share + min(temporary, share), forecast.building.total)
+    return StatePeak(device) if on_host else StatePeak(device, max(piece, largest))
 
 
 def _is_read(planned: PlannedAnswer, name: str) -> bool:
-    """Whether a tensor of the model is read from the files of the model, not made on the host."""
-    from_files = planned.setup.model.hub is not None
-    return from_files and ".lora_" not in name
+    """Whether a tensor is read from files in pieces.
+
+    A model of the Hub whose weights are not here will be read, too, except for its adapters.
+    """
+    widths = planned.setup.workload.read_widths
+    if widths:
+        return name in widths
+    return planned.setup.model.hub is not None and ".lora_" not in name
