@@ -36,7 +36,7 @@ from bigtrain.units import format_bytes
 ACTIVATION_DOMINANCE = 0.6
 """The share of activations in the peak above which a smaller micro-batch is advised."""
 
-UNIT_CHOICES = ("keep_gathered", "reduce")
+UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch")
 """The options that only torch's stages 2 and 3 have."""
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
@@ -83,6 +83,13 @@ class Zero(Strategy):
     once a step; whole gradients are added up in between, in the precision of the shards.
     `step_between_groups`, with `shard_ranks`: to shards after every micro-batch, and between the
     groups of ranks once a step.
+    """
+    prefetch: int | None = Field(None, ge=0)
+    """The number of blocks that are gathered ahead of the block that computes (torch, stages 2 and
+    3), in the forward and in the backward pass; 0 for none.
+
+    Each of them has its buffer meanwhile. By default fully_shard decides: one block in the backward
+    pass; in the forward pass as many as a GPU has queued, and none on a CPU.
     """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from bigtrain.errors import ConfigError, as_word, did_you_mean
 
 KEEP_KEY, REDUCE_KEY = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
+PREFETCH_KEY = "strategy.replicate.prefetch"
 
 Reduce = Literal["micro_batch", "step", "step_between_groups"]
 """When gradients are reduced over the replicas; see `Zero.reduce`."""
@@ -64,13 +65,7 @@ def check_kept(choice: Any, names_by_stage: Sequence[Sequence[str]]) -> None:
         ConfigError: with the key, the names and the fix.
     """
     if isinstance(choice, int):
-        most = max(map(len, names_by_stage), default=0)
-        if choice > most:
-            of = "the model has" if len(names_by_stage) == 1 else "no stage has more than"
-            raise ConfigError(
-                f"{KEEP_KEY}={choice}, and {of} {most} units that are gathered for each pass. Use "
-                f"{KEEP_KEY}={most} or less, or {KEEP_KEY}=all."
-            )
+        check_number(KEEP_KEY, choice, names_by_stage, f", or {KEEP_KEY}=all")
     elif not isinstance(choice, str):
         names = [name for stage in names_by_stage for name in stage]
         for pattern in choice:
@@ -80,6 +75,29 @@ def check_kept(choice: Any, names_by_stage: Sequence[Sequence[str]]) -> None:
                     f"{len(names)} units that are gathered for each pass"
                     f"{did_you_mean(pattern, names)} They are {_listed(names)}."
                 )
+
+
+def check_number(
+    key: str, number: int, names_by_stage: Sequence[Sequence[str]], otherwise: str = ""
+) -> None:
+    """Refuse a number of units that no stage has.
+
+    Args:
+        key: the key that has the number.
+        number: the number.
+        names_by_stage: see `check_kept`.
+        otherwise: another fix, as the end of a sentence.
+
+    Raises:
+        ConfigError: with the key, both numbers and the fix.
+    """
+    most = max(map(len, names_by_stage), default=0)
+    if number > most:
+        of = "the model has" if len(names_by_stage) == 1 else "no stage has more than"
+        raise ConfigError(
+            f"{key}={number}, and {of} {most} units that are gathered for each pass. Use "
+            f"{key}={most} or less{otherwise}."
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

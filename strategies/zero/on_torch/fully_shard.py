@@ -53,13 +53,17 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
+from bigtrain.strategies.zero.on_torch.prefetching import gather_ahead
 from bigtrain.strategies.zero.on_torch.reduction import reduce_later, sum_in_one_precision
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
+from bigtrain.strategies.zero.on_torch.unit_passes import gathered_again
 from bigtrain.strategies.zero.unit_choices import (
     KEEP_KEY,
+    PREFETCH_KEY,
     REDUCE_KEY,
     Reduce,
     check_kept,
+    check_number,
     kept_units,
 )
 from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
@@ -140,6 +144,21 @@ class FullySharded(Zero):
                 f"mesh.dp. Use one of {', '.join(map(str, fitting))}."
             )
         self._check_reduce(plan)
+        self._check_prefetch(plan)
+
+    def _check_prefetch(self, plan: Plan) -> None:
+        """Refuse a number of blocks gathered ahead where nothing is gathered."""
+        if self.prefetch is not None and self.shard_ranks == 1:
+            raise ConfigError(
+                f"{PREFETCH_KEY}={self.prefetch} has no effect: with "
+                "strategy.replicate.shard_ranks=1 each rank has all parameters. Leave one of them "
+                "out."
+            )
+        if self.prefetch == 0 and self.kept_choice == "all" and "cut" not in plan.techniques:
+            raise ConfigError(
+                f"{PREFETCH_KEY}=0 has no effect: all blocks stay gathered, so the backward pass "
+                f"gathers none. Leave it out, or set strategy.replicate.stage=3 {KEEP_KEY}=none."
+            )
 
     def _check_reduce(self, plan: Plan) -> None:
         """Refuse reductions once a step where a step has one micro-batch, or no groups of ranks."""
@@ -175,7 +194,16 @@ class FullySharded(Zero):
             )
         if facts.model is not None:
             names = [name for name, _ in units_of(facts.model, facts.routes)]
-            check_kept(self.kept_choice, _by_stage(names, facts.stages))
+            by_stage = _by_stage(names, facts.stages)
+            check_kept(self.kept_choice, by_stage)
+            check_number(PREFETCH_KEY, self.prefetch or 0, by_stage)
+        if facts.profile is not None and self.prefetch:
+            places = [first.place for first, _ in facts.profile.blocks]
+            if places != sorted(places):
+                raise ConfigError(
+                    f"{PREFETCH_KEY}={self.prefetch}: the blocks of this model do not run in the "
+                    "order of its modules, so the next block is not known. Leave it out."
+                )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
         """See `Strategy.meet_routes`: every pass has to call every unit."""
@@ -191,15 +219,18 @@ class FullySharded(Zero):
         """Return the forecast with sharded states and the units that are gathered at each tick."""
         ranks = self.shard_ranks or plan.dp
         kept, once = self.kept_blocks(profile), self.reduce == "step"
-        return forecast_fully_shard(forecast, profile, plan, kept=kept, ranks=ranks, once=once)
+        return forecast_fully_shard(
+            forecast, profile, plan, kept=kept, ranks=ranks, once=once, prefetch=self.prefetch
+        )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Return the all-gathers of units and the reductions of gradients; see `_UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
         flow = _UnitTraffic(comm_units(profile), plan, ranks)
-        pairs = zip(profile.blocks, self.kept_blocks(profile), strict=True)
-        freed = [first for (first, _), stays in pairs if first.shapes and not stays]
-        messages = flow.gathered(flow.units, "forward") + flow.gathered(freed, "backward")
+        blocks = [first for first, _ in profile.blocks]
+        again = gathered_again(blocks, self.kept_blocks(profile), self.prefetch)
+        again = [unit for unit in again if unit.shapes]
+        messages = flow.gathered(flow.units, "forward") + flow.gathered(again, "backward")
         return tuple(messages + flow.reduced(self.reduce or "micro_batch"))
 
     def apply(self, assembly: Assembly) -> None:
@@ -232,7 +263,14 @@ class FullySharded(Zero):
             # forward method, so hooks on the module would never run.
             through: Collection[str] = getattr(root, "cut_through", ())
             units = [pair for pair in units_of(root, assembly.routes) if pair[0] not in through]
-            kept = _kept_names(root, [name for name, _ in units], self.kept_choice)
+            in_order = _in_order(root, [name for name, _ in units])
+            kept = {
+                name
+                for name, stays in zip(
+                    in_order, kept_units(self.kept_choice, in_order), strict=True
+                )
+                if stays
+            }
             for name, unit in units:
                 settings["reshard_after_forward"] = name not in kept
                 shards = _give_values(unit, f"{name}.", assembly, whole_params)
@@ -251,19 +289,18 @@ class FullySharded(Zero):
             fully_shard(root, mp_policy=low, **settings)
             _read_shards(root, "", assembly, shards)
             _finish(root, "the model", assembly, once=self.reduce == "step")
+            if self.prefetch is not None:
+                modules = dict(units)
+                gather_ahead(root, [modules[name] for name in in_order], self.prefetch)
         if self.reduce not in (None, "micro_batch"):
             reduce_later(assembly, self.reduce)
 
 
-def _kept_names(
-    root: nn.Module, names: Sequence[str], choice: int | str | tuple[str, ...]
-) -> set[str]:
-    """Return the names of the units that stay gathered from the forward to the backward pass."""
+def _in_order(root: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the names of units in the order of the modules of a root."""
     wanted = set(names)
     in_order = [name for name, _ in root.named_modules() if name in wanted]
-    in_order += [name for name in names if name not in in_order]  # a stage is not a module tree
-    kept = kept_units(choice, in_order)
-    return {name for name, stays in zip(in_order, kept, strict=True) if stays}
+    return in_order + [name for name in names if name not in in_order]
 
 
 def _by_stage(names: Sequence[str], stages: Sequence[Collection[str]]) -> list[list[str]]:

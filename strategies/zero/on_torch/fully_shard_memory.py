@@ -21,6 +21,7 @@ def forecast_fully_shard(
     kept: Sequence[bool],
     ranks: int,
     once: bool = False,
+    prefetch: int | None = None,
 ) -> Forecast:
     """Return the forecast of a rank under fully_shard.
 
@@ -32,6 +33,7 @@ def forecast_fully_shard(
             backward pass.
         ranks: the number of ranks that share one copy of the states.
         once: whether gradients are reduced once a step, and whole until then.
+        prefetch: see `UnitPass`.
     """
     if profile.outside_blocks is None:
         return forecast
@@ -58,7 +60,7 @@ def forecast_fully_shard(
         gradients=0 if plan.release_gradients else trained,
         added_to_whole=sizes.first_shards(units),
     )
-    unit_passes = UnitPass(sizes, units[:-1], tuple(kept))
+    unit_passes = UnitPass(sizes, units[:-1], tuple(kept), prefetch)
     if once:
         forecast = _reduced_once(forecast, profile, plan, unit_passes)
     else:

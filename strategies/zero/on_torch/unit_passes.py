@@ -46,6 +46,9 @@ class UnitPass:
     """The blocks in the order of the forward pass, with the ticks of the timeline."""
     kept: tuple[bool, ...]
     """For each block, whether it stays gathered from its forward to its backward pass."""
+    prefetch: int | None = None
+    """The number of blocks that are gathered ahead in both passes; None for fully_shard's default,
+    which gathers one block ahead in the backward pass only."""
 
     @property
     def _freed(self) -> list[BlockTicks]:
@@ -101,7 +104,10 @@ class UnitPass:
         if resumed:
             spans += self._gathered_forward(self._freed, begin, forward_end)
         back = max(backward_start, rest.backward[0])
-        spans += closed._again_in_backward() if resumed else closed._in_backward(back, end)
+        if self.prefetch is not None:
+            spans += closed._in_backward_ahead(back, end, resumed=resumed)
+        else:
+            spans += closed._again_in_backward() if resumed else closed._in_backward(back, end)
         if course != "kept":
             spans += closed._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
@@ -114,7 +120,7 @@ class UnitPass:
         backward pass prefetches the last unit of the previous forward pass. Layers outside of
         blocks are still whole and are not gathered again.
         """
-        if rest.shapes or len(self.units) < 2:
+        if rest.shapes or len(self.units) < 2 or self.prefetch is not None:
             return usual
         end = max(span.death for span in usual.spans)
         begin = self.units[0].backward[0] * _FINE + _PREFETCH
@@ -192,14 +198,29 @@ class UnitPass:
             return []
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
         ends = [*((tick, _NEXT_WHOLE) for tick in starts[1:]), (end, _AFTER_LAST)]
+        ahead = self._gathered_ahead(begin)
         spans = [
-            _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
+            _span(
+                self.sizes.padded(unit), "temporary",
+                *min((at, _NEXT_GATHERS), ahead.get(unit.forward, (at, _NEXT_GATHERS))), *until,
+            )
             for unit, at, until in zip(units, starts, ends, strict=True)
-        ]
+        ]  # fmt: skip
         return spans + [
             _span(self.sizes.copied(unit), "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE)
             for unit, at in zip(units, starts, strict=True)
         ]
+
+    def _gathered_ahead(self, begin: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return by a block's forward ticks the tick and the moment at which its gather begins.
+
+        Args:
+            begin: the tick at which the model's forward pass begins.
+        """
+        if not self.prefetch:
+            return {}
+        begins = [begin] * self.prefetch + [unit.forward[0] for unit in self.units]
+        return {unit.forward: (at, _PREFETCH) for unit, at in zip(self.units, begins, strict=False)}
 
     def _in_forward(self) -> list[Span]:
         """Return the gathered units that are freed after their forward pass."""
@@ -264,6 +285,56 @@ class UnitPass:
             ahead = (at, _PREFETCH)
         return spans
 
+    def _in_backward_ahead(self, back: int, end: int, *, resumed: bool) -> list[Span]:
+        """Return the spans of gathered units if each unit gathers the `prefetch` units after it.
+
+        Args:
+            back: see `_in_backward`.
+            end: see `_unused_prefetches`.
+            resumed: see `timeline`.
+        """
+        spans = []
+        for number, (unit, stays) in enumerate(zip(self.units, self.kept, strict=True)):
+            if stays and not resumed:
+                continue
+            ahead = self._issued(number, (back, _PREFETCH if resumed else _AFTER_LAST))
+            buffer, (at, done) = self.sizes.padded(unit), unit.backward
+            if not _has_backward(unit):
+                if ahead is not None:
+                    freed = self._dropped(unit, back, end)
+                    spans.append(_span(buffer, "temporary", *ahead, freed, 0))
+                continue
+            own = (at, _NEXT_GATHERS)
+            spans.append(_span(buffer, "temporary", *min(ahead or own, own), at, _BUFFER_FREE))
+            copied = self.sizes.copied(unit)
+            spans.append(_span(copied, "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE))
+            whole_bytes = self.sizes.whole(unit)
+            spans.append(_span(whole_bytes, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
+        return spans
+
+    def _issued(self, number: int, root: tuple[int, int]) -> tuple[int, int] | None:
+        """Return the tick and moment at which a unit is gathered ahead; None if it is not.
+
+        Args:
+            number: the index of the unit.
+            root: the tick and moment at which the layers outside of blocks gather units.
+        """
+        following = self.units[number + 1 : number + 1 + (self.prefetch or 0)]
+        moments = [(unit.backward[0], _PREFETCH) for unit in following if _has_backward(unit)]
+        if number + (self.prefetch or 0) >= len(self.units):
+            moments.append(root)
+        return min(moments, default=None)
+
+    def _dropped(self, unit: BlockTicks, back: int, end: int) -> int:
+        """Return the tick at which the buffer of a unit without a backward pass is freed."""
+        closed = max((unit.backward[1] for unit in self.units), default=back) + 1
+        reduced_later = (
+            later.backward[1]
+            for later in self.units
+            if later.place > unit.place and _has_backward(later) and later.backward[1] >= end
+        )
+        return min(reduced_later, default=closed)
+
     def _unused_prefetches(
         self, back: int, end: int, held: Collection[int]
     ) -> tuple[list[Span], list[BlockTicks]]:
@@ -280,19 +351,13 @@ class UnitPass:
             held: the places of the units that the backward pass finds gathered.
         """
         spans, alone = [], []
-        closed = max((unit.backward[1] for unit in self.units), default=back) + 1
         following = [*self.units[1:], *([None] if self.units else [])]
         for unit, after in zip(self.units, following, strict=True):
-            reduced_later = (
-                later.backward[1]
-                for later in self.units
-                if later.place > unit.place and _has_backward(later) and later.backward[1] >= end
-            )
-            freed = min(reduced_later, default=closed)
             if after is not None and not _has_backward(after):
                 alone.append(unit)
             elif not _has_backward(unit) and unit.place not in held:
                 ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
+                freed = self._dropped(unit, back, end)
                 spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, freed, 0))
         return spans, alone
 
@@ -341,6 +406,25 @@ def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks
         if unit.backward[1] >= end - 1 and _has_backward(unit)
     }
     return [closed.get(unit.place, unit) for unit in units]
+
+
+def gathered_again(
+    units: Sequence[BlockTicks], kept: Sequence[bool], prefetch: int | None
+) -> list[BlockTicks]:
+    """Return the blocks that are gathered in the backward pass: used there, or gathered ahead.
+
+    Args:
+        units: the blocks, in the order of the forward pass.
+        kept: see `UnitPass`.
+        prefetch: see `UnitPass`.
+    """
+    ahead = 1 if prefetch is None else prefetch
+    found = []
+    for number, (unit, stays) in enumerate(zip(units, kept, strict=True)):
+        following = units[number : number + 1 + ahead]
+        if not stays and (len(following) <= ahead or any(map(_has_backward, following))):
+            found.append(unit)
+    return found
 
 
 def _has_backward(unit: BlockTicks) -> bool:

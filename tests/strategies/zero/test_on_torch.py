@@ -14,6 +14,7 @@ from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.prediction.predict import forecast_rank
 
 KEEP, REDUCE = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
 REFUSED = {
@@ -35,6 +36,15 @@ REFUSED = {
         REDUCE: "step_between_groups",
         "train.micro_batch_size": 1,
     },
+    "prefetch=1 has no effect: with strategy.replicate.shard_ranks=1": {
+        "strategy.replicate.prefetch": 1,
+        "strategy.replicate.shard_ranks": 1,
+    },
+    "prefetch=0 has no effect: all blocks stay gathered.*stage=3 .*keep_gathered=none": {
+        "strategy.replicate.prefetch": 0,
+        "strategy.replicate.stage": 2,
+    },
+    "strategy.replicate.prefetch.* -1": {"strategy.replicate.prefetch": -1},
     "strategy.replicate.reduce: .*micro_batch.*step": {REDUCE: "never"},
 }
 
@@ -67,6 +77,12 @@ def test_fp16_is_refused_with_what_to_use():
         job_from_keys("fsdp", {"train.precision": "fp16"})
 
 
+def test_more_blocks_ahead_than_there_are_is_refused():
+    keys = {"train.global_batch_size": 4, "strategy.replicate.prefetch": 5}
+    with pytest.raises(ConfigError, match="prefetch=5, and the model has 4 units.*=4 or less"):
+        resolve_plan(make_plan(job_from_keys("fsdp", keys), 2, "cpu"), a_workload())
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -80,7 +96,29 @@ def test_fp16_is_refused_with_what_to_use():
 )
 def test_units_that_a_model_lacks_are_refused_with_those_that_it_has(value, words):
     job = job_from_keys("fsdp", {"train.global_batch_size": 4, KEEP: value})
-    inputs = torch.zeros(1, 6, dtype=torch.int64)
-    workload = Workload(BlockLM(), MicroBatch(inputs, inputs, 6, 1), CrossEntropy(), adamw)
     with pytest.raises(ConfigError, match=words):
-        resolve_plan(make_plan(job, 2, "cpu"), workload)
+        resolve_plan(make_plan(job, 2, "cpu"), a_workload())
+
+
+def a_workload() -> Workload:
+    inputs = torch.zeros(1, 6, dtype=torch.int64)
+    return Workload(BlockLM(), MicroBatch(inputs, inputs, 6, 1), CrossEntropy(), adamw)
+
+
+class Turned(BlockLM):
+    """The last block runs first."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in reversed(self.layers):
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_blocks_in_another_order_than_that_of_the_modules_are_not_gathered_ahead():
+    keys = {"train.global_batch_size": 4, "strategy.replicate.prefetch": 1}
+    workload = a_workload()
+    workload = Workload(Turned(), workload.example, workload.loss, adamw)
+    resolved = resolve_plan(make_plan(job_from_keys("fsdp", keys), 2, "cpu"), workload)
+    with pytest.raises(ConfigError, match="prefetch=1: the blocks of this model do not run in the"):
+        forecast_rank(resolved, workload, 0)

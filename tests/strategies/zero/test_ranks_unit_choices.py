@@ -25,6 +25,7 @@ NUMBERS = 300
 """Bytes of losses, counts and norms, of which some are in no forecast of any strategy."""
 ROWS, LENGTH, WORDS = 12, 16, 128
 KEEP, REDUCE = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
+AHEAD = "strategy.replicate.prefetch"
 THREE, BF16 = {"train.micro_batch_size": 4}, {"train.precision": "bf16"}
 FULL, PAIRS = {"strategy.recompute": "full"}, {"strategy.replicate.shard_ranks": 2}
 
@@ -39,6 +40,14 @@ def frozen_gpt() -> nn.Module:
     model = gpt(5)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name or "blocks.4" in name)
+    return model
+
+
+def frozen_front() -> nn.Module:
+    """A model whose first layers are frozen, so that its first blocks have no backward pass."""
+    model = gpt(6)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("blocks.4", "blocks.5", "head")))
     return model
 
 
@@ -103,6 +112,7 @@ KEPT = {
     "recomputed": kept((1, "all"), **FULL),
     "tied": kept((1, "all"), partial(gpt, tied=True), **THREE),
     "frozen": kept((1, 2, "all"), frozen_gpt, **THREE),
+    "first blocks without a backward pass": kept(("none", 1, 3, "all"), frozen_front),
     "each rank has all": kept((1, "all"), **{"strategy.replicate.shard_ranks": 1}),
 }
 
@@ -140,12 +150,39 @@ def test_gradients_reduced_once_a_step_are_forecast_to_the_byte(case: str) -> No
     check(REDUCED[case], 2)
 
 
+def ahead(make: Any = gpt, *, numbers: Any = (0, 1, 3), **keys: Any) -> dict[str, Any]:
+    return {str(number): (make, {**keys, AHEAD: number}) for number in numbers}
+
+
+GATHERED_AHEAD = {
+    "fp32": ahead(numbers=(0, 1, 2, 4)),
+    "bf16": ahead(**BF16),
+    "recomputed": ahead(**FULL),
+    "three micro-batches": ahead(**THREE),
+    "once a step": ahead(**THREE, **ONCE),
+    "kept in part": ahead(**{KEEP: 2}),
+    "patterns kept": ahead(**{KEEP: ["blocks.0", "blocks.2"]}),
+    "all kept": ahead(numbers=(1, 3), **{"strategy.replicate.stage": 2}),
+    "frozen": ahead(frozen_gpt),
+    "first blocks without a backward pass": ahead(frozen_front),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED_AHEAD)
+def test_blocks_gathered_ahead_are_forecast_to_the_byte(case: str) -> None:
+    check(GATHERED_AHEAD[case], 2)
+
+
 IN_TURN = {"train.micro_batch_size": 3, "mesh.pp": 2, "mesh.dp": 2}
 ON_FOUR = {
     "pairs": (kept((1, "all"), **PAIRS), "fsdp", {}),
     "pairs, three micro-batches in bf16": (kept((1,), **PAIRS, **THREE, **BF16), "fsdp", {}),
     "1f1b": (kept((1, "all", ["blocks.0"]), **IN_TURN), "1f1b+fsdp", {"pp": 2, "dp": 2}),
     "1f1b, bf16": (kept((1, "all"), **IN_TURN, **BF16), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "pairs, ahead": (ahead(numbers=(0, 2), **PAIRS), "fsdp", {}),
+    "1f1b, ahead": (ahead(**IN_TURN), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "1f1b, ahead in bf16": (ahead(**IN_TURN, **BF16, **{KEEP: 1}), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "gpipe, ahead": (ahead(numbers=(2,), **IN_TURN, **BF16), "gpipe+fsdp", {"pp": 2, "dp": 2}),
     "pairs, once": (reduced(**PAIRS), "fsdp", {}),
     "pairs, once between them": (reduced(**BETWEEN), "fsdp", {}),
     "pairs, once between them in bf16": (reduced(**BETWEEN, **BF16), "fsdp", {}),
@@ -178,6 +215,8 @@ SAME = [
     {KEEP: ["blocks.0", "blocks.2"], "train.micro_batch_size": 1},
     {**ONCE, "train.micro_batch_size": 1},
     {**ONCE, KEEP: 2, "train.micro_batch_size": 2},
+    {AHEAD: 0},
+    {AHEAD: 2, KEEP: 1},
 ]
 
 
