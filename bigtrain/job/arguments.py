@@ -270,6 +270,8 @@ class PlanOptions(argparse.Namespace):
     engines: str
     output: str | None
     picture: str | None
+    frontier: bool
+    at: str | None
     as_json: bool
     overrides: list[str]
 
@@ -324,6 +326,14 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     )
     parser.add_argument(
         "--picture", metavar="FILE", help="draw memory against time as .svg or .png"
+    )
+    parser.add_argument(
+        "--frontier",
+        action="store_true",
+        help="show the plans from the least time to the least memory",
+    )
+    parser.add_argument(
+        "--at", metavar="SIZE", help="the fastest plan whose predicted peak is at most this"
     )
     parser.add_argument(
         "--json",

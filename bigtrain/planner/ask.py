@@ -64,6 +64,10 @@ class Question:
     """Whether the cluster is this machine, so that the model's blocks can be timed."""
     only_best: bool = False
     """Whether to search the fastest plan only, without others and without the Pareto front."""
+    on_peaks: bool = False
+    """Whether the limit is the one on predicted peaks that `--at` sets."""
+    frontier: bool = False
+    """Whether to search the whole Pareto front. The margins then have to be zero."""
     margins: Mapping[str, float] = field(kw_only=True)
     """The engines to choose from, each with the share by which its memory forecasts are enlarged
     before they are compared with the limit."""
@@ -219,7 +223,12 @@ def _search(question: Question, opened: Opened) -> PlannedAnswer:
         techniques=techniques,
     )
     search = PlanSearch(evaluator, space)
-    answer = search.run(question.limit, only_best=question.only_best)
+    answer = search.run(
+        question.limit,
+        only_best=question.only_best,
+        frontier=question.frontier,
+        with_offload=question.on_peaks,
+    )
     flops = sum(
         float(((w.flops + w.low_flops) * w.times).sum())
         for s in whole_model.sections

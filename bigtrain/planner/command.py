@@ -18,9 +18,11 @@ from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rate_cache import faster_precision
 from bigtrain.machine.residuals import EngineName
+from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
 from bigtrain.planner.show import (
     figure_caveats,
+    frontier_table,
     no_fit_lines,
     plan_document,
     plan_text,
@@ -28,6 +30,7 @@ from bigtrain.planner.show import (
     rejection_lines,
     search_line,
 )
+from bigtrain.units import KIB, MIB, format_bytes, parse_bytes
 
 PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
 """The engines whose forecasts have been compared with measurements."""
@@ -103,6 +106,9 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
     memory, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
     described = cluster.device if options.cluster else None
     margins_by_engine, why = engine_margins(engines, described)
+    if options.frontier or options.at is not None:
+        memory = _limit_on_peaks(memory, max(margins_by_engine.values()), options.at)
+        margins_by_engine = dict.fromkeys(engines, 0.0)
     samples = options.global_batch_size
     if samples is None:
         samples = job.train.global_batch_size or 32
@@ -117,9 +123,27 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         tp=job.mesh.tp,
         rows=_number_in_words(options.overrides, "train.micro_batch_size"),
         at_hand=options.cluster is None,
+        on_peaks=options.at is not None,
+        frontier=options.frontier,
         margins=margins_by_engine,
     )
     return question, f"{line}; {why}"
+
+
+def _limit_on_peaks(memory: Limit, margin: float, at: str | None) -> Limit:
+    """Return a limit on predicted peaks: that of a rank without the margin, or that of `--at`.
+
+    Raises:
+        ConfigError: `--at` is no size, or more than a rank may take.
+    """
+    most = int(memory.for_tensors / (1 + margin)) // KIB * KIB  # as the frontier prints it
+    peak = most if at is None else parse_bytes(at)
+    if peak > most:
+        raise ConfigError(
+            f"--at {at}: tensors of a rank may take {format_bytes(most)}. Use --at "
+            f"{most // MIB}MiB or less, or another --memory."
+        )
+    return Limit(peak, 0)
 
 
 def _number_in_words(words: list[str], key: str) -> int | None:
@@ -192,7 +216,7 @@ def _show(
     planned: PlannedAnswer, margin: str, shown_path: str, path: Path, options: PlanOptions
 ) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(plans_table(planned, console.width))
+    console.print((frontier_table if options.frontier else plans_table)(planned, console.width))
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     if options.cluster is None and planned.question.job.train.precision == "fp32":
         lines += faster_precision(planned.question.cluster.device.flops.model_dump())

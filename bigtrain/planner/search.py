@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.planner.bounds import PlanBounds
 from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator, RejectedPlan
 from bigtrain.planner.space import Candidate, SearchSpace
+from bigtrain.units import KIB
 
 MAX_PLANS = 10
 """The most plans that are reported."""
@@ -22,6 +24,10 @@ a step slower. The memory that the other choice saves lets fewer blocks recomput
 than this share."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
 """Shares of the limit for which the fastest plan is searched in addition, for the Pareto front."""
+FRONTIER_QUERIES = 24
+"""The most memory limits for which `PlanSearch.frontier` searches the fastest plan."""
+FRONTIER_RATIO = 1.04
+"""`PlanSearch.frontier` searches no plan between two peaks that differ by less than this factor."""
 MAX_REJECTIONS = 16
 """The search for a share of `FRONT_LIMITS` ends after this many rejected plans, even without a plan
 that fits. The front may then have fewer plans."""
@@ -36,6 +42,8 @@ class SearchResult:
     rejected: list[RejectedPlan] = field(default_factory=list)
     front: list[EvaluatedPlan] = field(default_factory=list)
     """The Pareto front, the fastest plan first: no other plan is both smaller and faster."""
+    front_limits: list[int] = field(default_factory=list)
+    """For each plan of a whole front the limit at which the search finds it; otherwise empty."""
     candidates: int = 0
     """The number of candidates of the space."""
     evaluated: int = 0
@@ -88,37 +96,107 @@ class PlanSearch:
         self._dominating_slices: dict[tuple[int, int, Variant | None], Variant | None] = {}
         self._bounds = (self._bound_even_seconds, self._bound_bytes, self._bound_cut_seconds)
         self._open = [*self._opened()]
+        self._has_offload = False
+        """Whether `_open` has the candidates with offload."""
 
-    def run(self, limit: int, *, only_best: bool = False) -> SearchResult:
+    def run(
+        self,
+        limit: int,
+        *,
+        only_best: bool = False,
+        frontier: bool = False,
+        with_offload: bool = False,
+    ) -> SearchResult:
         """Find the fastest plans that fit.
 
         Args:
             limit: bytes that a rank may hold.
             only_best: whether to search the fastest plan only. The front is then that plan alone.
+            frontier: whether the front is the whole of `frontier`, and not a few plans.
+            with_offload: whether plans with offload are searched although other plans fit.
 
         Raises:
             ConfigError: every candidate is refused.
         """
         began = time.perf_counter()
+        if frontier or with_offload:
+            self._open_offload()
         answer = SearchResult(candidates=len(self._open))
         count = 1 if only_best else MAX_PLANS
         answer.best = self._fastest(limit, count, answer)
         if not answer.best:
             # Offload is searched last: moving state in every step costs more than any other
             # technique that saves memory.
-            self._open += self._opened(fallback_tier=True)
+            self._open_offload()
             answer.candidates, answer.below_bound = len(self._open), 0
             answer.best = self._fastest(limit, count, answer)
         if all(opened.refused for opened in self._open) and self._refused:
             raise ConfigError(self._refused[0].reason)
         fitting = list(answer.best)
-        for share in FRONT_LIMITS if fitting and not only_best else ():
-            fitting += self._fastest(int(limit * share), 1)
-        answer.front = _front(fitting)
+        if frontier and fitting:
+            points = self.frontier(limit)
+            answer.front_limits = [at for at, _ in points]
+            answer.front = [plan for _, plan in points]
+        else:
+            for share in FRONT_LIMITS if fitting and not only_best else ():
+                fitting += self._fastest(int(limit * share), 1)
+            answer.front = _front(fitting)
         answer.rejected += self._refused
         answer.evaluated = len({candidate for candidate, _ in self._outcomes})
         answer.seconds = time.perf_counter() - began
         return answer
+
+    def frontier(self, limit: int) -> list[tuple[int, EvaluatedPlan]]:
+        """Find plans from the least seconds to the least memory, none beaten in both by another.
+
+        Between two plans the fastest plan is searched whose peak is at most the geometric mean of
+        their peaks. The widest gap comes first. The engines' margins have to be zero, so that a
+        limit is one on predicted peaks.
+
+        Args:
+            limit: bytes that a rank may hold.
+
+        Returns:
+            For each plan the limit at which the search finds it, and the plan; the fastest first.
+            The limits below the first are whole KiB. The list is empty if no plan fits.
+
+        Raises:
+            ConfigError: every candidate is refused.
+        """
+        self._open_offload()
+        fastest = self._fastest(limit, 1, exhaustive=True)
+        if all(opened.refused for opened in self._open) and self._refused:
+            raise ConfigError(self._refused[0].reason)
+        smallest = self.smallest()
+        if not fastest or smallest is None or smallest.peak is None:
+            return [(limit, plan) for plan in fastest]
+        least = -(-smallest.peak.bytes // KIB) * KIB
+        points = [(limit, fastest[0])]
+        points += [(least, plan) for plan in self._fastest(least, 1, exhaustive=True)]
+        if len(points) == 1:
+            return points
+        searched = [least]  # between two neighbours, the highest limit that was searched
+        for _ in range(FRONTIER_QUERIES):
+            peaks = [plan.peak.bytes for _, plan in points]
+            gaps = [above / low for above, low in zip(peaks, searched, strict=False)]
+            widest = max(range(len(gaps)), key=gaps.__getitem__)
+            if gaps[widest] < FRONTIER_RATIO:
+                break
+            middle = math.isqrt(peaks[widest] * searched[widest]) // KIB * KIB
+            found = self._fastest(middle, 1, exhaustive=True)
+            if found and found[0].peak.bytes > peaks[widest + 1]:
+                points.insert(widest + 1, (middle, found[0]))
+                searched[widest : widest + 1] = [middle, searched[widest]]
+            else:
+                searched[widest] = middle
+        undominated = _front([plan for _, plan in points])
+        return [point for point in points if point[1] in undominated]
+
+    def _open_offload(self) -> None:
+        """Add the candidates with offload to the search, if it does not have them yet."""
+        if not self._has_offload:
+            self._open += self._opened(fallback_tier=True)
+            self._has_offload = True
 
     def _opened(self, *, fallback_tier: bool = False) -> Iterator[_OpenCandidate]:
         unfit_rows: dict[int, str] = {}
@@ -138,7 +216,12 @@ class PlanSearch:
         self._refused.append(RejectedPlan(opened.candidate, reason))
 
     def _fastest(
-        self, limit: int, count: int, answer: SearchResult | None = None
+        self,
+        limit: int,
+        count: int,
+        answer: SearchResult | None = None,
+        *,
+        exhaustive: bool = False,
     ) -> list[EvaluatedPlan]:
         """Find the fastest plans that fit a limit.
 
@@ -147,6 +230,7 @@ class PlanSearch:
             count: how many plans to find.
             answer: the result to which rejected plans are added. If it is None, the search ends
                 after `MAX_REJECTIONS` of them.
+            exhaustive: whether the search never ends before no other plan can be faster.
         """
         best: list[EvaluatedPlan] = []
         num_rejected = 0
@@ -175,7 +259,7 @@ class PlanSearch:
                     opened.failed_limit = max(opened.failed_limit, limit)
                 if answer is not None:
                     answer.rejected.append(outcome)
-                elif num_rejected >= MAX_REJECTIONS:
+                elif num_rejected >= MAX_REJECTIONS and not exhaustive:
                     break
                 continue
             best.append(outcome)

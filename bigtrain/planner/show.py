@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bigtrain.planner.ask import PlannedAnswer
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
-from bigtrain.units import MIB, format_bytes, format_count, format_flops, format_seconds
+from bigtrain.units import KIB, MIB, format_bytes, format_count, format_flops, format_seconds
 
 _SHORT = {
     "parameters": "par",
@@ -68,6 +68,50 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
             format_count(figures["targets_per_second"]),
             "-" if figures["mfu"] is None else f"{100 * figures['mfu']:.0f} %",
             *([_short_keys(apart[number - 1])] if any(apart) else []),
+        )
+    return table
+
+
+def frontier_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
+    """Return a table of the Pareto front, from the least time to the least memory.
+
+    Args:
+        planned: the answer.
+        width: the width of the terminal in characters. Below `WIDE_TABLE` the table has no column
+            for the recomputed blocks.
+    """
+    question, front = planned.question, planned.result.front
+    table = Table(
+        title=f"{question.job.model.name}, {format_count(planned.num_parameters)} parameters, on "
+        f"{question.devices} x {question.cluster.device.name}: no plan has both less memory and "
+        "less time",
+        title_justify="left",
+    )
+    wide = width >= WIDE_TABLE
+    for name in ("peak", "", "step", "", _unit(planned)):
+        table.add_column(name, justify="right")
+    table.add_column("plan")
+    for name in ("pp x dp x tp", "micro-batch", *(("recomputed",) if wide else ())):
+        table.add_column(name, justify="right")
+    apart = _differences(planned, front)
+    if any(apart):
+        table.add_column("differs in")
+    table.add_column("take it with")
+    for at, evaluated, differing in zip(planned.result.front_limits, front, apart, strict=True):
+        memory = evaluated.peak.bytes / front[0].peak.bytes
+        time = evaluated.seconds.total / front[0].seconds.total
+        table.add_row(
+            format_bytes(evaluated.peak.bytes),
+            f"{memory:.2f}",
+            format_seconds(evaluated.seconds.total),
+            f"{time:.2f}",
+            format_count(plan_figures(planned, evaluated)["targets_per_second"]),
+            evaluated.label,
+            " x ".join(map(str, evaluated.candidate.axes)),
+            f"{evaluated.candidate.rows} x {evaluated.candidate.micro_batches}",
+            *([recompute_summary(evaluated)] if wide else []),
+            *([_short_keys(differing)] if any(apart) else []),
+            f"--at {at // KIB}KiB",
         )
     return table
 
@@ -247,6 +291,7 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
         "search_seconds": answer.seconds,
         "plans": _rows(planned, answer.best),
         "front": _rows(planned, answer.front),
+        "front_limits": answer.front_limits,
         "not_fitting": list(rejection_lines(planned)),
     }
 
@@ -320,6 +365,7 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
     kind = max(breakdown, key=lambda part: breakdown[part])
     needed = question.memory_for(peak.bytes, smallest.candidate.engine)
     option = "--cap" if question.memory.reserved is None else "--memory"
+    option = "--at" if question.on_peaks else option
     largest = planned.search.evaluator.most_blocks(smallest.candidate, question.limit)
     smaller = ""
     if largest is not None:

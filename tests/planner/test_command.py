@@ -16,6 +16,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job
 from bigtrain.planner.command import main
+from bigtrain.units import format_bytes, parse_bytes
 
 SMALL = [
     "model.args={num_layers: 4, width: 32, num_heads: 2, sequence_length: 16}",
@@ -49,6 +50,28 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
     # A second run, with less to search, reports that it replaces the plan of the first.
     assert main(["--devices", "1", "--cluster", "cpu", *SMALL]) == 0
     assert "plan: plan.yaml (replaces an older one)" in capsys.readouterr().out
+
+
+def test_the_frontier_is_shown_and_each_of_its_plans_can_be_taken(here: Path, capsys: Any) -> None:
+    words = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", *SMALL]
+    assert main([*words, "--frontier", "--picture", "front.svg", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["front"]) >= 6
+    assert "<svg" in (here / "front.svg").read_text()
+    size = f"{told['front_limits'][3] // 1024}KiB"
+    assert main([*words, "--at", size]) == 0
+    assert f"at most {format_bytes(parse_bytes(size))} of tensors" in capsys.readouterr().out
+    taken = yaml.safe_load((here / "plan.yaml").read_text())
+    assert taken["predicted"] == told["front"][3]["predicted"]
+    assert main([*words, "--frontier"]) == 0
+    said = capsys.readouterr().out
+    assert "no plan has both less memory and less time" in said
+    assert f"--at {size}" in said
+
+
+def test_a_peak_that_no_plan_has_names_the_least(capsys: Any) -> None:
+    assert main(["--devices", "1", "--cluster", "cpu", "--at", "100KiB", *SMALL]) == 1
+    assert "Use --at 2MiB, or more --devices" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_plan_of_its_own_is_left_alone(here: Path, capsys: Any) -> None:
@@ -146,6 +169,8 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
             r"one node of 2 devices, without links between nodes",
         ),
         (["--engines", "jax"], r"--engines jax: jax is not one of the planner's engines"),
+        (["--at", "900GiB"], r"--at 900GiB: tensors of a rank may take .*Use --at \d+MiB or less"),
+        (["--at", "much"], r"'much' is not a size in bytes"),
         (["--picture", "front.pdf"], r"--picture front.pdf: name a file that ends in"),
         (["model.name=nothing"], r"nothing"),
         (["train.stepz=3"], r"train.stepz"),

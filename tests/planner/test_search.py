@@ -227,6 +227,41 @@ def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None
     assert seconds == sorted(seconds)
 
 
+@cache
+def frontier() -> PlannedAnswer:
+    return ask_with_shared_model(question(4, 40 * MIB, frontier=True))
+
+
+def test_the_frontier_goes_from_the_least_time_to_the_least_memory() -> None:
+    planned = frontier()
+    front = planned.result.front
+    smallest = planned.search.smallest()
+    assert len(front) >= 6
+    assert front[0].seconds.total == planned.result.best[0].seconds.total
+    assert smallest is not None
+    assert smallest.peak is not None
+    assert front[-1].peak.bytes == smallest.peak.bytes
+    figures = [(plan.peak.bytes, plan.seconds.total) for plan in front]
+    assert sorted(figures, reverse=True) == figures
+    assert sorted(figures, key=lambda figure: figure[1]) == figures
+
+
+def test_no_plan_that_was_left_out_beats_one_of_the_frontier() -> None:
+    """Every candidate is evaluated at the limit of each plan of the frontier."""
+    planned = frontier()
+    for limit, plan in zip(planned.result.front_limits, planned.result.front, strict=True):
+        every = every_plan(planned.search, limit, with_offload=True)
+        fastest = min(one.seconds.total for one in every)
+        assert plan.seconds.total == pytest.approx(fastest, rel=1e-9)
+
+
+def test_a_point_of_the_frontier_is_found_again_at_its_limit() -> None:
+    plan, limit = frontier().result.front[2], frontier().result.front_limits[2]
+    asked = question(4, limit, only_best=True, on_peaks=True)
+    again = ask_with_shared_model(asked).result.best[0]
+    assert (again.peak.bytes, again.seconds.total) == (plan.peak.bytes, plan.seconds.total)
+
+
 def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
     """The named memory is enough, also with a margin, and one MiB less is not."""
     margin = {"margins": {"torch": 0.05}}

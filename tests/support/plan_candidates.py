@@ -64,12 +64,16 @@ def candidate_of(
     return Candidate(pp, dp, replicate, rows, micro_batches, cut, offload_variant)
 
 
-def every_plan(search: PlanSearch, limit: int) -> Iterator[EvaluatedPlan]:
+def every_plan(
+    search: PlanSearch, limit: int, *, with_offload: bool = False
+) -> Iterator[EvaluatedPlan]:
     """Evaluate every candidate and yield those that fit; assert that no bound exceeds its
     figures.
     """
     evaluator, bounds = search.evaluator, search.bounds
-    for candidate in search.space.candidates():
+    space = search.space
+    tiers = (False, True) if with_offload else (False,)
+    for candidate in (one for tier in tiers for one in space.candidates(fallback_tier=tier)):
         try:
             plan = evaluator.plan_of(candidate)
             least = bounds.least_seconds(candidate)
