@@ -553,6 +553,17 @@ class Strategy(BaseModel):
             import_path = f"{type(self).__module__}:{type(self).__qualname__}"
             yield Variant(self.name, {"name": import_path, **options}, self.traits.engine)
 
+    def finer_variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
+        """The forms between this one and faster ones, from the least memory to the most.
+
+        Each form sends less than the one before it and needs at least as much memory. They differ
+        only in options of this technique, so that one profile serves all their forecasts.
+
+        Args:
+            shape: see `variants`.
+        """
+        return ()
+
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
         """Changes of this technique's options after which a job may fit into memory.
 

@@ -17,8 +17,9 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -38,6 +39,7 @@ ACTIVATION_DOMINANCE = 0.6
 
 UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch")
 """The options that only torch's stages 2 and 3 have."""
+NOTHING_INSTEAD: Mapping[str, str] = MappingProxyType({})
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
 _ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
@@ -118,6 +120,18 @@ class Zero(Strategy):
             options["shard_ranks"] = node
             yield Variant(f"hybrid_{node}", options)  # parameters are gathered inside a node
 
+    def finer_variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.finer_variants`: more and more blocks stay gathered, up to all of them."""
+        if (self.engine, self.stage) != ("torch", 3) or shape.dp == 1:
+            return
+        options = {"name": self.name, **self.model_dump(mode="json", exclude_defaults=True)}
+        for number in range(1, -(-shape.num_blocks // shape.pp) + 1):
+            label = f"fsdp, {number} blocks kept"
+            yield Variant(label, {**options, "keep_gathered": number})
+        if shape.micro_batches > 1:
+            label = "fsdp, all kept and reduced once"
+            yield Variant(label, {**options, "keep_gathered": "all", "reduce": "step"})
+
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
         """See `Strategy.remedies`: shard the states, if every replica has a copy of them."""
         is_whole = "cut" not in plan.techniques and plan.replicate.sharded_states == 0
@@ -158,8 +172,11 @@ class Zero(Strategy):
                 "Use --strategy ddp."
             )
 
-    def refuse_unit_choices(self) -> None:
+    def refuse_unit_choices(self, instead: Mapping[str, str] = NOTHING_INSTEAD) -> None:
         """Refuse the choices of torch's stages 2 and 3, for other engines and stages.
+
+        Args:
+            instead: for some of the options, a sentence about the engine's own settings.
 
         Raises:
             ConfigError: one of them is set.
@@ -171,6 +188,7 @@ class Zero(Strategy):
                     f"{as_word(f'strategy.replicate.{key}', value)} is for torch's stages 2 and 3, "
                     f"and engine is {self.engine}, stage {self.stage}. Leave it out, or set "
                     "strategy.replicate.engine=torch strategy.replicate.stage=3."
+                    + "".join(f" {sentence}" for sentence in (instead.get(key),) if sentence)
                 )
 
     def refuse_config(self) -> None:

@@ -79,6 +79,23 @@ Writes into a parameter between its uses are lost, and a second backward pass fi
 """
 
 
+OWN_SETTINGS = {
+    "keep_gathered": (
+        "DeepSpeed chooses by size: parameters of fewer elements than "
+        "zero_optimization.stage3_param_persistence_threshold stay gathered (strategy.deepspeed=F)."
+    ),
+    "reduce": (
+        "DeepSpeed reduces once a step in stage 1 (strategy.replicate.stage=1), and after every "
+        "micro-batch in stages 2 and 3."
+    ),
+    "prefetch": (
+        "DeepSpeed counts elements instead of blocks: set "
+        "zero_optimization.stage3_prefetch_bucket_size in a file (strategy.deepspeed=F)."
+    ),
+}
+"""For options that only torch's stages 2 and 3 have: what DeepSpeed has instead."""
+
+
 class DeepSpeed(Zero):
     """ZeRO by DeepSpeed's engine, which runs the backward passes and the optimizer's step."""
 
@@ -160,7 +177,7 @@ class DeepSpeed(Zero):
 
     def check(self, plan: Plan) -> None:
         """Refuse plans that DeepSpeed does not support, and a file that contradicts the job."""
-        self.refuse_unit_choices()
+        self.refuse_unit_choices(OWN_SETTINGS)
         if plan.shares_engine:
             self._check_in_pipeline(plan)
             return

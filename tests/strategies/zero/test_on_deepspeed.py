@@ -55,7 +55,15 @@ def test_one_rank_trains_silently_and_nothing_is_compiled(tmp_path):
     assert done.stderr == ""
 
 
+OF_UNITS = "strategy.replicate"
 REFUSED = {
+    "keep_gathered": (
+        "zero3",
+        {f"{OF_UNITS}.keep_gathered": 2},
+        "keep_gathered=2 is for torch's.*deepspeed, stage 3.*stage3_param_persistence_threshold",
+    ),
+    "reduce": ("zero2", {f"{OF_UNITS}.reduce": "step"}, "reduces once a step in stage 1"),
+    "prefetch": ("zero3", {f"{OF_UNITS}.prefetch": 1}, "set zero_opt.*prefetch_bucket_size"),
     "fp64": ("zero1", {"train.precision": "fp64"}, r"updates in fp32.*--strategy zero1_torch"),
     "fp64, 2": ("zero2", {"train.precision": "fp64"}, r"--strategy fsdp_zero2 \(engine=torch\)"),
     "fp64, 3": ("zero3", {"train.precision": "fp64"}, r"--strategy fsdp \(engine=torch\)"),

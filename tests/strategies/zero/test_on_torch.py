@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.nets import BlockLM
 from support.parity import adamw
+from support.traffic import traffic_of_plan
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.variants import Shape
 from bigtrain.core.workload import Workload
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
+from bigtrain.job.schema import StrategyConfig
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.prediction.predict import forecast_rank
+from bigtrain.prediction.predict import forecast_rank, forecast_step
 
 KEEP, REDUCE = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
 REFUSED = {
@@ -122,3 +128,26 @@ def test_blocks_in_another_order_than_that_of_the_modules_are_not_gathered_ahead
     resolved = resolve_plan(make_plan(job_from_keys("fsdp", keys), 2, "cpu"), workload)
     with pytest.raises(ConfigError, match="prefetch=1: the blocks of this model do not run in the"):
         forecast_rank(resolved, workload, 0)
+
+
+def test_finer_variants_need_more_and_send_less_one_after_the_other():
+    """One profile serves all of them."""
+    keys = {"train.global_batch_size": 8, "train.micro_batch_size": 2}
+    job = job_from_keys("fsdp", keys)
+    plan = make_plan(job, 2, "cpu")
+    inputs = torch.zeros(2, 6, dtype=torch.int64)
+    whole = Workload(BlockLM(64), MicroBatch(inputs, inputs, 12, 2), CrossEntropy(), adamw)
+    (profile,) = forecast_rank(resolve_plan(plan, whole), whole, 0).profiles
+    shape = Shape(1, 2, 2, "cpu", num_blocks=4, micro_batches=2)
+    technique = plan.techniques["replicate"]
+    forms = [plan]
+    for variant in technique.finer_variants(shape):
+        section = StrategyConfig.model_validate({"name": "finer", "replicate": variant.options})
+        forms.append(make_plan(job.model_copy(update={"strategy": section}), 2, "cpu"))
+    assert len(forms) == 6  # one for each number of blocks, and one that reduces once a step
+    peaks = [forecast_step(profile, form).peak().bytes for form in forms]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] > peaks[0]
+    sent = [StepVolume.stated(traffic_of_plan(profile, form), 2).sent_bytes for form in forms]
+    assert sent == sorted(set(sent), reverse=True)
+    assert list(technique.finer_variants(replace(shape, dp=1))) == []
