@@ -334,6 +334,7 @@ class Engine(SavedState):
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
+            self.runner.forget_gradients()  # a next step would add its own to them
             raise error.in_step(self.steps_done + 1) from None
         top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1

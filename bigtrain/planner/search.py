@@ -265,7 +265,25 @@ class PlanSearch:
             best.append(outcome)
             best.sort(key=_by_seconds)
             del best[count:]
-        return best
+        return [self._with_finest_form(plan, limit) for plan in best[:1]] + best[1:]
+
+    def _with_finest_form(self, found: EvaluatedPlan, limit: int) -> EvaluatedPlan:
+        """Return a plan with the finest form of its data parallelism that fits and is no slower.
+
+        The search has evaluated only a few of these forms.
+        """
+        forms = self.space.finer_forms(found.candidate)
+        current = found.candidate.replicate
+        low = next((n for n, form in enumerate(forms) if form.replicate == current), -1)
+        high = len(forms) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            outcome = self._evaluated(_OpenCandidate(forms[middle], 0.0), limit)
+            if isinstance(outcome, EvaluatedPlan) and _by_seconds(outcome) <= _by_seconds(found):
+                low, found = middle, outcome
+            else:
+                high = middle - 1
+        return found
 
     def _make_plan(self, opened: _OpenCandidate) -> None:
         """Make the candidate's plan and its lower bound on memory, or refuse the candidate.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Any
@@ -25,6 +25,11 @@ CHOSEN: tuple[Role, ...] = ("replicate", "cut", "slice", "offload")
 """The roles whose techniques list variants."""
 MAX_ROWS = 64
 """The most rows of a micro-batch that are searched: more do not make a device faster."""
+
+
+FINER_FORMS = 3
+"""The most finer forms of a technique that are searched; the best plan then gets the finest that
+fits."""
 
 
 @dataclass(frozen=True)
@@ -252,20 +257,11 @@ class SearchSpace:
         for pp, dp, tp in self.meshes():
             for rows in self._rows(self.global_batch_size // dp):
                 steps = self.global_batch_size // dp // rows
-                shape = Shape(
-                    pp,
-                    dp,
-                    self.per_node,
-                    self.device_type,
-                    self.num_blocks,
-                    steps,
-                    tp,
-                    self.most_ranks,
-                )
+                shape = self._shape(pp, dp, tp, steps)
                 offloads = list(self._variants("offload", shape)) if fallback_tier else [None]
                 cuts = list(self._variants("cut", shape)) if pp > 1 else [None]
                 slices = list(self._variants("slice", shape)) if tp > 1 else [None]
-                for replicate in self._variants("replicate", shape):
+                for replicate in self._replicates(shape):
                     if dp > 1 and self.engines is not None and replicate.engine not in self.engines:
                         continue
                     traits = _traits("replicate", replicate)
@@ -281,10 +277,45 @@ class SearchSpace:
         for technique in self.techniques[role]:
             yield from technique.variants(shape)
 
+    def _shape(self, pp: int, dp: int, tp: int, steps: int) -> Shape:
+        sizes = self.per_node, self.device_type, self.num_blocks
+        return Shape(pp, dp, *sizes, steps, tp, self.most_ranks)
+
+    def finer_forms(self, candidate: Candidate) -> list[Candidate]:
+        """Return the candidate with each finer form of its data parallelism, slowest first."""
+        if candidate.replicate is None or candidate.pp > 1:
+            return []
+        shape = self._shape(*candidate.axes, candidate.micro_batches)
+        forms = finer_forms(candidate.replicate, shape)
+        return [replace(candidate, replicate=form) for form in forms]
+
+    def _replicates(self, shape: Shape) -> Iterator[Variant]:
+        """Yield the forms of data parallelism, each followed by some of its finer forms."""
+        for variant in self._variants("replicate", shape):
+            yield variant
+            if shape.pp == 1:
+                yield from finer_sample(variant, shape)
+
     def _rows(self, share: int) -> list[int]:
         if self.rows is not None:
             return [self.rows] if share % self.rows == 0 else []
         return round_sizes(share)
+
+
+def finer_forms(variant: Variant, shape: Shape) -> list[Variant]:
+    """Return all finer forms of a form of data parallelism; see `Strategy.finer_variants`."""
+    technique = _technique("replicate", variant)
+    return [] if technique is None else list(technique.finer_variants(shape))
+
+
+def finer_sample(variant: Variant, shape: Shape) -> list[Variant]:
+    """Return at most `FINER_FORMS` finer forms of a form, evenly spread, without the last one.
+
+    The last one has the most memory and is a form of its own.
+    """
+    finer = finer_forms(variant, shape)[:-1]
+    places = {len(finer) * part // (FINER_FORMS + 1) for part in range(1, FINER_FORMS + 1)}
+    return [finer[place] for place in sorted(places) if place < len(finer)]
 
 
 def _listed(sizes: Mapping[str, int], separator: str = "") -> str:

@@ -94,10 +94,10 @@ class Breaking(CrossEntropy):
         return loss if first else loss + math.inf
 
 
-def broken_step(context, strategy, what):
+def broken_step(context, strategy, what, *, held: bool = True):
     batch = torch.ones(4, 4), torch.arange(4) % 3
     with (
-        mock.patch(AS_ON_A_GPU, return_value=True),
+        mock.patch(AS_ON_A_GPU, return_value=held),
         Engine(
             partial(nn.Linear, 4, 3), Breaking(), FUSED, job_from_keys(strategy, KEYS), context
         ) as engine,
@@ -128,5 +128,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(strategy):
     results = run_ranks(broken_step, 2, strategy, "gradient")
     for message, unchanged, first, next_loss, _ in results:
         assert "step 2: the gradient norm is nan" in message
+        assert unchanged
+        assert next_loss < first
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_after_the_error_trains_where_the_host_waits_before_the_update_too(what):
+    run = partial(broken_step, held=False)
+    for _, unchanged, first, next_loss, _ in run_ranks(run, 2, "ddp", what):
         assert unchanged
         assert next_loss < first
