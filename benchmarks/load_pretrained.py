@@ -3,7 +3,7 @@
     python benchmarks/load_pretrained.py [--ranks 2 4] [--output FILE]
 
 Models are made from configurations and saved in bf16, in several files: a Llama of 633 million
-parameters and a Mixtral of 387 million. `full` trains all parameters in fp32. `lora` trains
+parameters and a Mixtral of 379 million. `full` trains all parameters in fp32. `lora` trains
 adapters in a bf16 run. `peak` is the highest RssAnon of a rank from just before the first tensor of
 the model to the last value, in addition to that before: pages of the files do not count. `over` is
 the difference of the peak and the rank's share, in units of the model's largest tensor in fp32; at
