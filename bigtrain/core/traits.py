@@ -141,6 +141,9 @@ class Traits:
     gathers_whole: bool = False
     """Whether sharded parameters exist whole, in addition to the shards, at the end of a forward
     pass."""
+    gathers_outside: bool = False
+    """Whether modules outside of blocks are gathered one by one (`blocks.modules_outside`). They
+    are then among the blocks of profiles."""
     num_servers: int = 0
     """The number of parameter servers: the first ranks of the dp axis, which hold state and compute
     no loss. The other ranks, the workers, share the global batch."""

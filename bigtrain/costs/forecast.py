@@ -166,6 +166,9 @@ class Profile:
     blocks run."""
     outside_blocks: BlockTicks | None = None
     """The parameters outside of all blocks, with their ticks in `first`."""
+    uncalled: tuple[str, ...] = ()
+    """Names of those modules outside of blocks that are gathered alone (see
+    `Traits.gathers_outside`), but are not called."""
     boundary: BoundaryBytes = BoundaryBytes()
     """Bytes of a stage's boundary tensors; zero for a whole model."""
     crossing: CrossingBytes = CrossingBytes()

@@ -57,6 +57,45 @@ def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def modules_outside(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules outside of blocks that can be gathered alone, in the order of the tree.
+
+    They are the outermost modules that contain no block, have a parameter of two or more dims, and
+    share no parameter with another module: an embedding and a head that are not tied. Norms are
+    left out because they are small. So are modules that a cut goes through.
+    """
+    inside = {id(module) for _, block in find_blocks(model) for module in block.modules()}
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    through = getattr(model, "cut_through", ())
+
+    def is_alone(module: nn.Module) -> bool:
+        own = {id(inner) for inner in module.modules()}
+        return all(owners[id(p)] <= own for p in module.parameters())
+
+    return [
+        (name, module)
+        for name, module in _outside("", model, inside)
+        if name not in through
+        and is_alone(module)
+        and any(p.dim() > 1 for p in module.parameters())
+    ]
+
+
+def _outside(path: str, module: nn.Module, inside: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that contain no module of a block, except containers."""
+    for name, child in module.named_children():
+        if id(child) in inside:
+            continue
+        is_container = isinstance(child, _LISTS) or _is_namespace(child)
+        if is_container or any(id(inner) in inside for inner in child.modules()):
+            yield from _outside(f"{path}{name}.", child, inside)
+        else:
+            yield f"{path}{name}", child
+
+
 def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
     """Return the names of the modules that match patterns, in the order of the tree.
 

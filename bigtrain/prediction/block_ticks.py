@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.blocks import independent_blocks
+from bigtrain.models.blocks import independent_blocks, modules_outside
 from bigtrain.models.parameters import left_out_names
 from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.slicing.scatter_gather import Crossing
@@ -43,13 +43,27 @@ class BlockTickRecorder:
         tracker: the tracker whose clock defines the ticks.
         names: the names of modules to follow in addition to the blocks that share no parameter.
             Names that the model does not have are ignored.
+        outside: whether `blocks.modules_outside` count as blocks.
     """
 
     def __init__(
-        self, model: nn.Module, tracker: StorageTracker, names: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        tracker: StorageTracker,
+        names: Iterable[str] = (),
+        *,
+        outside: bool = False,
     ) -> None:
         self._tracker = tracker
         self._modules = dict(independent_blocks(model))
+        apart = modules_outside(model) if outside else []
+        self.outside = tuple(name for name, _ in apart)
+        """The names of the modules outside of blocks that count as blocks."""
+        if apart:
+            self._modules |= dict(apart)
+            every = {name: place for place, (name, _) in enumerate(model.named_modules())}
+            in_tree = sorted(self._modules, key=lambda name: every.get(name, len(every)))
+            self._modules = {name: self._modules[name] for name in in_tree}
         self.names = tuple(self._modules)
         """The names of the blocks that share no parameter."""
         inside = {id(p) for block in self._modules.values() for p in block.parameters()}

@@ -265,7 +265,8 @@ def _record(
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
             for hook in hooks:  # before the recorder of ticks: these hooks may replace gradients
                 noting.enter_context(hook(fake, tracker))
-            ticks = BlockTickRecorder(root, tracker, choices)
+            outside = plan.replicate.gathers_outside
+            ticks = BlockTickRecorder(root, tracker, choices, outside=outside)
             births: list[GradientTicks] = []
             marks = unit.steps(runner, batches, partial(_step, tracker, births, products))
         timeline = tracker.timeline()
@@ -420,6 +421,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         early_share=run.early_share,
         blocks=tuple(zip(*(blocks_of_pass.values() for blocks_of_pass in blocks), strict=True)),
         outside_blocks=run.ticks.outside_blocks(*first),
+        uncalled=tuple(name for name in run.ticks.outside if name not in blocks[0]),
         windows=tuple(
             (name, visit, followed[1][name])
             for name, visit in followed[0].items()

@@ -37,7 +37,7 @@ from bigtrain.units import format_bytes
 ACTIVATION_DOMINANCE = 0.6
 """The share of activations in the peak above which a smaller micro-batch is advised."""
 
-UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch")
+UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch", "outside_blocks")
 """The options that only torch's stages 2 and 3 have."""
 NOTHING_INSTEAD: Mapping[str, str] = MappingProxyType({})
 
@@ -92,6 +92,13 @@ class Zero(Strategy):
 
     Each of them has its buffer meanwhile. By default fully_shard decides: one block in the backward
     pass; in the forward pass as many as a GPU has queued, and none on a CPU.
+    """
+    outside_blocks: Literal["held", "apart"] | None = None
+    """How layers outside of blocks are gathered (torch, stages 2 and 3).
+
+    `held`, the default: together, and held until their gradients are reduced. `apart`: each module
+    with a matrix that it shares with no other module, such as an embedding and a head that are not
+    tied, is gathered and freed like a block; `keep_gathered` counts and names it, too.
     """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""

@@ -4,8 +4,9 @@ The units are the blocks of the model, and the root: all layers outside of block
 not call a block, its unit is the nearest enclosing module that every pass calls. Stage 3 gathers
 each block for its forward pass and again for its backward pass, except those of `keep_gathered`.
 Stage 2 gathers a block once and holds it from the forward to the backward pass. In both stages the
-root is gathered once and held until its gradients are reduced. In a pipeline the passes of other
-micro-batches may free a gathered unit, which is then gathered again.
+root is gathered once and held until its gradients are reduced. With `outside_blocks=apart`, modules
+outside of blocks are units, too. In a pipeline the passes of other micro-batches may free a
+gathered unit, which is then gathered again.
 
 Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard; or once
 a step (`reduce`), so that whole gradients are added up in fp32. In bf16
@@ -38,6 +39,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from bigtrain.core.layer_strategies import RecomputeStrategy
 from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
 from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Traits
@@ -47,6 +49,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError, as_word
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
+from bigtrain.models.blocks import modules_outside
 from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
@@ -59,6 +62,7 @@ from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing,
 from bigtrain.strategies.zero.on_torch.unit_passes import gathered_again
 from bigtrain.strategies.zero.unit_choices import (
     KEEP_KEY,
+    OUTSIDE_KEY,
     PREFETCH_KEY,
     REDUCE_KEY,
     Reduce,
@@ -99,6 +103,7 @@ class FullySharded(Zero):
             # parameters plus the shards of gradients and optimizer state.
             sharded_states=3,
             gathers_whole=self.kept_choice == "all",
+            gathers_outside=self.outside_blocks == "apart",
             moves_parameters=True,
         )
 
@@ -145,6 +150,23 @@ class FullySharded(Zero):
             )
         self._check_reduce(plan)
         self._check_prefetch(plan)
+        self._check_outside(plan)
+
+    def _check_outside(self, plan: Plan) -> None:
+        """Refuse units outside of blocks where forecasts know only blocks."""
+        if self.outside_blocks != "apart":
+            return
+        recompute = plan.techniques.get("recompute")
+        if isinstance(recompute, RecomputeStrategy) and recompute.limit(plan) is not None:
+            raise ConfigError(
+                f"{OUTSIDE_KEY}=apart: strategy.recompute.budget chooses the policies of blocks by "
+                "forecasts in which all other layers are held. Leave one of them out."
+            )
+        if plan.moves_activations:
+            raise ConfigError(
+                f"{OUTSIDE_KEY}=apart: the forecast of strategy.offload.activations counts what "
+                "blocks save, and other layers are no blocks. Leave one of them out."
+            )
 
     def _check_prefetch(self, plan: Plan) -> None:
         """Refuse a number of blocks gathered ahead where nothing is gathered."""
@@ -193,10 +215,11 @@ class FullySharded(Zero):
                 "strategy.cut.schedule=1f1b, which has one stage on each rank."
             )
         if facts.model is not None:
-            names = [name for name, _ in units_of(facts.model, facts.routes)]
-            by_stage = _by_stage(names, facts.stages)
+            by_stage = _by_stage(self._unit_names(facts.model, facts.routes), facts.stages)
             check_kept(self.kept_choice, by_stage)
             check_number(PREFETCH_KEY, self.prefetch or 0, by_stage)
+        if facts.profile is not None and self.outside_blocks == "apart":
+            self._check_called(facts.profile)
         if facts.profile is not None and self.prefetch:
             places = [first.place for first, _ in facts.profile.blocks]
             if places != sorted(places):
@@ -204,6 +227,34 @@ class FullySharded(Zero):
                     f"{PREFETCH_KEY}={self.prefetch}: the blocks of this model do not run in the "
                     "order of its modules, so the next block is not known. Leave it out."
                 )
+
+    def _unit_names(self, model: nn.Module, routes: Routes) -> list[str]:
+        """Return the names of the units of a whole model, in the order of its modules.
+
+        Raises:
+            ConfigError: modules outside of blocks are to be units, and there are none.
+        """
+        apart = self.outside_blocks == "apart"
+        if apart and not modules_outside(model):
+            raise ConfigError(
+                f"{OUTSIDE_KEY}=apart has no effect: the model has no module outside of its blocks "
+                "with a matrix that it shares with no other module (a head that is tied to the "
+                "embedding shares it). Leave it out."
+            )
+        return _in_order(model, [name for name, _ in units_of(model, routes, outside=apart)])
+
+    def _check_called(self, profile: Profile) -> None:
+        """Refuse modules outside of blocks that are not called, although they are used.
+
+        Raises:
+            ConfigError: with the name of one of them.
+        """
+        for name in profile.uncalled:
+            raise ConfigError(
+                f"{OUTSIDE_KEY}=apart: {name} is not called, because its parameters are used in "
+                "another way, such as by a loss in chunks. It could not be gathered alone. Leave "
+                f"{OUTSIDE_KEY} out."
+            )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
         """See `Strategy.meet_routes`: every pass has to call every unit."""
@@ -258,11 +309,16 @@ class FullySharded(Zero):
 
         whole_params = _left_whole(assembly)
         settings["ignored_params"] = whole_params
+        apart = self.outside_blocks == "apart"
         for root in assembly.roots:
             # If a cut divides a module, the module runs in several stages. No stage calls its
             # forward method, so hooks on the module would never run.
             through: Collection[str] = getattr(root, "cut_through", ())
-            units = [pair for pair in units_of(root, assembly.routes) if pair[0] not in through]
+            units = [
+                pair
+                for pair in units_of(root, assembly.routes, outside=apart)
+                if pair[0] not in through
+            ]
             in_order = _in_order(root, [name for name, _ in units])
             kept = {
                 name

@@ -15,16 +15,17 @@ import torch
 from torch import nn
 
 from bigtrain.core.participation import GradientUse
-from bigtrain.models.blocks import independent_blocks
+from bigtrain.models.blocks import independent_blocks, modules_outside
 from bigtrain.tracing.routes import Routes
 
 
-def units_of(root: nn.Module, routes: Routes) -> list[tuple[str, nn.Module]]:
+def units_of(root: nn.Module, routes: Routes, *, outside: bool) -> list[tuple[str, nn.Module]]:
     """Return the units of fully_shard below the root, as (name, module), inner modules first.
 
     Args:
         root: the model, or a stage of it.
         routes: the modules that every pass of the model calls.
+        outside: whether modules outside of blocks are units, too.
     """
     blocks = independent_blocks(root)
     called = {name: block for name, block in blocks if routes.calls(name)}
@@ -32,6 +33,8 @@ def units_of(root: nn.Module, routes: Routes) -> list[tuple[str, nn.Module]]:
     for name, _ in blocks:
         if name not in called:
             enclosing.update(_nearest_called(root, name, routes))
+    if outside:
+        called |= {name: m for name, m in modules_outside(root) if routes.calls(name)}
     inner_first = sorted(enclosing.items(), key=lambda pair: -pair[0].count("."))
     return [*called.items(), *((n, m) for n, m in inner_first if n not in called)]
 

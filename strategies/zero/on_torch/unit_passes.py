@@ -8,7 +8,8 @@ which is reduced to this rank's shard and is alive until the next unit's gradien
 
 When a unit's backward pass ends, the order is this: the parameters of the unit are freed, the
 gradient buffer of the previous unit is freed, the gradient buffer of the unit is allocated, and the
-parameters of the next unit are allocated.
+parameters of the next unit are allocated. The gradients are freed when they are in the buffer, and
+that of the unit's last parameter when the buffer is reduced.
 
 On one rank nothing is exchanged. Parameters are copied out of the shards one by one, in bf16 after
 a cast, and gradients are copied out of the gradient buffer.
@@ -109,7 +110,7 @@ class UnitPass:
         else:
             spans += closed._again_in_backward() if resumed else closed._in_backward(back, end)
         if course != "kept":
-            spans += closed._reduced(rest, end, fresh=fresh)
+            spans += closed._reduced(rest, end, fresh=fresh, summed=course == "last")
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(span for span in spans if span.nbytes), phases)
 
@@ -366,11 +367,13 @@ class UnitPass:
 
         A unit is closed when its gradients are complete.
         """
-        order = [(unit.backward[1], unit) for unit in self.units] + [(end - 1, rest)]
+        order = [(unit.backward[1], unit) for unit in self.units]
+        if rest.shapes or not order:
+            order.append((end - 1, rest))
         order.sort(key=lambda pair: pair[0])
         return order, max(end, order[-1][0] + 1)
 
-    def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
+    def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool, summed: bool) -> list[Span]:
         """Return each unit's gradient buffer, until the next unit is reduced, and its shard."""
         spans = []
         order, closed = self._closing(rest, end)
@@ -382,6 +385,9 @@ class UnitPass:
                 spans.append(
                     _span(whole_bytes, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED)
                 )
+            held = self.sizes.last_gradient(unit, summed=summed)
+            held_until = (reduced_at, _EXCHANGED)
+            spans.append(_span(held, "temporary", reduced_at, _COPIED, *held_until))
             kind: MemoryKind = "gradients" if fresh else "temporary"
             freed_at = (closed + 1, 0) if fresh else (reduced_at, _EXCHANGED)
             spans.append(_span(shard, kind, reduced_at, _SHARD, *freed_at))

@@ -118,6 +118,20 @@ class UnitSizes:
         """Bytes of a unit's whole gradients in the precision of the shards, without padding."""
         return self.shard_width * sum(self._trained_elements(unit))
 
+    def last_gradient(self, unit: BlockTicks, *, summed: bool) -> int:
+        """Bytes of the gradient of a unit's last trained parameter; zero if nothing is exchanged.
+
+        fully_shard holds it while it reduces the unit's gradients.
+
+        Args:
+            unit: the unit.
+            summed: whether gradients are sums in the precision of the shards.
+        """
+        elements = self._trained_elements(unit)
+        if self.alone or not elements:
+            return 0
+        return elements[-1] * (self.shard_width if summed else self.used_width)
+
     def converted(self, unit: BlockTicks) -> int:
         """The most bytes above those of `gradients`, while these are converted from `used_width`.
 

@@ -50,6 +50,14 @@ REFUSED = {
         "strategy.replicate.prefetch": 0,
         "strategy.replicate.stage": 2,
     },
+    "outside_blocks=apart: strategy.recompute.budget chooses": {
+        "strategy.replicate.outside_blocks": "apart",
+        "strategy.recompute": "1GiB",
+    },
+    "outside_blocks=apart: the forecast of strategy.offload.activations": {
+        "strategy.replicate.outside_blocks": "apart",
+        "strategy.offload.activations": "disk",
+    },
     "strategy.replicate.prefetch.* -1": {"strategy.replicate.prefetch": -1},
     "strategy.replicate.reduce: .*micro_batch.*step": {REDUCE: "never"},
 }
@@ -109,6 +117,35 @@ def test_units_that_a_model_lacks_are_refused_with_those_that_it_has(value, word
 def a_workload() -> Workload:
     inputs = torch.zeros(1, 6, dtype=torch.int64)
     return Workload(BlockLM(), MicroBatch(inputs, inputs, 6, 1), CrossEntropy(), adamw)
+
+
+def test_layers_outside_of_blocks_that_are_all_tied_cannot_be_units():
+    keys = {"train.global_batch_size": 4, "strategy.replicate.outside_blocks": "apart"}
+    with pytest.raises(ConfigError, match="apart has no effect: the model has no module outside"):
+        resolve_plan(make_plan(job_from_keys("fsdp", keys), 2, "cpu"), a_workload())
+
+
+class HeadInLoss(BlockLM):
+    """The weights of the head are used, and the head is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(16, 13, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.nn.functional.linear(x, self.head.weight)
+
+
+def test_a_head_that_is_not_called_cannot_be_a_unit():
+    keys = {"train.global_batch_size": 4, "strategy.replicate.outside_blocks": "apart"}
+    workload = a_workload()
+    workload = Workload(HeadInLoss(), workload.example, workload.loss, adamw)
+    resolved = resolve_plan(make_plan(job_from_keys("fsdp", keys), 2, "cpu"), workload)
+    with pytest.raises(ConfigError, match="apart: head is not called, because its parameters are"):
+        forecast_rank(resolved, workload, 0)
 
 
 class Turned(BlockLM):

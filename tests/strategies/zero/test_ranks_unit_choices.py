@@ -21,11 +21,11 @@ from bigtrain.memory.timeline import MEMORY_KINDS, Peak
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.ranks.context import RunContext
 
-NUMBERS = 300
+NUMBERS = 64
 """Bytes of losses, counts and norms, of which some are in no forecast of any strategy."""
 ROWS, LENGTH, WORDS = 12, 16, 128
 KEEP, REDUCE = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
-AHEAD = "strategy.replicate.prefetch"
+AHEAD, APART = "strategy.replicate.prefetch", {"strategy.replicate.outside_blocks": "apart"}
 THREE, BF16 = {"train.micro_batch_size": 4}, {"train.precision": "bf16"}
 FULL, PAIRS = {"strategy.recompute": "full"}, {"strategy.replicate.shard_ranks": 2}
 
@@ -173,12 +173,35 @@ def test_blocks_gathered_ahead_are_forecast_to_the_byte(case: str) -> None:
     check(GATHERED_AHEAD[case], 2)
 
 
+def apart(*settings: dict[str, Any], make: Any = gpt) -> dict[str, Any]:
+    return {str(number): (make, {**APART, **keys}) for number, keys in enumerate(settings)}
+
+
+TWO_DIMS = ({}, {KEEP: 1}, {KEEP: ["embedding"]}, {KEEP: "all"}, {AHEAD: 0}, {AHEAD: 2})
+OUTSIDE = {
+    "fp32": apart(*TWO_DIMS),
+    "bf16": apart(*({**keys, **BF16} for keys in TWO_DIMS)),
+    "three micro-batches": apart(THREE, {**THREE, **ONCE}, {**THREE, **ONCE, **BF16}),
+    "recomputed": apart(FULL, {**FULL, **THREE, KEEP: 2}),
+    "stage 2": apart({"strategy.replicate.stage": 2}),
+    "frozen": apart({}, {**THREE, **ONCE}, make=frozen_front),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_layers_outside_of_blocks_that_are_units_are_forecast_to_the_byte(case: str) -> None:
+    check(OUTSIDE[case], 2)
+
+
 IN_TURN = {"train.micro_batch_size": 3, "mesh.pp": 2, "mesh.dp": 2}
 ON_FOUR = {
     "pairs": (kept((1, "all"), **PAIRS), "fsdp", {}),
     "pairs, three micro-batches in bf16": (kept((1,), **PAIRS, **THREE, **BF16), "fsdp", {}),
     "1f1b": (kept((1, "all", ["blocks.0"]), **IN_TURN), "1f1b+fsdp", {"pp": 2, "dp": 2}),
     "1f1b, bf16": (kept((1, "all"), **IN_TURN, **BF16), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "pairs, apart": (apart(PAIRS, {**BETWEEN, **THREE}), "fsdp", {}),
+    "1f1b, apart": (apart(IN_TURN, {**IN_TURN, AHEAD: 2}), "1f1b+fsdp", {"pp": 2, "dp": 2}),
+    "1f1b, apart in bf16": (apart({**IN_TURN, **BF16, **ONCE}), "1f1b+fsdp", {"pp": 2, "dp": 2}),
     "pairs, ahead": (ahead(numbers=(0, 2), **PAIRS), "fsdp", {}),
     "1f1b, ahead": (ahead(**IN_TURN), "1f1b+fsdp", {"pp": 2, "dp": 2}),
     "1f1b, ahead in bf16": (ahead(**IN_TURN, **BF16, **{KEEP: 1}), "1f1b+fsdp", {"pp": 2, "dp": 2}),
@@ -217,6 +240,8 @@ SAME = [
     {**ONCE, KEEP: 2, "train.micro_batch_size": 2},
     {AHEAD: 0},
     {AHEAD: 2, KEEP: 1},
+    APART,
+    {**APART, **ONCE, "train.micro_batch_size": 2, KEEP: 1, AHEAD: 2},
 ]
 
 
@@ -237,6 +262,10 @@ ON_FOUR_SAME = {
     "interleaved_1f1b+fsdp": (
         {"pp": 2, "dp": 2},
         [{**IN_TURN, **ONCE, "train.micro_batch_size": 1}],
+    ),
+    "fsdp+tensor": (
+        {"tp": 2, "dp": 2},
+        [{**APART, **ONCE, "train.micro_batch_size": 1, KEEP: 1, "mesh.tp": 2, "mesh.dp": 2}],
     ),
     "zero_bubble+fsdp": ({"pp": 2, "dp": 2}, [{**IN_TURN, **ONCE, "train.micro_batch_size": 1}]),
 }
