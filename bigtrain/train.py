@@ -100,16 +100,19 @@ def main(arguments: list[str]) -> int:
 
 
 def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
-    """Return the job of this command line, and for `auto` the lines that explain the plan.
+    """Return the job of this command line, and the lines that explain a plan of the planner.
 
     Raises:
-        ConfigError: a file, a key or a value is wrong; for `--strategy auto`, also if no plan fits.
+        ConfigError: a file, a key or a value is wrong; for `--strategy auto` and for a budget, also
+            if no plan fits.
     """
-    if options.strategy == "auto":
+    auto = options.strategy == "auto"
+    if not auto:
+        job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+    if auto or job.strategy.budget is not None:
         from bigtrain.planner.auto import plan_job  # noqa: PLC0415 - no other run needs the planner
 
         return plan_job(options, placement)
-    job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
     return job, []
 
 

@@ -27,6 +27,11 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     Raises:
         ConfigError: the mesh, the batch, a technique or another setting does not fit the others.
     """
+    if job.strategy.budget is not None:
+        raise ConfigError(
+            f"strategy.budget={job.strategy.budget} lets the planner choose, which only bigtrain "
+            "train does. Here, run bigtrain plan ... --at SIZE, and use its plan.yaml."
+        )
     techniques = {
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
     }

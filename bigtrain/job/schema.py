@@ -260,6 +260,10 @@ class StrategyConfig(ConfigSection):
     the section has `cut`, `replicate` or `deepspeed`, the name is only that label."""
     deepspeed: str | None = None
     """The path of a DeepSpeed configuration file (JSON), which configures `zero` on DeepSpeed."""
+    budget: Bytes | None = Field(None, gt=0)
+    """The most bytes of a rank's tensors at its peak, as predicted. The planner then chooses the
+    fastest of all plans with these words: which blocks recompute, which stay gathered, when
+    gradients are reduced, and the micro-batch. With `--strategy auto` it chooses the words, too."""
     cut: RoleConfig | None = None
     """How the model is cut into pipeline stages on ranks or devices."""
     slice: RoleConfig | None = None

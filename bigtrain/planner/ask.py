@@ -19,7 +19,7 @@ from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import ONE_PROCESS, override_job
-from bigtrain.job.schema import Job
+from bigtrain.job.schema import Job, Role, RoleConfig
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.machine.cluster import Cluster, DeviceSpec
@@ -40,7 +40,7 @@ from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.prediction.shorten import shorten_model
 from bigtrain.timing.block_seconds import BlockTimer
 from bigtrain.timing.step_time import StepTimer
-from bigtrain.units import format_bytes, parse_bytes
+from bigtrain.units import KIB, MIB, format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,12 @@ class Question:
     """Whether the cluster is this machine, so that the model's blocks can be timed."""
     only_best: bool = False
     """Whether to search the fastest plan only, without others and without the Pareto front."""
-    on_peaks: bool = False
-    """Whether the limit is the one on predicted peaks that `--at` sets."""
+    peak_option: str = ""
+    """The option that limits predicted peaks, as it is written before its value: `--at ` or
+    `strategy.budget=`. Empty if the limit is that of a device or a cap."""
+    within: Mapping[Role, RoleConfig] | None = None
+    """The techniques that every plan must have, with the options that are set; None for all plans.
+    A role that is missing has none of the other techniques."""
     frontier: bool = False
     """Whether to search the whole Pareto front. The margins then have to be zero."""
     margins: Mapping[str, float] = field(kw_only=True)
@@ -221,13 +225,19 @@ def _search(question: Question, opened: Opened) -> PlannedAnswer:
         engines=tuple(question.margins),
         device_type=question.cluster.device.kind,
         techniques=techniques,
+        within=question.within,
     )
+    if question.within is not None and next(space.candidates(), None) is None:
+        raise ConfigError(
+            f"plan: no plan of {question.devices} devices has the words "
+            f"{question.job.strategy.name} and this mesh. Use other words, or --strategy auto."
+        )
     search = PlanSearch(evaluator, space)
     answer = search.run(
         question.limit,
         only_best=question.only_best,
         frontier=question.frontier,
-        with_offload=question.on_peaks,
+        with_offload=bool(question.peak_option),
     )
     flops = sum(
         float(((w.flops + w.low_flops) * w.times).sum())
@@ -351,6 +361,30 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
     reserved = cluster.device.reserved
     line = f"{format_bytes(reserved)} are reserved for memory other than tensors"
     return Limit(size, reserved), line
+
+
+def limit_on_peaks(
+    memory: Limit, margins: Mapping[str, float], option: str, peak: int | None
+) -> tuple[Limit, dict[str, float]]:
+    """Return a limit on predicted peaks, and margins of zero.
+
+    Args:
+        memory: the memory of a rank.
+        margins: by engine, the margins that the memory has to leave free.
+        option: the option that names the peak, as it is written before its value.
+        peak: the bytes that the option names; None for the most that a rank may take.
+
+    Raises:
+        ConfigError: the option names more than a rank may take.
+    """
+    most = int(memory.for_tensors / (1 + max(margins.values()))) // KIB * KIB  # as it is printed
+    if peak is not None and peak > most:
+        raise ConfigError(
+            f"{option}{format_bytes(peak).replace(' ', '')}: tensors of a rank may take "
+            f"{format_bytes(most)}. Use {option}{most // MIB}MiB or less, or devices with more "
+            "memory."
+        )
+    return Limit(most if peak is None else peak, 0), dict.fromkeys(margins, 0.0)
 
 
 def engine_margins(

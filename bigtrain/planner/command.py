@@ -18,8 +18,14 @@ from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rate_cache import faster_precision
 from bigtrain.machine.residuals import EngineName
-from bigtrain.memory.cap import Limit
-from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
+from bigtrain.planner.ask import (
+    PlannedAnswer,
+    Question,
+    ask,
+    engine_margins,
+    limit_on_peaks,
+    rank_limits,
+)
 from bigtrain.planner.show import (
     figure_caveats,
     frontier_table,
@@ -30,7 +36,7 @@ from bigtrain.planner.show import (
     rejection_lines,
     search_line,
 )
-from bigtrain.units import KIB, MIB, format_bytes, parse_bytes
+from bigtrain.units import parse_bytes
 
 PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
 """The engines whose forecasts have been compared with measurements."""
@@ -107,8 +113,8 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
     described = cluster.device if options.cluster else None
     margins_by_engine, why = engine_margins(engines, described)
     if options.frontier or options.at is not None:
-        memory = _limit_on_peaks(memory, max(margins_by_engine.values()), options.at)
-        margins_by_engine = dict.fromkeys(engines, 0.0)
+        at = None if options.at is None else parse_bytes(options.at)
+        memory, margins_by_engine = limit_on_peaks(memory, margins_by_engine, "--at ", at)
     samples = options.global_batch_size
     if samples is None:
         samples = job.train.global_batch_size or 32
@@ -123,27 +129,11 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         tp=job.mesh.tp,
         rows=_number_in_words(options.overrides, "train.micro_batch_size"),
         at_hand=options.cluster is None,
-        on_peaks=options.at is not None,
+        peak_option="" if options.at is None else "--at ",
         frontier=options.frontier,
         margins=margins_by_engine,
     )
     return question, f"{line}; {why}"
-
-
-def _limit_on_peaks(memory: Limit, margin: float, at: str | None) -> Limit:
-    """Return a limit on predicted peaks: that of a rank without the margin, or that of `--at`.
-
-    Raises:
-        ConfigError: `--at` is no size, or more than a rank may take.
-    """
-    most = int(memory.for_tensors / (1 + margin)) // KIB * KIB  # as the frontier prints it
-    peak = most if at is None else parse_bytes(at)
-    if peak > most:
-        raise ConfigError(
-            f"--at {at}: tensors of a rank may take {format_bytes(most)}. Use --at "
-            f"{most // MIB}MiB or less, or another --memory."
-        )
-    return Limit(peak, 0)
 
 
 def _number_in_words(words: list[str], key: str) -> int | None:

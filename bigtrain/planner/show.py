@@ -364,8 +364,8 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
     breakdown = vars(peak.breakdown)
     kind = max(breakdown, key=lambda part: breakdown[part])
     needed = question.memory_for(peak.bytes, smallest.candidate.engine)
-    option = "--cap" if question.memory.reserved is None else "--memory"
-    option = "--at" if question.on_peaks else option
+    option = "--cap " if question.memory.reserved is None else "--memory "
+    option = question.peak_option or option
     largest = planned.search.evaluator.most_blocks(smallest.candidate, question.limit)
     smaller = ""
     if largest is not None:
@@ -379,5 +379,5 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
         f"The smallest peak is {format_bytes(peak.bytes)}, with {smallest.candidate.label} "
         f"({smallest.candidate.mesh}, micro-batch {smallest.candidate.rows}), of which {kind} are "
         f"{format_bytes(breakdown[kind])}.",
-        f"Use {option} {-(-needed // MIB)}MiB, or more --devices{smaller}.",
+        f"Use {option}{-(-needed // MIB)}MiB, or more --devices{smaller}.",
     ]

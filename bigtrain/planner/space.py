@@ -19,7 +19,7 @@ from bigtrain.core.strategy import CutStrategy, Strategy
 from bigtrain.core.traits import CutTraits, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.errors import ConfigError
-from bigtrain.job.schema import Job, Role, StrategyConfig
+from bigtrain.job.schema import Job, Role, RoleConfig, StrategyConfig
 
 CHOSEN: tuple[Role, ...] = ("replicate", "cut", "slice", "offload")
 """The roles whose techniques list variants."""
@@ -103,6 +103,24 @@ class Candidate:
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(part.label for part in shown if part is not None)
 
+    def has(self, wanted: Mapping[Role, RoleConfig]) -> bool:
+        """Whether the candidate has these techniques with these options, and no others.
+
+        Replicas without a technique of their own are those of `ddp`.
+        """
+        shares = self.dp > 1
+        own = {"cut": self.cut, "slice": self.slices, "offload": self.offload}
+        if any((own[role] is None) != (role not in wanted) for role in own):
+            return False
+        default = RoleConfig(name="ddp") if shares else RoleConfig(name="single")
+        asked = {**wanted, "replicate": wanted.get("replicate", default)}
+        if not shares and self.pp * self.tp > 1:  # a single replica shares nothing
+            asked.pop("replicate")
+        return all(
+            _agrees(role, config, self.replicate if role == "replicate" else own[role])
+            for role, config in asked.items()
+        )
+
     def strategy(self, **more: Any) -> StrategyConfig:
         """Make the `strategy` section of a job that runs the candidate.
 
@@ -138,6 +156,14 @@ class Candidate:
         return job.model_copy(
             update={"mesh": mesh, "train": train, "strategy": self.strategy(**more)}
         )
+
+
+def _agrees(role: Role, config: RoleConfig, variant: Variant | None) -> bool:
+    """Whether a variant is a technique of this name, with the options that are set."""
+    technique, wanted = _technique(role, variant), make_technique(role, config)
+    if technique is None or technique.name != wanted.name:
+        return False
+    return all(getattr(technique, key) == getattr(wanted, key) for key in config.options)
 
 
 def mesh_words(pp: int, dp: int, tp: int) -> str:
@@ -195,6 +221,8 @@ class SearchSpace:
     engines: Sequence[str] | None = None
     """The engines to search where there are several replicas; None for all engines."""
     device_type: str = "cpu"
+    within: Mapping[Role, RoleConfig] | None = None
+    """See `Question.within`."""
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
     """The techniques that list variants, by role."""
 
@@ -269,9 +297,11 @@ class SearchSpace:
                         if cut is not None and cut.splits and traits.whole_backward:
                             continue
                         for offload, sliced in product(offloads, slices):
-                            yield Candidate(
+                            candidate = Candidate(
                                 pp, dp, replicate, rows, steps, cut, offload, tp, sliced
                             )
+                            if self.within is None or candidate.has(self.within):
+                                yield candidate
 
     def _variants(self, role: Role, shape: Shape) -> Iterator[Variant]:
         for technique in self.techniques[role]:

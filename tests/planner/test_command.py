@@ -12,10 +12,14 @@ import yaml
 from support.programs import run
 from support.zygote import interpreter
 
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
 from bigtrain.planner.command import main
+from bigtrain.ranks.launcher_env import RankInfo
+from bigtrain.train import read_job
 from bigtrain.units import format_bytes, parse_bytes
 
 SMALL = [
@@ -237,6 +241,55 @@ def test_auto_under_a_cap_that_nothing_fits_is_refused(here: Path) -> None:
     done = run([*command, *SMALL, "train.steps=2"])
     assert done.status == 2
     assert "no plan fits" in done.output
+
+
+TWO = RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="env")
+
+
+def job_of(*words: str) -> tuple[Job, list[str]]:
+    return read_job(train_arguments([*words, *SMALL]), TWO)
+
+
+def test_a_budget_chooses_what_the_words_leave_open() -> None:
+    jobs = {}
+    for size in ("1500KiB", "1100KiB"):
+        job, told = job_of("--strategy", "fsdp", f"strategy.budget={size}")
+        replicate = job.strategy.roles()["replicate"]
+        assert (replicate.name, replicate.options["stage"]) == ("zero", 3)
+        assert "offload" not in job.strategy.roles()
+        assert told[0].startswith("budget: fsdp")
+        assert job.strategy.budget is None
+        assert (job.mesh.pp, job.mesh.dp) == (1, 2)
+        jobs[size] = job
+    assert jobs["1500KiB"] != jobs["1100KiB"]
+    job, _ = job_of("--strategy", "1f1b", "strategy.budget=2MiB")
+    assert job.mesh.pp == 2
+    assert job.strategy.roles()["cut"].options["schedule"] == "1f1b"
+    job, told = job_of("--strategy", "auto", "strategy.budget=1100KiB")
+    assert told[0].startswith("auto: ")
+    assert job.strategy.budget is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fsdp+full", "1MiB"], r"strategy.budget chooses what strategy.recompute names: fsdp\+f"),
+        (["ddp", "10KiB"], r"no plan fits 10.0 KiB .*Use strategy.budget=\d+MiB, or more"),
+        (["fsdp", "900GiB"], r"strategy.budget=900.00GiB: tensors of a rank may take .*Use strat"),
+        (["single", "1MiB"], r"no plan of 2 devices has the words single and this mesh"),
+        (["fsdp", "lots"], r"'lots' is not a size in bytes"),
+    ],
+)
+def test_a_budget_that_cannot_be_met_is_refused(words: list[str], message: str) -> None:
+    strategy, size = words
+    with pytest.raises(ConfigError, match=message):
+        job_of("--strategy", strategy, f"strategy.budget={size}")
+
+
+def test_only_train_reads_a_budget() -> None:
+    job = load_job(None, "fsdp", [*SMALL, "strategy.budget=1MiB"])
+    with pytest.raises(ConfigError, match="lets the planner choose, which only bigtrain train"):
+        make_plan(job, 2, "cpu")
 
 
 def test_auto_and_a_plan_are_two_answers(here: Path) -> None:

@@ -260,7 +260,7 @@ def test_no_plan_that_was_left_out_beats_one_of_the_frontier() -> None:
 
 def test_a_point_of_the_frontier_is_found_again_at_its_limit() -> None:
     plan, limit = frontier().result.front[2], frontier().result.front_limits[2]
-    asked = question(4, limit, only_best=True, on_peaks=True)
+    asked = question(4, limit, only_best=True, peak_option="--at ")
     again = ask_with_shared_model(asked).result.best[0]
     assert (again.peak.bytes, again.seconds.total) == (plan.peak.bytes, plan.seconds.total)
 
