@@ -309,7 +309,8 @@ def test_commands_in_the_pages_can_be_read(page, words, tmp_path, monkeypatch):
             assert name == "all" or load_job(None, name), words
     if words[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
         job = load_job(options.config, options.strategy, options.overrides)
-        make_plan(job, options.num_ranks or 1, "cpu")
+        if job.strategy.budget is None:  # the planner chooses within a budget
+            make_plan(job, options.num_ranks or 1, "cpu")
 
 
 STARTED = [
