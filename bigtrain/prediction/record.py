@@ -265,8 +265,7 @@ def _record(
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
             for hook in hooks:  # before the recorder of ticks: these hooks may replace gradients
                 noting.enter_context(hook(fake, tracker))
-            outside = plan.replicate.gathers_outside
-            ticks = BlockTickRecorder(root, tracker, choices, outside=outside)
+            ticks = _recorder_of_ticks(plan, root, tracker, choices)
             births: list[GradientTicks] = []
             marks = unit.steps(runner, batches, partial(_step, tracker, births, products))
         timeline = tracker.timeline()
@@ -287,6 +286,13 @@ def _record(
         late=late_names(resolved),
     )
     return _with_all_steps(first, marks, births, sizes)
+
+
+def _recorder_of_ticks(
+    plan: Plan, root: nn.Module, tracker: StorageTracker, choices: Mapping[str, BlockPolicy]
+) -> BlockTickRecorder:
+    """Return the recorder of the units of a plan, and of the modules that have a policy."""
+    return BlockTickRecorder(root, tracker, choices, outside=plan.replicate.gathers_outside)
 
 
 def _with_all_steps(

@@ -21,10 +21,8 @@ is sharded first, and each rank reads only its shards.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +42,10 @@ from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
 from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
+from bigtrain.costs.traffic import Traffic, comm_units
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError, as_word
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import BlockTicks
 from bigtrain.models.blocks import modules_outside
 from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
@@ -60,12 +57,12 @@ from bigtrain.strategies.zero.on_torch.prefetching import gather_ahead
 from bigtrain.strategies.zero.on_torch.reduction import reduce_later, sum_in_one_precision
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
 from bigtrain.strategies.zero.on_torch.unit_passes import gathered_again
+from bigtrain.strategies.zero.on_torch.unit_traffic import UnitTraffic
 from bigtrain.strategies.zero.unit_choices import (
     KEEP_KEY,
     OUTSIDE_KEY,
     PREFETCH_KEY,
     REDUCE_KEY,
-    Reduce,
     check_kept,
     check_number,
     kept_units,
@@ -77,8 +74,6 @@ from bigtrain.versions.torch_versions import (
     reduce_scatter_single,
     shard_integers,
 )
-
-Every = Literal["micro_batch", "step"]
 
 
 class FullySharded(Zero):
@@ -275,9 +270,9 @@ class FullySharded(Zero):
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Return the all-gathers of units and the reductions of gradients; see `_UnitTraffic`."""
+        """Return the all-gathers of units and the reductions of gradients; see `UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
-        flow = _UnitTraffic(comm_units(profile), plan, ranks)
+        flow = UnitTraffic(comm_units(profile), plan, ranks)
         blocks = [first for first, _ in profile.blocks]
         again = gathered_again(blocks, self.kept_blocks(profile), self.prefetch)
         again = [unit for unit in again if unit.shapes]
@@ -372,105 +367,6 @@ def _by_stage(names: Sequence[str], stages: Sequence[Collection[str]]) -> list[l
         [name for name in names if any(own.startswith(f"{name}.") for own in tensors)]
         for tensors in stages
     ]
-
-
-class _UnitTraffic:
-    """The messages and transfers of a rank's units for one micro-batch.
-
-    Parameters are gathered in the precision of the computation. BatchNorms are gathered in fp32,
-    but are counted in the precision of the computation. Gradients are reduced in the precision of
-    the shards. Layers outside of blocks are gathered once, also in stage 3. The recomputation of a
-    block gathers nothing more.
-
-    Args:
-        units: the units with their parameters.
-        plan: mesh, precision, offload.
-        ranks: the number of ranks that share one copy of the states.
-    """
-
-    def __init__(self, units: Sequence[BlockTicks], plan: Plan, ranks: int) -> None:
-        self.units = units
-        self._plan, self._ranks = plan, ranks
-        self._shard_width = 8 if plan.precision == "fp64" else 4
-        self._used_width = 2 if plan.bf16_parameters else self._shard_width
-        self._away = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
-
-    def gathered(self, units: Sequence[BlockTicks], overlaps: OverlapPhase) -> list[Traffic]:
-        """Return the all-gathers of units, and the copies of shards that are on the host."""
-        messages = []
-        if self._away and units:
-            nbytes = sum(self._padded(u, self._shard_width) for u in units) // self._ranks
-            calls = sum(len(u.shapes) for u in units)
-            messages.append(Traffic("from_host", nbytes, calls, "micro_batch", overlaps))
-        if self._ranks > 1 and units:
-            nbytes = sum(self._padded(unit, self._used_width) for unit in units)
-            messages.append(self._exchange("all_gather", nbytes, len(units), overlaps))
-            messages.append(self._copied(nbytes // self._ranks + nbytes, overlaps))
-        return messages
-
-    def reduced(self, choice: Reduce) -> list[Traffic]:
-        """Return the reduce-scatters, the all-reduces between replicas, and copies to the host."""
-        scattered: Every = "step" if choice == "step" else "micro_batch"
-        averaged: Every = "micro_batch" if choice == "micro_batch" else "step"
-        units = [unit for unit in self.units if any(unit.trained)]
-        nbytes = sum(self._padded(unit, self._shard_width, trained=True) for unit in units)
-        shard, messages = nbytes // self._ranks, []
-        if self._ranks > 1 and units:
-            calls = len(units)
-            exchange = self._exchange("reduce_scatter", nbytes, calls, "backward")
-            messages += [
-                replace(message, every=scattered)
-                for message in (exchange, self._copied(nbytes, "backward"))
-            ]
-        groups = self._plan.dp // self._ranks
-        if groups > 1 and units:
-            stride = self._ranks * self._plan.pp * self._plan.tp
-            calls = len(units)
-            messages.append(
-                Traffic("all_reduce", shard, calls, averaged, "backward", groups, stride)
-            )
-        if self._away and units:
-            calls = sum(sum(unit.trained) for unit in units)
-            messages.append(Traffic("to_host", shard, calls, averaged, "backward"))
-        return messages
-
-    def _exchange(
-        self,
-        kind: Literal["all_gather", "reduce_scatter"],
-        nbytes: int,
-        calls: int,
-        overlaps: OverlapPhase,
-    ) -> Traffic:
-        stride = self._plan.pp * self._plan.tp
-        return Traffic(
-            kind,
-            nbytes,
-            calls,
-            every="micro_batch",
-            overlaps=overlaps,
-            ranks=self._ranks,
-            stride=stride,
-            in_hooks=True,
-        )
-
-    def _copied(self, nbytes: int, overlaps: OverlapPhase) -> Traffic:
-        """Return the copies into and out of the buffers of an exchange."""
-        return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
-
-    def _padded(self, unit: BlockTicks, width: int, *, trained: bool = False) -> int:
-        """Return the bytes of a unit with padding: each rank has as many rows as the first.
-
-        Args:
-            unit: the unit.
-            width: the bytes of an element that is not packed.
-            trained: whether only trained parameters are counted.
-        """
-        widths = unit.widths(width, width)
-        return self._ranks * sum(
-            nbytes * (math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1)
-            for shape, nbytes, wanted in zip(unit.shapes, widths, unit.trained, strict=True)
-            if wanted or not trained
-        )
 
 
 def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
