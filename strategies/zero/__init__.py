@@ -42,6 +42,8 @@ UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch", "outside_blocks")
 NOTHING_INSTEAD: Mapping[str, str] = MappingProxyType({})
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
+_UNIT_BY_UNIT = ("fsdp_zero2", "fsdp")
+"""The presets on fully_shard."""
 _ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
 """The presets on DeepSpeed and fairscale that the planner chooses from, in addition."""
 
@@ -121,6 +123,8 @@ class Zero(Strategy):
         for preset in (*_ON_TORCH, *(_ON_OTHERS if shape.pp == 1 else ())):
             options = {"engine": self.engine, **preset_options(self.role, preset)}
             yield Variant(preset, options, str(options["engine"]))
+            if preset in _UNIT_BY_UNIT and shape.pp == 1 and shape.micro_batches > 1:
+                yield Variant(f"{preset}, reduced once", {**options, "reduce": "step"})
         node = shape.devices_per_node
         if shape.pp == 1 and node < shape.dp and shape.dp % node == 0:
             options = {"engine": self.engine, **preset_options(self.role, "fsdp")}
@@ -129,11 +133,12 @@ class Zero(Strategy):
 
     def finer_variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.finer_variants`: more and more blocks stay gathered, up to all of them."""
-        if (self.engine, self.stage) != ("torch", 3) or shape.dp == 1:
+        if (self.engine, self.stage) != ("torch", 3) or shape.dp == 1 or self.shard_ranks:
             return
         options = {"name": self.name, **self.model_dump(mode="json", exclude_defaults=True)}
         for number in range(1, -(-shape.num_blocks // shape.pp) + 1):
-            label = f"fsdp, {number} blocks kept"
+            once = ", reduced once" if self.reduce == "step" else ""
+            label = f"fsdp_{number}{once}"
             yield Variant(label, {**options, "keep_gathered": number})
         if shape.micro_batches > 1:
             label = "fsdp, all kept and reduced once"
