@@ -136,7 +136,8 @@ class Zero(Strategy):
         if (self.engine, self.stage) != ("torch", 3) or shape.dp == 1 or self.shard_ranks:
             return
         options = {"name": self.name, **self.model_dump(mode="json", exclude_defaults=True)}
-        for number in range(1, -(-shape.num_blocks // shape.pp) + 1):
+        most = -(-shape.num_blocks // shape.pp)
+        for number in range(1, most + (shape.micro_batches == 1)):
             once = ", reduced once" if self.reduce == "step" else ""
             label = f"fsdp_{number}{once}"
             yield Variant(label, {**options, "keep_gathered": number})
