@@ -16,6 +16,15 @@ from bigtrain.models.compiled import check_compiler
 from bigtrain.ranks.context import resolve_mesh
 
 
+def default_replicas(*, shares: bool) -> RoleConfig:
+    """Return the data parallelism of a job that names none.
+
+    Args:
+        shares: whether several ranks share the global batch.
+    """
+    return RoleConfig(name="ddp" if shares else "single")
+
+
 def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     """Make the plan of a job. Needs no process group.
 
@@ -42,8 +51,8 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     pp, dp, tp = _mesh(job, world_size, spans=is_distributed, slices="slice" in techniques)
     if "replicate" not in techniques:
         spread = is_distributed or "slice" in techniques
-        name = "ddp" if spread and dp > 1 else "single"
-        techniques["replicate"] = make_technique("replicate", RoleConfig(name=name))
+        shares = spread and dp > 1
+        techniques["replicate"] = make_technique("replicate", default_replicas(shares=shares))
     if "accumulate" not in techniques:
         techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
     if not is_distributed and pp > 1:

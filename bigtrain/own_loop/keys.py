@@ -53,6 +53,7 @@ INSTEAD = {
     "model.chunk_size": "it is bigtrain.ChunkedCrossEntropy(head=..., chunk_size=...) as the loss",
     "model.auxiliary_weight": "it is bigtrain.CrossEntropy(auxiliary_weight=...) as the loss",
     "model.head": _CHUNKED,
+    "strategy.budget": "bigtrain plan --at SIZE writes a plan whose words prepare takes",
     "data.name": "the data are the loop's own: engine.loader(dataset)",
     "data.path": "the data are the loop's own: engine.loader(dataset)",
     "data.args": "the data are the loop's own: engine.loader(dataset)",

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from bigtrain.activations.policy import BlockPolicy
+from bigtrain.assembly.make_plan import default_replicas
 from bigtrain.core.registry import make_technique, techniques_of
 from bigtrain.core.strategy import CutStrategy, Strategy
 from bigtrain.core.traits import CutTraits, Traits
@@ -103,17 +104,19 @@ class Candidate:
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(part.label for part in shown if part is not None)
 
-    def has(self, wanted: Mapping[Role, RoleConfig]) -> bool:
-        """Whether the candidate has these techniques with these options, and no others.
+    @property
+    def is_typed(self) -> bool:
+        """Whether the label is a value of `--strategy`; some forms have no word."""
+        return ", " not in self.label
 
-        Replicas without a technique of their own are those of `ddp`.
-        """
+    def has(self, wanted: Mapping[Role, RoleConfig]) -> bool:
+        """Whether the candidate has these techniques with these options, and no others."""
         shares = self.dp > 1
         own = {"cut": self.cut, "slice": self.slices, "offload": self.offload}
         if any((own[role] is None) != (role not in wanted) for role in own):
             return False
-        default = RoleConfig(name="ddp") if shares else RoleConfig(name="single")
-        asked = {**wanted, "replicate": wanted.get("replicate", default)}
+        replicas = wanted.get("replicate", default_replicas(shares=shares))
+        asked = {**wanted, "replicate": replicas}
         if not shares and self.pp * self.tp > 1:  # a single replica shares nothing
             asked.pop("replicate")
         return all(
@@ -163,7 +166,8 @@ def _agrees(role: Role, config: RoleConfig, variant: Variant | None) -> bool:
     technique, wanted = _technique(role, variant), make_technique(role, config)
     if technique is None or technique.name != wanted.name:
         return False
-    return all(getattr(technique, key) == getattr(wanted, key) for key in config.options)
+    own, asked = technique.model_dump(), wanted.model_dump()
+    return all(own[key] == asked[key] for key in config.options)
 
 
 def mesh_words(pp: int, dp: int, tp: int) -> str:

@@ -114,6 +114,8 @@ def draw_plans(
     for space in spaces:
         for moves in (False, True):
             for candidate in space.candidates(fallback_tier=moves):
+                if not candidate.is_typed:
+                    continue
                 kinds = by_kind.setdefault(candidate.axes, {})
                 kinds.setdefault((candidate.label, moves), []).append(candidate)
     while by_kind:

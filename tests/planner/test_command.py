@@ -173,7 +173,10 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
             r"one node of 2 devices, without links between nodes",
         ),
         (["--engines", "jax"], r"--engines jax: jax is not one of the planner's engines"),
-        (["--at", "900GiB"], r"--at 900GiB: tensors of a rank may take .*Use --at \d+MiB or less"),
+        (
+            ["--at", "900GiB"],
+            r"--at 900.00GiB: tensors of a rank may take .*Use --at \d+MiB or less",
+        ),
         (["--at", "much"], r"'much' is not a size in bytes"),
         (["--picture", "front.pdf"], r"--picture front.pdf: name a file that ends in"),
         (["model.name=nothing"], r"nothing"),
