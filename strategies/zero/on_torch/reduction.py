@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bigtrain.core.strategy import Assembly
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.strategies.zero.on_torch.routed_units import groups_of
+from bigtrain.strategies.zero.on_torch.routed_units import before_reduction, groups_of
 from bigtrain.strategies.zero.unit_choices import Reduce
 
 
@@ -48,14 +48,7 @@ def sum_in_one_precision(unit: nn.Module) -> None:
                 if parameter.unsharded_accumulated_grad is None:
                     parameter.to_accumulated_grad_if_needed()
 
-    for group in groups_of(unit):
-        plain = group.post_backward
-
-        def post_backward(*args: Any, group: Any = group, plain: Any = plain) -> None:
-            convert(group)
-            plain(*args)
-
-        group.post_backward = post_backward
+    before_reduction(unit, convert)
 
 
 def _announce(meter: MemoryMeter, choice: Reduce, root: nn.Module, last: bool) -> None:

@@ -8,7 +8,7 @@ together: a rank without a gradient contributes zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,15 +98,25 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
                 unsharded.grad = torch.zeros_like(unsharded)
                 use.stand_ins = True
 
+    before_reduction(unit, complete)
+    unit.register_forward_pre_hook(count)
+
+
+def before_reduction(unit: Any, prepare: Callable[[Any], None]) -> None:
+    """Call a function at the end of each backward pass of a unit, before it may reduce gradients.
+
+    Args:
+        unit: a module to which fully_shard was applied.
+        prepare: the function; it gets a parameter group of the unit.
+    """
     for group in groups_of(unit):
         plain = group.post_backward
 
         def post_backward(*args: Any, group: Any = group, plain: Any = plain) -> None:
-            complete(group)
+            prepare(group)
             plain(*args)
 
         group.post_backward = post_backward
-    unit.register_forward_pre_hook(count)
 
 
 def groups_of(unit: Any) -> list[Any]:
