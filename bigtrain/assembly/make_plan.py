@@ -16,6 +16,15 @@ from bigtrain.models.compiled import check_compiler
 from bigtrain.ranks.context import resolve_mesh
 
 
+def _refuse_budget(job: Job) -> None:
+    """Refuse a budget, in whose place the planner puts a strategy before a plan is made."""
+    if job.strategy.budget is not None:
+        raise ConfigError(
+            f"strategy.budget={job.strategy.budget} lets the planner choose, which only bigtrain "
+            "train does. Here, run bigtrain plan ... --at SIZE, and use its plan.yaml."
+        )
+
+
 def default_replicas(*, shares: bool) -> RoleConfig:
     """Return the data parallelism of a job that names none.
 
@@ -36,11 +45,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     Raises:
         ConfigError: the mesh, the batch, a technique or another setting does not fit the others.
     """
-    if job.strategy.budget is not None:
-        raise ConfigError(
-            f"strategy.budget={job.strategy.budget} lets the planner choose, which only bigtrain "
-            "train does. Here, run bigtrain plan ... --at SIZE, and use its plan.yaml."
-        )
+    _refuse_budget(job)
     techniques = {
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
     }

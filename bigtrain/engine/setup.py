@@ -212,17 +212,8 @@ def open_setup(
     """
     model = ModelSpec.of(job.model) if model is None else model
     data = _opened_data(job, model)
-    samples, sharing = len(data.train), plan.batch.dp_size
-    if samples < sharing:
-        raise ConfigError(
-            f"data: {samples} training samples are fewer than the {sharing} ranks that share "
-            f"them. Start at most {samples} ranks."
-        )
-    if samples < plan.batch.global_size:
-        raise ConfigError(
-            f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
-            f"there are. Use train.global_batch_size={samples // sharing * sharing} or less."
-        )
+    samples = len(data.train)
+    _check_samples(samples, plan)
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
     total_steps = _total_steps(job, order)
     schedule = _file_schedule(job, order, total_steps)
@@ -265,6 +256,25 @@ def open_setup(
         ),
         schedule=schedule,
     )
+
+
+def _check_samples(samples: int, plan: Plan) -> None:
+    """Refuse fewer samples than ranks that share them, or than a global batch has.
+
+    Raises:
+        ConfigError: with both numbers and the fix.
+    """
+    sharing = plan.batch.dp_size
+    if samples < sharing:
+        raise ConfigError(
+            f"data: {samples} training samples are fewer than the {sharing} ranks that share "
+            f"them. Start at most {samples} ranks."
+        )
+    if samples < plan.batch.global_size:
+        raise ConfigError(
+            f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
+            f"there are. Use train.global_batch_size={samples // sharing * sharing} or less."
+        )
 
 
 def _opened_data(job: Job, model: ModelSpec) -> Data:
