@@ -40,6 +40,8 @@ class Variant:
     techniques."""
     engine: str = "torch"
     """The value of `Traits.engine`, known before the technique's module is imported."""
+    is_word: bool = True
+    """Whether the label is a word of `--strategy`; some forms exist only in plan files."""
     splits: bool = False
     """Whether this form pays only with split backward passes. The planner then does not combine it
     with a replicate technique that has `Traits.whole_backward`."""

@@ -106,11 +106,12 @@ def _fixed(strategy: StrategyConfig) -> dict[Role, RoleConfig]:
         ConfigError: the strategy names something that the budget chooses.
     """
     roles = strategy.roles()
-    for role in ("recompute", "accumulate"):
+    chosen = {"recompute": "which blocks recompute", "accumulate": "the micro-batches"}
+    for role, what in chosen.items():
         if role in roles:
             raise ConfigError(
-                f"strategy.budget chooses what strategy.{role} names: {strategy.name}. Leave one "
-                f"of them out, for example {role}'s word."
+                f"strategy.budget chooses {what}, and so does {strategy.name} (strategy.{role}). "
+                "Leave out strategy.budget, or that word of --strategy."
             )
     return roles
 

@@ -106,8 +106,9 @@ class Candidate:
 
     @property
     def is_typed(self) -> bool:
-        """Whether the label is a value of `--strategy`; some forms have no word."""
-        return ", " not in self.label
+        """Whether the label is a value of `--strategy`; see `Variant.is_word`."""
+        parts = (self.cut, self.slices, self.replicate, self.offload)
+        return all(part is None or part.is_word for part in parts)
 
     def has(self, wanted: Mapping[Role, RoleConfig]) -> bool:
         """Whether the candidate has these techniques with these options, and no others."""

@@ -124,7 +124,8 @@ class Zero(Strategy):
             options = {"engine": self.engine, **preset_options(self.role, preset)}
             yield Variant(preset, options, str(options["engine"]))
             if preset in _UNIT_BY_UNIT and shape.pp == 1 and shape.micro_batches > 1:
-                yield Variant(f"{preset}, reduced once", {**options, "reduce": "step"})
+                once = {**options, "reduce": "step"}
+                yield Variant(f"{preset}, reduced once", once, is_word=False)
         node = shape.devices_per_node
         if shape.pp == 1 and node < shape.dp and shape.dp % node == 0:
             options = {"engine": self.engine, **preset_options(self.role, "fsdp")}
@@ -132,18 +133,20 @@ class Zero(Strategy):
             yield Variant(f"hybrid_{node}", options)  # parameters are gathered inside a node
 
     def finer_variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.finer_variants`: more and more blocks stay gathered, up to all of them."""
+        """See `Strategy.finer_variants`: more and more blocks stay gathered, up to all of them.
+
+        Stage 3 on torch has such forms, unless the states are sharded within groups of ranks.
+        """
         if (self.engine, self.stage) != ("torch", 3) or shape.dp == 1 or self.shard_ranks:
             return
         options = {"name": self.name, **self.model_dump(mode="json", exclude_defaults=True)}
-        most = -(-shape.num_blocks // shape.pp)
+        most, once = -(-shape.num_blocks // shape.pp), self.reduce == "step"
         for number in range(1, most + (shape.micro_batches == 1)):
-            once = ", reduced once" if self.reduce == "step" else ""
-            label = f"fsdp_{number}{once}"
-            yield Variant(label, {**options, "keep_gathered": number})
+            label = f"fsdp_{number}{', reduced once' if once else ''}"
+            yield Variant(label, {**options, "keep_gathered": number}, is_word=not once)
         if shape.micro_batches > 1:
-            label = "fsdp, all kept and reduced once"
-            yield Variant(label, {**options, "keep_gathered": "all", "reduce": "step"})
+            last = {**options, "keep_gathered": "all", "reduce": "step"}
+            yield Variant("fsdp, all kept and reduced once", last, is_word=False)
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
         """See `Strategy.remedies`: shard the states, if every replica has a copy of them."""

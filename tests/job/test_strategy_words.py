@@ -293,8 +293,7 @@ def variants_of(role: Role, *, pp: int, dp: int) -> list[Variant]:
 
 def candidates() -> list[Candidate]:
     """One candidate for each strategy that the planner may name."""
-    labels = [variant.label for variant in variants_of("replicate", pp=1, dp=2)]
-    presets = [label for label in labels if ", " not in label]  # the other forms have no word
+    presets = [v.label for v in variants_of("replicate", pp=1, dp=2) if v.is_word]
     plans = [
         candidate_of(1, 2, replicate, 2, 1, None, 1, offload)
         for replicate, offload in product(presets, (None, "disk"))
