@@ -18,6 +18,7 @@ bytes of the fp32 parameters for training with Adam, and DeepSpeed's
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -238,7 +239,8 @@ def shared(row: Published) -> Published:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    line = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return re.sub(r"/\S*/(site-packages|lib/python3\.\d+)/", "", line)  # no paths of this machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
