@@ -122,7 +122,9 @@ def _guarded(command: str, arguments: list[str]) -> int:
     run = _main_of(command)
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the runs it started end, too
         signal.signal(number, _stop)
-    return run_guarded(lambda: run(arguments))
+    status = run_guarded(lambda: run(arguments))
+    gc.freeze()  # so that Python does not look for cycles among millions of objects as it exits
+    return status
 
 
 def _stop(number: int, _: FrameType | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,9 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from bigtrain.devices import device_names, in_use
+from bigtrain.devices import device_names
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.fit.methods import Method, Setting, answer, methods
 from bigtrain.fit.show import MethodReport, fit_document, fit_lines, fit_table, method_report
@@ -27,6 +25,7 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rates import usable_cores
 from bigtrain.planner.ask import engine_margins, rank_limits, uncollected
 from bigtrain.planner.command import read_engines, this_machine
+from bigtrain.prediction.fake_runs.ahead import can_fork, on_idle_cores, one_core
 
 DEFAULT_CLUSTER = "a100-node"
 """The cluster that is assumed on a machine without a GPU."""
@@ -45,7 +44,7 @@ def main(arguments: list[str]) -> int:
     batch = options.global_batch_size or max(DEFAULT_BATCH, options.devices)
     setting, notes = _setting(options, cluster, batch)
     keys = parse_overrides(options.overrides).values
-    with uncollected():
+    with uncollected(), on_idle_cores(busy=0):
         subject = find_subject(
             options.name,
             length=options.length,
@@ -55,13 +54,13 @@ def main(arguments: list[str]) -> int:
         )
         chosen = [m for m in methods(options.lora) if m.name == "qlora" or not options.qlora]
         reports = _reports(subject, chosen, setting)
-    if all(report.refused is not None for report in reports):
-        raise ConfigError(str(reports[0].refused))
-    if options.as_json:
-        document = fit_document(subject, setting, reports)
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
-    else:
-        _show(subject, setting, reports, notes)
+        if all(report.refused is not None for report in reports):
+            raise ConfigError(str(reports[0].refused))
+        if options.as_json:
+            document = fit_document(subject, setting, reports)
+            sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        else:
+            _show(subject, setting, reports, notes)
     return 0 if any(report.fits for report in reports) else 1
 
 
@@ -77,7 +76,7 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
     """
     report = partial(_report, subject, setting)
     processes = min(len(chosen), usable_cores())
-    if processes == 1 or not _can_fork():
+    if processes == 1 or not can_fork():
         return [report(method) for method in chosen]
     sys.stdout.flush()
     context = multiprocessing.get_context("fork")
@@ -92,30 +91,14 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
         ) from None
 
 
-def _can_fork() -> bool:
-    """Whether a forked process can run a backward pass."""
-    if not hasattr(os, "fork") or in_use():
-        return False
-    process = multiprocessing.get_context("fork").Process(target=_run_backward)
-    process.start()
-    process.join()
-    return process.exitcode == 0
-
-
-def _run_backward() -> None:
-    try:
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # autograd has a thread for each GPU, which a fork does not copy
-        os._exit(1)
-
-
 def _end_quietly() -> None:
     """Let Ctrl-C end this process without a traceback; the parent reports the Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _report(subject: Subject, setting: Setting, method: Method) -> MethodReport:
-    return method_report(subject, setting, answer(subject, method, setting))
+    with one_core():
+        return method_report(subject, setting, answer(subject, method, setting))
 
 
 def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,10 +48,12 @@ def partition_evenly(
     for name, size in sizes.items():
         if not may_split or size == 0:
             middle = offset + size // 2
-            owner = max(r for r in range(ranks) if bounds[r] <= middle)
+            owner = bisect_right(bounds, middle, hi=ranks) - 1
             pieces.append((name, owner, 0, size))
         else:
-            for rank in range(ranks):
+            for rank in range(bisect_right(bounds, offset, hi=ranks) - 1, ranks):
+                if bounds[rank] >= offset + size:
+                    break
                 start = max(offset, bounds[rank]) - offset
                 stop = min(offset + size, bounds[rank + 1]) - offset
                 chunk = max_elements or max(1, stop - start)

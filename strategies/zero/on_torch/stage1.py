@@ -162,13 +162,9 @@ def _on_chunks(profile: Profile, plan: Plan, step: Timeline) -> Timeline:
         for pieces in _pieces_by_rank(profile, plan, memory, chunk_size)
         for numbers in split_into_chunks([piece.elements for piece in pieces], chunk_size)
     ]
-    candidates = [
-        max(chunks, key=measure, default=[])
-        for measure in (
-            lambda chunk: sum(piece.elements for piece in chunk),
-            lambda chunk: max(piece.elements for piece in chunk),
-        )
-    ]
+    elements = [[piece.elements for piece in chunk] for chunk in chunks]
+    chosen = {elements.index(max(elements, key=measure)) for measure in (sum, max) if chunks}
+    candidates = [chunks[number] for number in sorted(chosen)] or [[]]
     steps = []
     for chunk in candidates:
         added = memory.timeline(_shapes_by_group(chunk), torch.float32, normed=False)
