@@ -24,7 +24,8 @@ the gradients. A stage may have variants of both kinds, named first_VARIANT and 
 
 `split`: the backward pass is split in two, for the inputs and for the weights.
 `last`: the last micro-batch of a step, if it is the only one that is not recomputed, or the only
-one whose gradients are reduced. The latter may have the variants `last_resumed`, `last_strayed`.
+one whose gradients are reduced. The latter may be combined with the two kinds below:
+last_resumed and last_strayed.
 `resumed`: a stage gathers its parameters, and passes of other micro-batches come in between. A
 forward pass that follows another forward pass finds the parameters gathered. A backward pass that
 follows another backward pass has to gather them again.

@@ -42,21 +42,21 @@ FP32_RESULTS = (
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     *("sum", "sum.dim_IntList"),
 )
-"""Operations whose result is in fp32 unless the call names a dtype (`fp32_set_opt_dtype`). Sums and
-norms convert inside their kernels. `softmax` converts its input in a separate operation.
-`cross_entropy` names the dtype of its input, so its logarithms are in bf16."""
+"""Operations whose result is in fp32 unless the call names a dtype (torch's list
+fp32_set_opt_dtype). Sums and norms convert inside their kernels. `softmax` converts its input in a
+separate operation. `cross_entropy` names the dtype of its input, so its logarithms are in bf16."""
 LOW_OPERATIONS = (
     *("convolution", "_convolution", "addmv", "addr", "einsum", "mv", "linalg_vecdot"),
     *("chain_matmul", "linalg_multi_dot", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
     *("rnn_relu_cell",),
 )
 """Operations that CUDA's autocast runs in bf16 or fp16, and the CPU's leaves as they are
-(`lower_precision_fp`)."""
+(torch's list lower_precision_fp)."""
 WIDEST_OPERATIONS = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put"),
     *("tensordot", "scatter_add"),
 )
-"""Operations whose inputs are converted to the widest dtype among them (`promote`)."""
+"""Operations whose inputs are converted to the widest dtype among them (torch's list promote)."""
 _LOW = (torch.bfloat16, torch.float16)
 _Operation = Callable[..., Any]
 

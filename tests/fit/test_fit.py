@@ -168,8 +168,8 @@ def test_what_does_not_fit_fits_with_the_words_that_are_named() -> None:
     assert not answer(gpt, full, less).fits
 
 
-def test_what_trains_has_to_load_as_well(tmp_path: Path) -> None:
-    """While it loads, the largest tensor is there in fp32 beside the frozen ones in bf16."""
+def test_what_trains_has_to_resume_as_well(tmp_path: Path) -> None:
+    """A resumed run reads the largest tensor in fp32, beside the frozen tensors in bf16."""
     folder = config(tmp_path, "llama", vocab_size=65536, num_hidden_layers=1)
     given, lora = subject(str(folder), 2), methods(2)[1]
 
@@ -178,7 +178,7 @@ def test_what_trains_has_to_load_as_well(tmp_path: Path) -> None:
 
     enough = answer(given, lora, of_one_row())
     assert enough.fits
-    assert enough.highest[0] == "load"
+    assert enough.highest[0] == "resume"
     assert enough.shown is not None
     between = (enough.highest[1] + enough.shown.peak.bytes) // 2
     tight = of_one_row(str(2**31 + between))
@@ -186,7 +186,7 @@ def test_what_trains_has_to_load_as_well(tmp_path: Path) -> None:
     assert not found.fits
     assert found.missing_bytes > 0
     (said,) = method_report(given, tight, found).lines
-    assert re.search(r"does not fit. Training would, but the load peak is .* would hold it", said)
+    assert re.search(r"does not fit. Training would, but the resume peak is .* would hold it", said)
     assert answer(given, lora, of_one_row(str(2**31 + between + found.missing_bytes))).fits
 
 

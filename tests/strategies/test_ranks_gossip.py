@@ -168,9 +168,8 @@ def test_a_ring_without_pairs_and_parts_of_a_model_are_refused(added, keys, worl
 def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
     options = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
     technique = "strategy.replicate=support.gossip:Gossip"
-    planned = forked_cli(
-        ["plan", *options, "--global-batch-size=8", *SMALL, "mesh.pp=1", technique], cwd=tmp_path
-    )
+    sizes = ["--global-batch-size=8", "train.micro_batch_size=4", "mesh.pp=1"]
+    planned = forked_cli(["plan", *options, *sizes, *SMALL, technique], cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     (row,) = [line for line in planned.stdout.splitlines() if " gossip " in line]
     # Gossip is not the fastest plan here, so its plan is written from that of the fastest.
