@@ -1,13 +1,15 @@
-"""Measure bigtrain's step time and peak memory against a hand-written DDP loop, on two ranks.
+r"""Measure bigtrain's step time and memory beside hand-written loops, on two ranks of one thread.
 
-    python benchmarks/overhead.py [--steps 40] [--output benchmarks/results/overhead.json]
+    python benchmarks/overhead.py [--strategies ddp,fsdp] [--pairs 10] \
+        [--output benchmarks/results/overhead.json]
 
-The same GPT, batch, optimizer and clipping run twice: as a careful plain PyTorch loop (fused AdamW,
-gradients as bucket views), and through `bigtrain.Engine`. The two alternate, step by step, in the
-same two processes, so a machine that slows down slows both; the figure is the median over the pairs
-of (bigtrain / plain). Peaks are bytes of tracked tensors, measured for each loop in separate
-processes. `closed_meter` compares a run that tracked its memory for two steps with one that tracked
-none, after those steps.
+For each strategy the same GPT, batches, optimizer and clipping run in the loop of `plain_loops.py`
+and through `bigtrain.Engine`. The two alternate, step by step, in the same two processes, so a
+machine that slows down slows both; the figures are quantiles over the pairs of (bigtrain / plain).
+Memory is measured in separate processes for each loop: the peak of the anonymous pages of a
+process (RssAnon, sampled every 5 ms) above what it has before the model is made. Of the two ranks
+the larger peak counts. `closed_meter` compares a run that tracked its memory for two steps with one
+that tracked none, after those steps.
 """
 
 from __future__ import annotations
@@ -15,186 +17,230 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import keep
+from plain_loops import LOOPS, MICRO_BATCHES, ROWS, adamw
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import bigtrain
 from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models import make_model
 from bigtrain.ranks.context import RunContext
 
-MODEL = {"num_layers": 4, "width": 256, "num_heads": 4, "vocab_size": 256, "sequence_length": 128}
-ROWS = 8
+MODEL = {
+    **{"num_layers": 8, "width": 768, "num_heads": 12, "vocab_size": 256},
+    **{"sequence_length": 128, "tie_embeddings": False},
+}
+WARMUP = 2
+"""Steps of each loop that are not measured."""
+MEASURED_STEPS = 3
+"""Steps of a run that measures memory."""
+ONE_BATCH = {"tensor": "mesh.tp", "gpipe": "mesh.pp", "1f1b": "mesh.pp"}
+"""Strategies whose two ranks train on one batch, and the axis on which the ranks are."""
 
 
 def make() -> nn.Module:
+    """Return the model; equal on all ranks and in both loops."""
+    torch.manual_seed(0)
     return make_model("gpt", MODEL)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-
-class Plain:
-    """The hand-written loop."""
-
-    def __init__(self, *, bucket_view: bool) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(make(), gradient_as_bucket_view=bucket_view)
-        self.optimizer = adamw(self.model.parameters())
-
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        output = self.model(inputs)
-        loss = cross_entropy(output.flatten(0, 1), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)  # the mean over the ranks, as one logs it
-        del norm
-        return total.item() / dist.get_world_size()
 
 
 class Ours:
     """The same loop through bigtrain."""
 
-    def __init__(self, context: RunContext, track_steps: int) -> None:
-        keys = {
-            "train.global_batch_size": ROWS * context.world_size,
+    def __init__(self, context: RunContext, strategy: str, track_steps: int = 0) -> None:
+        self.micro_batches = MICRO_BATCHES if ONE_BATCH.get(strategy) == "mesh.pp" else 1
+        keys: dict[str, Any] = {
+            "train.global_batch_size": 2 * ROWS,
+            "train.micro_batch_size": rows_of(strategy) // self.micro_batches,
             "optim.clip_norm": 1.0,
             "memory.track_steps": track_steps,
             "memory.predict": False,
         }
-        self.engine = bigtrain.Engine(
-            make, CrossEntropy(), adamw, job_from_keys("ddp", keys), context
-        )
+        if strategy in ONE_BATCH:
+            keys[ONE_BATCH[strategy]] = 2
+        job = job_from_keys(strategy, keys)
+        example = self._micro_batches(*batch(0, 0, strategy))[0]
+        self.engine = bigtrain.Engine(make, CrossEntropy(), adamw, job, context, example=example)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        micro_batch = MicroBatch(inputs, targets, targets.numel(), len(inputs))
-        return self.engine.step(Step([micro_batch], 2 * len(inputs), 0, False)).loss
+        micro_batches = self._micro_batches(inputs, targets)
+        return self.engine.step(Step(micro_batches, 2 * ROWS, 0, False)).loss
+
+    def _micro_batches(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[MicroBatch]:
+        parts = inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
+        return [MicroBatch(x, y, y.numel(), len(x)) for x, y in zip(*parts, strict=True)]
 
 
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(256, (ROWS, MODEL["sequence_length"] + 1), generator=generator)
+def rows_of(strategy: str) -> int:
+    """Return the rows of a batch that a rank is given."""
+    return 2 * ROWS if strategy in ONE_BATCH else ROWS
+
+
+def batch(rank: int, step: int, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and targets of a rank."""
+    seed = 1000 * step + (0 if strategy in ONE_BATCH else rank)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows_of(strategy), int(MODEL["sequence_length"]) + 1)
+    tokens = torch.randint(int(MODEL["vocab_size"]), shape, generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def measure_speed(context: RunContext, steps: int) -> dict[str, Any]:
-    """Compare with a hand-written loop."""
-    loops = {"plain": Plain(bucket_view=True), "bigtrain": Ours(context, track_steps=0)}
-    return alternate(context, steps, loops)
+def measure_speed(context: RunContext, strategy: str, pairs: int) -> dict[str, Any]:
+    """Compare with the hand-written loop."""
+    loops = {
+        "plain": LOOPS[strategy](make),
+        "bigtrain": Ours(context, strategy),
+    }
+    return alternate(context, strategy, pairs, loops)
 
 
-def measure_meter(context: RunContext, steps: int) -> dict[str, Any]:
+def measure_meter(context: RunContext, strategy: str, pairs: int) -> dict[str, Any]:
     """Compare a run whose meter tracked two steps and is closed with one that never tracked."""
-    loops = {"unmetered": Ours(context, track_steps=0), "closed": Ours(context, track_steps=2)}
-    return alternate(context, steps, loops)
+    loops = {"unmetered": Ours(context, strategy), "closed": Ours(context, strategy, 2)}
+    return alternate(context, strategy, pairs, loops)
 
 
-def alternate(context: RunContext, steps: int, loops: dict[str, Any]) -> dict[str, Any]:
-    """Alternate two loops, step by step; return the ratio of the second's time to the first's."""
+def alternate(
+    context: RunContext, strategy: str, pairs: int, loops: dict[str, Any]
+) -> dict[str, Any]:
+    """Alternate two loops, step by step; return the ratios of the second's time to the first's.
+
+    Raises:
+        RuntimeError: the losses of the loops differ.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for step in range(steps + 5):
-        order = list(loops.items())
+    for step in range(pairs + WARMUP):
+        order, losses = list(loops.items()), []
         for name, loop in order if step % 2 else reversed(order):
-            data = batch(context.rank, step)
+            data = batch(context.rank, step, strategy)
             context.barrier()
             began = time.perf_counter()
-            loop.step(*data)
+            losses.append(loop.step(*data))
             context.barrier()
-            if step >= 5:
+            if step >= WARMUP:
                 seconds[name].append(time.perf_counter() - began)
+        if abs(losses[0] - losses[1]) > 1e-3 * losses[0]:
+            raise RuntimeError(f"{strategy}: step {step} has the losses {losses}")
     ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
     medians = {f"{name}_step_seconds": statistics.median(seconds[name]) for name in loops}
     return {
-        "steps": steps,
+        "pairs": pairs,
         **medians,
         "step_time_ratio": statistics.median(ratios),
         "step_time_ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
     }
 
 
-def measure_peak(context: RunContext, which: str) -> dict[str, Any]:
-    if which == "bigtrain":
-        ours = Ours(context, track_steps=4)
-        for step in range(4):
-            ours.step(*batch(context.rank, step))
-        return {"peak_bytes": ours.engine.meter.peak_bytes()}
-    with StorageTracker() as tracker:
-        plain = Plain(bucket_view=which == "plain-lean")
-        for step in range(4):
-            data = batch(context.rank, step)
-            tracker.label(data, "activations")
-            plain.step(*data)
-            del data
-    return {"peak_bytes": tracker.peak_bytes}
+class AnonymousPages:
+    """The peak of this process's RssAnon while the context is open, in bytes above its entry."""
+
+    def __enter__(self) -> AnonymousPages:
+        self._before = self.peak_bytes = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.peak_bytes -= self._before
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak_bytes = max(self.peak_bytes, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def rank_main(measurement: str, steps: int, output: Path) -> None:
-    with bigtrain.connect(bigtrain.detect_rank_info(os.environ), device="cpu") as context:
+def measure_memory(context: RunContext, strategy: str, which: str) -> dict[str, Any]:
+    """Return the peak of the process with one of the loops, of the rank that needs more."""
+    with AnonymousPages() as pages:
+        loop: Any = Ours(context, strategy) if which == "bigtrain" else LOOPS[strategy](make)
+        for step in range(MEASURED_STEPS):
+            loop.step(*batch(context.rank, step, strategy))
+    peak = torch.tensor(pages.peak_bytes)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return {"peak_bytes": int(peak)}
+
+
+def rank_main(strategy: str, measurement: str, pairs: int, output: Path) -> None:
+    """Measure on one rank."""
+    rank_info, axis = bigtrain.detect_rank_info(os.environ), ONE_BATCH.get(strategy)
+    mesh = {axis.removeprefix("mesh."): 2} if axis else {}
+    with bigtrain.connect(rank_info, device="cpu", **mesh) as context:
         torch.set_num_threads(1)
-        measures = {"speed": measure_speed, "meter": measure_meter}
-        if measurement in measures:
-            figures = measures[measurement](context, steps)
+        if measurement == "speed":
+            figures = measure_speed(context, strategy, pairs)
+        elif measurement == "meter":
+            figures = measure_meter(context, strategy, pairs)
         else:
-            figures = measure_peak(context, measurement)
+            figures = measure_memory(context, strategy, measurement)
         if context.is_main:
             output.write_text(json.dumps(figures))
 
 
-def start(measurement: str, steps: int) -> dict[str, Any]:
+def start(strategy: str, measurement: str, pairs: int) -> dict[str, Any]:
+    """Start two ranks; return their figures."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", __file__, "--rank", measurement]
-        command += ["--steps", str(steps), "--output", str(output)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command += ["--strategies", strategy, "--pairs", str(pairs), "--output", str(output)]
+        with (Path(folder) / "log").open("w+") as log:
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environ, stdout=log, stderr=log)
+            if done.returncode:
+                log.seek(0)
+                raise SystemExit(log.read()[-4000:])
         figures: dict[str, Any] = json.loads(output.read_text())
         return figures
 
 
 def main() -> None:
+    """Measure all strategies and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--strategies", default=",".join(LOOPS))
+    parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank_main(options.rank, options.steps, options.output)
+        rank_main(options.strategies, options.rank, options.pairs, options.output)
         return
-    speed = start("speed", options.steps)
-    peaks = {w: start(w, 0)["peak_bytes"] for w in ("plain", "plain-lean", "bigtrain")}
-    result = {
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU; 2 ranks, 1 thread each",
-        "torch": torch.__version__,
-        "model": MODEL,
-        "rows_per_rank": ROWS,
-        **speed,
-        "closed_meter": start("meter", options.steps),
-        "peak_bytes": peaks,
-        "memory_ratio": peaks["bigtrain"] / peaks["plain-lean"],
-        "memory_ratio_to_default_ddp": peaks["bigtrain"] / peaks["plain"],
-    }
-    print(json.dumps(result, indent=1))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    rows = []
+    for strategy in options.strategies.split(","):
+        speed = start(strategy, "speed", options.pairs)
+        peaks = {w: start(strategy, w, 0)["peak_bytes"] for w in ("plain", "bigtrain")}
+        ratio = peaks["bigtrain"] / peaks["plain"]
+        rows.append({"strategy": strategy, **speed, "peaks": peaks, "memory_ratio": ratio})
+        print(
+            f"{strategy:12} {speed['plain_step_seconds']:.2f} s by hand, time "
+            f"{speed['step_time_ratio']:.3f} ({speed['step_time_ratio_quartiles'][0]:.3f} to "
+            f"{speed['step_time_ratio_quartiles'][1]:.3f}), process {ratio:.3f} of "
+            f"{peaks['plain'] / 2**20:.0f} MiB",
+            flush=True,
+        )
+    meter = start("ddp", "meter", options.pairs)
+    print(f"ddp after tracking two steps, beside one without: {meter['step_time_ratio']:.3f}")
+    figures = {"model": MODEL, "rows_per_rank": ROWS, "rows": rows, "closed_meter": meter}
+    keep(options.output, figures)
 
 
 if __name__ == "__main__":

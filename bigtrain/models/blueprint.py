@@ -208,8 +208,7 @@ class Blueprint:
                 self._replay(self._recording, tensors, torch.device(device), seed, finish, read)
                 return self.model
             if self._make is not None:
-                torch.default_generator.manual_seed(seed)
-                _seed_others(seed)
+                _seed_all(seed)
                 _build_again(self._make, self.model)
         for tensor in tensors.values():
             tensor.data = tensor.data.to(device)
@@ -354,8 +353,7 @@ def describe(make: Callable[[], nn.Module], seed_name: Callable[[str], str] = st
         # Any error is caught: the construction on the CPU shows whether the model is at fault.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     with kept_random_state():
-        torch.default_generator.manual_seed(0)
-        _seed_others(0)
+        _seed_all(0)
         return Blueprint(_checked(make()), reason=reason, _make=make)
 
 
@@ -367,7 +365,11 @@ def as_blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blue
 
 
 def _describe_on_meta(make: Callable[[], nn.Module], seed_name: Callable[[str], str]) -> Blueprint:
-    with kept_random_state() as state:
+    with kept_random_state():
+        # All ranks have to find the same. So a constructor that seeds must change the state on all
+        # of them, also on a rank whose script has used the same seed just before.
+        _seed_all(_UNLIKELY_SEED)
+        state = _RandomState()
         with InitRecorder() as recorder:
             model = make()
         recorder.check()
@@ -532,6 +534,10 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> torch
     return tensor
 
 
+_UNLIKELY_SEED = 5_846_113_790_442_671
+"""A seed that no constructor uses."""
+
+
 class _RandomState:
     """The states of the random generators that a constructor may use on the CPU."""
 
@@ -557,6 +563,11 @@ class _RandomState:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    _seed_others(seed)
+
+
 def _seed_others(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -564,10 +575,10 @@ def _seed_others(seed: int) -> None:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[_RandomState]:
+def kept_random_state() -> Iterator[None]:
     """Restore the random generators of the CPU at the end of a `with` block."""
     state = _RandomState()
     try:
-        yield state
+        yield
     finally:
         state.restore()

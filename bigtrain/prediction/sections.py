@@ -509,8 +509,11 @@ def concatenate_sections(
         passes[-1] = passes[-1].at_stage_end(1, scatter_ranks[1])
     lengths = zip(*(section_pass.lengths for section_pass in passes), strict=True)
     backward_start, *later = map(sum, lengths)
-    forward_offset, backward_offset = 0, backward_start + later[0]
-    stop = backward_start + sum(later)
+    # A stage without the loss receives its gradients one tick after its backward pass begins. If
+    # they come in parts, they are gathered in the next tick.
+    gap = 0 if not is_sent else 1 if scatter_ranks[1] == 1 else 2
+    forward_offset, backward_offset = 0, backward_start + gap + later[0]
+    stop = backward_start + gap + sum(later)
     again = backward_offset
     # If the stage begins with a block, the backward pass has one more tick, which is that of the
     # layers outside of blocks.
@@ -537,16 +540,16 @@ def concatenate_sections(
                 spans.append(Span(nbytes, kind, born, died))
         if section_pass.ticks is not None:
             behind = backward_offset - section_pass.lengths[0]
-            visits.append(_moved(section_pass.ticks, forward_offset, behind, backward_start))
+            visits.append(_moved(section_pass.ticks, forward_offset, behind, backward_start + gap))
         forward_offset += section_pass.lengths[0]
         again += sum(section_pass.lengths[2:])
-    starts = (backward_start + 1, backward_start + later[0] + 1)[: len(later)]
+    starts = (backward_start + 1, backward_start + gap + later[0] + 1)[: len(later)]
     phases: list[tuple[int, Phase]] = [(0, "forward"), *((tick, "backward") for tick in starts)]
     return Timeline(tuple(spans), tuple(phases)), visits, stop
 
 
 def _moved(visit: BlockTicks, ahead: int, behind: int, backward_start: int) -> BlockTicks:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
-    # The last block of a stage does not begin before the backward pass.
+    # The last block of a stage does not begin before it has the gradients of its outputs.
     begins = max(visit.backward[0] + behind, backward_start + 1)
     return replace(visit, forward=forward, backward=(begins, visit.backward[1] + behind))

@@ -97,6 +97,25 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+def _seeded(seed_all: Callable[[int], object]) -> nn.Module:
+    seed_all(0)
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "seed_all", [torch.manual_seed, random.seed, np.random.seed], ids=["torch", "python", "numpy"]
+)
+def test_a_constructor_that_seeds_is_run_whole_on_every_rank(
+    seed_all: Callable[[int], object],
+) -> None:
+    """Also on a rank that has this seed already; otherwise the ranks wait for different things."""
+    reasons = []
+    for before in (0, 1):
+        seed_all(before)
+        reasons.append(describe(partial(_seeded, seed_all)).reason)
+    assert reasons == ["it draws or seeds random numbers on the CPU"] * 2
+
+
 @pytest.mark.parametrize("name", REASONS)
 def test_a_constructor_that_cannot_be_deferred_is_run_whole(name: str) -> None:
     make, reason = REASONS[name]

@@ -125,8 +125,8 @@ def test_what_crosses_an_end_stays_until_the_end():
     alone, _, _ = concatenate_sections(row, begins=False, is_sent=False)
     assert sorted(alone.spans) == [(5, "activations", 1, 5), (7, "temporary", 4, 5)]
     inside, _, stop = concatenate_sections(row, begins=True, is_sent=True)
-    assert stop == 7
-    assert sorted(inside.spans) == [(5, "activations", 1, 8), (7, "temporary", 4, 8)]
+    assert stop == 8  # the gradients are received after the tick at which the backward pass begins
+    assert sorted(inside.spans) == [(5, "activations", 1, 9), (7, "temporary", 5, 9)]
 
 
 def test_sequence_shards_are_sent_unchanged_and_the_rest_is_scattered() -> None:
