@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from bigtrain.devices import is_accelerator
 from bigtrain.tensors.memory_format import flat_view, is_dense
+from bigtrain.tensors.op_cost import loop_starts
 from bigtrain.tensors.shards import local_tensor
 
 CHUNK_ELEMENTS = 1 << 18
@@ -34,10 +35,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """The keys of the first and the second moment in a parameter's state."""
 
 
-def chunks(elements: int, device: torch.device) -> Iterator[slice]:
-    """Yield consecutive slices of `elements` elements, which are updated one after the other."""
-    size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(device) else CHUNK_ELEMENTS
-    for start in range(0, elements, size):
+def chunks(values: Tensor) -> Iterator[slice]:
+    """Yield consecutive slices of a flat tensor, which are updated one after the other.
+
+    Of a fake tensor, only a few of the slices are yielded; see `loop_starts`.
+    """
+    elements = len(values)
+    size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(values.device) else CHUNK_ELEMENTS
+    for start in loop_starts(values, elements, size):
         yield slice(start, min(start + size, elements))
 
 
@@ -121,7 +126,7 @@ class LeanAdamW(torch.optim.Optimizer):
         if gradient.stride() != contiguous.stride():
             gradient = torch.empty_like(contiguous).copy_(gradient)
         values, gradients = flat_view(contiguous), flat_view(gradient)
-        for part in chunks(len(values), values.device):
+        for part in chunks(values):
             self._update_chunk(
                 values[part],
                 gradients[part].to(compute_dtype),

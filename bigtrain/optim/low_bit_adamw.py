@@ -82,7 +82,7 @@ class LowBitAdamW(LeanAdamW):
             slots[self._scale(key)] = torch.zeros(size // self._block, device=device)
             if before is not None:  # loaded moments of a run without quantization
                 elements = flat_view(before)
-                for part in chunks(size, device):
+                for part in chunks(elements):
                     self._write(slots, key, part, elements[part].to(work), None)
 
     def _scale(self, key: str) -> str:
