@@ -183,8 +183,8 @@ def measure_memory(context: RunContext, strategy: str, which: str) -> dict[str, 
 def rank_main(strategy: str, measurement: str, pairs: int, output: Path) -> None:
     """Measure on one rank."""
     rank_info, axis = bigtrain.detect_rank_info(os.environ), ONE_BATCH.get(strategy)
-    mesh = {axis.removeprefix("mesh."): 2} if axis else {}
-    with bigtrain.connect(rank_info, device="cpu", **mesh) as context:
+    pp, tp = (2 if axis == name else 1 for name in ("mesh.pp", "mesh.tp"))
+    with bigtrain.connect(rank_info, device="cpu", pp=pp, tp=tp) as context:
         torch.set_num_threads(1)
         if measurement == "speed":
             figures = measure_speed(context, strategy, pairs)

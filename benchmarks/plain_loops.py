@@ -139,7 +139,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient)
         return gradient
@@ -155,7 +155,7 @@ class _SumOutput(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -231,7 +231,8 @@ class _Stage(nn.Module):
         half = len(model.blocks) // 2
         self.embedding = model.embedding if is_first else None
         self.blocks = model.blocks[:half] if is_first else model.blocks[half:]
-        self.norm, self.head = (None, None) if is_first else (model.norm, model.head)
+        self.norm = None if is_first else model.norm
+        self.head = None if is_first else model.head
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.embedding is None else self.embedding(x)
