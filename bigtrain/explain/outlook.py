@@ -20,7 +20,6 @@ from bigtrain.memory.timeline import Peak
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
 from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.planner.show import no_fit_lines
-from bigtrain.prediction.fake_runs.ahead import on_idle_cores
 from bigtrain.report.dry_run import fullest_rank, predict_ranks
 from bigtrain.timing.run_seconds import forecast_on
 from bigtrain.timing.step_time import StepTimer
@@ -197,8 +196,7 @@ def find_better(
         global_batch_size=job.train.global_batch_size or ranks,
         margins=margins,
     )
-    with on_idle_cores():
-        planned = ask(question)
+    planned = ask(question)
     if not planned.result.best:
         return Better(None, " ".join(no_fit_lines(planned)), question.limit)
     found, reason = _choose(file, planned)

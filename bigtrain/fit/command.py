@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from bigtrain.devices import device_names
+from bigtrain.devices import device_names, in_use
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.fit.methods import Method, Setting, answer, methods
 from bigtrain.fit.show import MethodReport, fit_document, fit_lines, fit_table, method_report
@@ -25,7 +27,6 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rates import usable_cores
 from bigtrain.planner.ask import engine_margins, rank_limits, uncollected
 from bigtrain.planner.command import read_engines, this_machine
-from bigtrain.prediction.fake_runs.ahead import can_fork, on_idle_cores, one_core
 
 DEFAULT_CLUSTER = "a100-node"
 """The cluster that is assumed on a machine without a GPU."""
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
     batch = options.global_batch_size or max(DEFAULT_BATCH, options.devices)
     setting, notes = _setting(options, cluster, batch)
     keys = parse_overrides(options.overrides).values
-    with uncollected(), on_idle_cores(busy=0):
+    with uncollected():
         subject = find_subject(
             options.name,
             length=options.length,
@@ -76,7 +77,7 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
     """
     report = partial(_report, subject, setting)
     processes = min(len(chosen), usable_cores())
-    if processes == 1 or not can_fork():
+    if processes == 1 or not _can_fork():
         return [report(method) for method in chosen]
     sys.stdout.flush()
     context = multiprocessing.get_context("fork")
@@ -91,14 +92,30 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
         ) from None
 
 
+def _can_fork() -> bool:
+    """Whether a forked process can run a backward pass."""
+    if not hasattr(os, "fork") or in_use():
+        return False
+    process = multiprocessing.get_context("fork").Process(target=_run_backward)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _run_backward() -> None:
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # autograd has a thread for each GPU, which a fork does not copy
+        os._exit(1)
+
+
 def _end_quietly() -> None:
     """Let Ctrl-C end this process without a traceback; the parent reports the Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _report(subject: Subject, setting: Setting, method: Method) -> MethodReport:
-    with one_core():
-        return method_report(subject, setting, answer(subject, method, setting))
+    return method_report(subject, setting, answer(subject, method, setting))
 
 
 def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -160,18 +160,6 @@ class StepMemory:
             return None
         return max(known, key=lambda timeline: timeline.peak().bytes)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Leave the user's factory out of a pickle; `set_optimizer` puts it back."""
-        return {**vars(self), "_make": None}
-
-    def set_optimizer(self, make_optimizer: MakeOptimizer) -> None:
-        """Use a factory of optimizers, in an object that was pickled.
-
-        Args:
-            make_optimizer: the factory with which the object was made.
-        """
-        self._make = fake_safe_optimizer(make_optimizer, self._device_type)
-
     def __deepcopy__(self, memo: dict[int, object]) -> StepMemory:
         """Return this object: only its cache ever changes."""
         return self

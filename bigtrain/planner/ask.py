@@ -167,11 +167,7 @@ def ask(question: Question, opened: Opened | None = None) -> PlannedAnswer:
     """
     check_question(question)
     with uncollected():
-        opened = opened or open_evaluator(question)
-        try:
-            return _search(question, opened)
-        finally:
-            opened[1].stop_ahead()
+        return _search(question, opened or open_evaluator(question))
 
 
 def open_evaluator(question: Question) -> Opened:
@@ -214,8 +210,6 @@ def open_evaluator(question: Question) -> Opened:
 def _search(question: Question, opened: Opened) -> PlannedAnswer:
     setup, library, evaluator = opened
     example, blocks = setup.workload.micro_batch, evaluator.blocks
-    if question.devices == 1 or question.tp == 1:
-        evaluator.announce_whole_model(2)
     whole_model, techniques = evaluator.whole_model(2), searched_techniques(question.job)
     is_whole = question.devices == 1 or question.tp == 1
     space = SearchSpace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -37,7 +36,6 @@ from bigtrain.planner.show import (
     rejection_lines,
     search_line,
 )
-from bigtrain.prediction.fake_runs.ahead import on_idle_cores
 from bigtrain.units import parse_bytes
 
 PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -55,9 +53,7 @@ def main(arguments: list[str]) -> int:
     job = load_job(options.job, "single", options.overrides)
     cluster = load_cluster(options.cluster) if options.cluster else this_machine(options.devices)
     question, margin = make_question(job, cluster, options)
-    # Beside blocks that are timed on this machine, nothing else may run.
-    with nullcontext() if question.at_hand else on_idle_cores():
-        planned = ask(question)
+    planned = ask(question)
     words = ["bigtrain", "plan", *arguments]
     if options.as_json:
         sys.stdout.write(json.dumps(plan_document(planned, margin), indent=1) + "\n")

@@ -157,27 +157,6 @@ class PlanEvaluator:
             return None
         return low, count_parameters(self.first_blocks(low).whole_model(candidate.rows).sections)
 
-    def announce(self, candidate: Candidate, plan: Plan, *, policies: bool = False) -> None:
-        """Have the runs of a candidate made ahead on idle cores; see `on_idle_cores`.
-
-        Args:
-            candidate: a candidate.
-            plan: the result of `plan_of`.
-            policies: whether to announce the policies other than "keep", instead of "keep".
-        """
-        library = self._plan_timer.section_library
-        others: list[BlockPolicy] = [c for c in reversed(_allowed(plan)) if c != "keep"]
-        choices: list[BlockPolicy] = others if policies else ["keep"]
-        with suppress(ConfigError):
-            library.announce(plan, candidate.rows, choices, cut=plan.pp > 1)
-            if plan.splits_backward and not policies:
-                library.announce_split(plan, candidate.rows, waiting=several_wait(plan))
-
-    def announce_whole_model(self, rows: int) -> None:
-        """Have the whole model's runs with recomputation made ahead on idle cores."""
-        candidate = Candidate(1, 1, None, rows, 1)
-        self.announce(candidate, self.plan_of(candidate), policies=True)
-
     def plan_of(self, candidate: Candidate) -> Plan:
         """Make the plan of a candidate, as a run of the candidate's job would.
 
@@ -370,7 +349,10 @@ class PlanEvaluator:
                 exact=exact,
             )
 
-        return RecomputeLevels(_allowed(plan), sections_for)
+        allowed = [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
+        # A split backward pass would recompute every block in both of its parts, and would hold
+        # more memory in between than the recording of either part shows.
+        return RecomputeLevels(["keep"] if plan.splits_backward else allowed, sections_for)
 
     def _evaluated(
         self,
@@ -407,15 +389,6 @@ class PlanEvaluator:
     def timed_parts(self, plan: Plan) -> TimedParts:
         """The slowdown of the optimizer's step and the shares of split backward passes."""
         return self._plan_timer.timed_parts(plan)
-
-
-def _allowed(plan: Plan) -> list[BlockPolicy]:
-    """Return the policies that blocks may have under a plan, from the fastest one on."""
-    if plan.splits_backward:
-        # A split backward pass would recompute every block in both of its parts, and would hold
-        # more memory in between than the recording of either part shows.
-        return ["keep"]
-    return [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
 
 
 def _too_much(peak: Peak, limit: int) -> str:

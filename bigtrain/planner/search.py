@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from bigtrain.core.strategy import Plan
 from bigtrain.core.variants import Variant
@@ -29,8 +28,6 @@ FRONTIER_QUERIES = 24
 """The most memory limits for which `PlanSearch.frontier` searches the fastest plan."""
 FRONTIER_RATIO = 1.04
 """`PlanSearch.frontier` searches no plan between two peaks that differ by less than this factor."""
-KINDS_AHEAD = 3
-"""For so many kinds of slices runs on fake tensors are made ahead, on idle cores."""
 MAX_REJECTIONS = 16
 """The search for a share of `FRONT_LIMITS` ends after this many rejected plans, even without a plan
 that fits. The front may then have fewer plans."""
@@ -99,8 +96,6 @@ class PlanSearch:
         self._dominating_slices: dict[tuple[int, int, Variant | None], Variant | None] = {}
         self._bounds = (self._bound_even_seconds, self._bound_bytes, self._bound_cut_seconds)
         self._open = [*self._opened()]
-        self._reached: set[object] = set()
-        """The kinds of runs, as of `_run_kind`, of the candidates that were first in a queue."""
         self._has_offload = False
         """Whether `_open` has the candidates with offload."""
 
@@ -248,7 +243,6 @@ class PlanSearch:
                 break
             if opened.plan is None and not opened.refused:
                 self._make_plan(opened)
-                self._announce_next(opened, limit)
             if opened.refused or limit <= opened.failed_limit:
                 continue
             if opened.least_bytes > limit:
@@ -302,29 +296,6 @@ class PlanSearch:
         except ConfigError as error:
             self._refuse(opened, str(error))
 
-    def _announce_next(self, reached: _OpenCandidate, limit: int) -> None:
-        """Have the runs of the next candidates with other slices made ahead, on idle cores."""
-        if _run_kind(reached) in self._reached:
-            return
-        self._reached.add(_run_kind(reached))
-        following: dict[object, _OpenCandidate] = {}
-        for opened in self._in_order:
-            kind = _run_kind(opened)
-            if kind not in self._reached and not opened.refused:
-                following.setdefault(kind, opened)
-                if len(following) == KINDS_AHEAD:
-                    break
-        for opened in following.values():
-            if opened.plan is None:
-                self._make_plan(opened)
-            if opened.plan is not None and opened.least_bytes <= limit:
-                self.evaluator.announce(opened.candidate, opened.plan)
-
-    @cached_property
-    def _in_order(self) -> list[_OpenCandidate]:
-        """The candidates in the order of their first bounds on seconds."""
-        return sorted(self._open, key=lambda opened: opened.seconds)
-
     def _tighten(self, opened: _OpenCandidate, limit: int, number: int) -> bool:
         """Apply the next closer bound to a candidate, or refuse the candidate.
 
@@ -370,7 +341,6 @@ class PlanSearch:
             opened.kept_bytes = kept
             return
         opened.kept_bytes = 0
-        self.evaluator.announce(opened.candidate, plan, policies=True)
         bound = self.bounds.floor_bytes(opened.candidate, plan)
         opened.least_bytes = max(opened.least_bytes, bound)
 
@@ -446,12 +416,6 @@ class PlanSearch:
             if best is None or _peak_bytes(outcome) < _peak_bytes(best):
                 best = outcome
         return best
-
-
-def _run_kind(opened: _OpenCandidate) -> object:
-    """Return a key that differs for candidates whose runs on fake tensors differ in slices."""
-    candidate = opened.candidate
-    return candidate.tp, candidate.slices, candidate.rows == 1, candidate.pp > 1
 
 
 def _slicing(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:

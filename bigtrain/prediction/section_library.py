@@ -161,44 +161,6 @@ class SectionLibrary:
                 )
         return self._bodies[kind, rows, exact]
 
-    def announce(self, plan: Plan, rows: int, choices: Iterable[BlockPolicy], *, cut: bool) -> None:
-        """Have the runs for `model_sections` made ahead on idle cores; see `on_idle_cores`.
-
-        Args:
-            plan: see `model_sections`.
-            rows: see `model_sections`.
-            choices: policies, in the order in which their sections are needed.
-            cut: see `model_sections`.
-        """
-        for choice in choices:
-            kind = self._kind(plan, rows, choice, waiting=False, cut=cut)
-            kind = kind._replace(cut=choice == "keep" and kind.cut)
-            for of_plan, of_kind in self._run_kinds(plan, kind, rows):
-                self._runs.announce(of_plan, of_kind, self._run_sizes(of_plan, of_kind, rows), rows)
-
-    def announce_split(self, plan: Plan, rows: int, *, waiting: bool) -> None:
-        """Have the runs for `split_passes` of a cut model made ahead; see `announce`."""
-        kind = self._kind(plan, rows, "keep", waiting=waiting, cut=True)
-        chunked = isinstance(self._runs.loss(kind, rows), ChunkedCrossEntropy)
-        kinds = [(plan, kind)] if chunked else self._run_kinds(plan, kind, rows)
-        for of_plan, of_kind in kinds:
-            sizes = self._run_sizes(of_plan, of_kind, rows)
-            self._runs.announce_split(of_plan, of_kind, sizes, rows)
-
-    def stop_ahead(self) -> None:
-        """End the runs that are made ahead."""
-        self._runs.stop_ahead()
-
-    def _run_kinds(self, plan: Plan, kind: RunKind, rows: int) -> list[tuple[Plan, RunKind]]:
-        """Return the runs from which sections are read off, as `_read_off` finds them."""
-        others = self._runs.coarser(plan, kind, rows)
-        found = [self._run_kinds(*coarser, rows) for coarser in others]
-        return [run for runs in found for run in runs] or [(plan, kind)]
-
-    def _run_sizes(self, plan: Plan, kind: RunKind, rows: int) -> tuple[int, ...]:
-        sizes = self._runs.sizes(plan, kind, rows)
-        return sizes if rows >= sizes[0] else (rows,)
-
     def _kind(
         self, plan: Plan, rows: int, choice: BlockPolicy, *, waiting: bool, cut: bool
     ) -> RunKind:
@@ -241,9 +203,9 @@ class SectionLibrary:
             if finer is not None:
                 is_chunked = isinstance(runs.loss(kind, rows), ChunkedCrossEntropy)
                 return finer[0], finer[1] and few_exact and many_exact and not is_chunked
-        sizes = self._run_sizes(plan, kind, rows)
-        if len(sizes) == 1:
-            return runs.recorded(plan, kind, sizes, rows)[0], True
+        sizes = runs.sizes(plan, kind, rows)
+        if rows < sizes[0]:
+            return runs.recorded(plan, kind, (rows,), rows)[0], True
         small, large = runs.recorded(plan, kind, sizes, rows)
         if rows in sizes:
             return (small, large)[sizes.index(rows)], True

@@ -29,7 +29,6 @@ from bigtrain.hub import folder as hub_folder
 from bigtrain.job.load import load_job
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.planner.ask import rank_limits
-from bigtrain.prediction.fake_runs.ahead import can_fork
 from bigtrain.report.dry_run import predict_ranks
 
 pytest.importorskip("transformers")
@@ -230,7 +229,7 @@ def test_notes_say_that_experts_have_no_adapters_and_are_not_in_4_bits(
 
 def test_a_fresh_process_is_forked() -> None:
     """This process need not be: libraries of other tests may have started autograd's threads."""
-    code = "from bigtrain.prediction.fake_runs.ahead import can_fork; print(can_fork())"
+    code = "from bigtrain.fit.command import _can_fork; print(_can_fork())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "True"
 
@@ -244,12 +243,12 @@ def test_a_process_whose_fork_cannot_run_a_backward_pass_is_not_forked(
         raise RuntimeError("Unable to handle autograd's threading in combination with fork")
 
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
-    assert not can_fork()
+    assert not command._can_fork()
 
 
 def test_a_process_that_has_used_a_gpu_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not can_fork()
+    assert not command._can_fork()
 
 
 def test_a_process_that_is_ended_is_reported(
@@ -259,7 +258,7 @@ def test_a_process_that_is_ended_is_reported(
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(command, "usable_cores", lambda: 2)
-    monkeypatch.setattr(command, "can_fork", lambda: True)
+    monkeypatch.setattr(command, "_can_fork", lambda: True)
     monkeypatch.setattr(command, "answer", end)
     assert cli.main(["fit", "gpt-10m", *SMALL]) == 1
     assert "one of the 2 processes that make plans was ended" in capsys.readouterr().err

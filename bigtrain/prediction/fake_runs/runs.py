@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.fake_runs.ahead import RunsAhead
 from bigtrain.prediction.fake_runs.slices import (
     are_even,
     coarser,
@@ -99,7 +97,6 @@ class FakeRuns:
         self._split_runs: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
         self._ends: dict[object, Section] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
-        self._ahead = RunsAhead()
         self._still_shorter: dict[object, tuple[nn.Module | None, tuple[int, ...]]] = {}
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
         self._sizes = SEVERAL_ROWS if statistics else RECORDED_ROWS
@@ -152,39 +149,8 @@ class FakeRuns:
             ConfigError: the model does not run on fake tensors.
         """
         if (kind, sizes) not in self._runs:
-            ahead = self._ahead.take((kind, sizes))
-            if ahead is not None:
-                for run in ahead:
-                    if run.step_memory is not None:
-                        run.step_memory.set_optimizer(self._make_optimizer)
-            self._runs[kind, sizes] = ahead or self._run(plan, sizes, kind, self.loss(kind, rows))
+            self._runs[kind, sizes] = self._run(plan, sizes, kind, self.loss(kind, rows))
         return self._runs[kind, sizes]
-
-    def announce(self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int) -> None:
-        """Have a run made ahead on an idle core, if there is one; see `on_idle_cores`.
-
-        The arguments are those of `recorded`.
-        """
-        if not kind.waiting and (kind, sizes) not in self._runs:
-            self._ahead.announce((kind, sizes), partial(self._run_ahead, plan, kind, sizes, rows))
-
-    def announce_split(self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int) -> None:
-        """Have `split_passes` made ahead on an idle core, if there is one."""
-        if (kind, sizes) not in self._split_runs:
-            run = partial(self._split_run, plan, kind, sizes, rows)
-            self._ahead.announce(("split", kind, sizes), run)
-
-    def stop_ahead(self) -> None:
-        """End the runs that are made ahead; for when no more are needed."""
-        self._ahead.stop()
-
-    def _run_ahead(
-        self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
-    ) -> tuple[RecordedSections, ...] | None:
-        """Return runs; None if making them has changed how this object makes others."""
-        before = self.changes, self.copied_gradient
-        recorded = self._run(plan, sizes, kind, self.loss(kind, rows))
-        return recorded if before == (self.changes, self.copied_gradient) else None
 
     def split_passes(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
@@ -194,25 +160,20 @@ class FakeRuns:
         The arguments are those of `recorded`.
         """
         if (kind, sizes) not in self._split_runs:
-            ahead = self._ahead.take(("split", kind, sizes))
-            self._split_runs[kind, sizes] = ahead or self._split_run(plan, kind, sizes, rows)
+            loss = self.loss(kind, rows)
+            batches = [resize_micro_batch(self._example, size) for size in sizes]
+            slices = self._slices(plan, loss, cut=kind.cut)
+            model, names = self._model_run(cut=kind.cut)
+            self._split_runs[kind, sizes] = record_split_backward(
+                self._workload(loss, model),
+                names,
+                batches,
+                _with_policy(plan, "keep"),
+                self._device,
+                slices,
+                contiguous_gradients=kind.contiguous_gradients,
+            )
         return self._split_runs[kind, sizes]
-
-    def _split_run(
-        self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
-    ) -> tuple[dict[str, PassPair], ...] | None:
-        loss = self.loss(kind, rows)
-        slices = self._slices(plan, loss, cut=kind.cut)
-        model, names = self._model_run(cut=kind.cut)
-        return record_split_backward(
-            self._workload(loss, model),
-            names,
-            [resize_micro_batch(self._example, size) for size in sizes],
-            _with_policy(plan, "keep"),
-            self._device,
-            slices,
-            contiguous_gradients=kind.contiguous_gradients,
-        )
 
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
         """Return the section after the blocks for a micro-batch of `rows` rows.
@@ -292,7 +253,6 @@ class FakeRuns:
         # The cached runs are of the shortened model.
         self._runs, self._split_runs, self._ends, self._slices_of = {}, {}, {}, {}
         self.changes += 1
-        self._ahead.stop()
         return recorded
 
     def _with_other_ends(
