@@ -15,6 +15,8 @@ HUB = [
     "timm",
 ]
 """Models of the Hugging Face Hub and of timm, their tokenizers, and adapters."""
+ALLOCATOR = "tbb; sys_platform == 'linux' and platform_machine == 'x86_64'"
+"""It contains tbbmalloc, with which processes on a CPU take less memory."""
 
 for link in ("strategies", "configs"):
     if not (ROOT / "bigtrain" / link).is_dir():
@@ -115,6 +117,7 @@ setup(
         "numpy",
     ],
     extras_require={
+        "cpu": [ALLOCATOR],
         "digits": ["scikit-learn"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
@@ -131,6 +134,7 @@ setup(
             "ruff",
             "scikit-learn",
             "setuptools>=77",
+            ALLOCATOR,
             "tensorboard",
             "torchao",
             "types-PyYAML",

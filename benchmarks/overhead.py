@@ -8,8 +8,9 @@ and through `bigtrain.Engine`. The two alternate, step by step, in the same two 
 machine that slows down slows both; the figures are quantiles over the pairs of (bigtrain / plain).
 Memory is measured in separate processes for each loop: the peak of the anonymous pages of a
 process (RssAnon, sampled every 5 ms) above what it has before the model is made. Of the two ranks
-the larger peak counts. `closed_meter` compares a run that tracked its memory for two steps with one
-that tracked none, after those steps.
+the larger peak counts; a figure is the median of three runs. `plain` and `bigtrain` use the C
+library's allocator; `started` is bigtrain with the allocator that its commands use. `closed_meter`
+compares a run that tracked its memory for two steps with one that tracked none, after those steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ import bigtrain
 from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.allocator import allocator_environ
 from bigtrain.models import make_model
+from bigtrain.models.blueprint import as_blueprint
 from bigtrain.ranks.context import RunContext
 
 MODEL = {
@@ -45,6 +49,8 @@ MODEL = {
 }
 WARMUP = 2
 """Steps of each loop that are not measured."""
+MEMORY_RUNS = 3
+"""Runs of each loop that measure memory; they alternate."""
 MEASURED_STEPS = 3
 """Steps of a run that measures memory."""
 ONE_BATCH = {"tensor": "mesh.tp", "gpipe": "mesh.pp", "1f1b": "mesh.pp"}
@@ -52,9 +58,13 @@ ONE_BATCH = {"tensor": "mesh.tp", "gpipe": "mesh.pp", "1f1b": "mesh.pp"}
 
 
 def make() -> nn.Module:
-    """Return the model; equal on all ranks and in both loops."""
-    torch.manual_seed(0)
+    """Return the model, with random weights."""
     return make_model("gpt", MODEL)
+
+
+def make_alike() -> nn.Module:
+    """Return the model with the weights that bigtrain gives it, equal on all ranks."""
+    return as_blueprint(make).materialize("cpu", seed=0)
 
 
 class Ours:
@@ -101,7 +111,7 @@ def batch(rank: int, step: int, strategy: str) -> tuple[torch.Tensor, torch.Tens
 def measure_speed(context: RunContext, strategy: str, pairs: int) -> dict[str, Any]:
     """Compare with the hand-written loop."""
     loops = {
-        "plain": LOOPS[strategy](make),
+        "plain": LOOPS[strategy](make_alike),
         "bigtrain": Ours(context, strategy),
     }
     return alternate(context, strategy, pairs, loops)
@@ -191,26 +201,47 @@ def rank_main(strategy: str, measurement: str, pairs: int, output: Path) -> None
         elif measurement == "meter":
             figures = measure_meter(context, strategy, pairs)
         else:
-            figures = measure_memory(context, strategy, measurement)
+            which = "plain" if measurement == "plain" else "bigtrain"
+            figures = measure_memory(context, strategy, which)
         if context.is_main:
             output.write_text(json.dumps(figures))
 
 
-def start(strategy: str, measurement: str, pairs: int) -> dict[str, Any]:
-    """Start two ranks; return their figures."""
+def start(
+    strategy: str, measurement: str, pairs: int, environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Start two ranks; return their figures.
+
+    Args:
+        strategy: the strategy of both loops.
+        measurement: see `rank_main`.
+        pairs: the pairs of steps.
+        environ: variables that are added to the environment.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", __file__, "--rank", measurement]
         command += ["--strategies", strategy, "--pairs", str(pairs), "--output", str(output)]
         with (Path(folder) / "log").open("w+") as log:
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environ, stdout=log, stderr=log)
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
+            done = subprocess.run(command, env=variables, stdout=log, stderr=log)
             if done.returncode:
                 log.seek(0)
                 raise SystemExit(log.read()[-4000:])
         figures: dict[str, Any] = json.loads(output.read_text())
         return figures
+
+
+def median_peaks(strategy: str) -> dict[str, int]:
+    """Return the median peak of the process in bytes: `plain`, `bigtrain` and `started`."""
+    peaks: dict[str, list[int]] = {}
+    for _ in range(MEMORY_RUNS):
+        for name in ("plain", "bigtrain", "started"):
+            environ = allocator_environ(os.environ) if name == "started" else {}
+            found = start(strategy, name, 0, environ)["peak_bytes"]
+            peaks.setdefault(name, []).append(found)
+    return {name: round(statistics.median(found)) for name, found in peaks.items()}
 
 
 def main() -> None:
@@ -227,14 +258,15 @@ def main() -> None:
     rows = []
     for strategy in options.strategies.split(","):
         speed = start(strategy, "speed", options.pairs)
-        peaks = {w: start(strategy, w, 0)["peak_bytes"] for w in ("plain", "bigtrain")}
-        ratio = peaks["bigtrain"] / peaks["plain"]
-        rows.append({"strategy": strategy, **speed, "peaks": peaks, "memory_ratio": ratio})
+        peaks = median_peaks(strategy)
+        ratios = {name: peak / peaks["plain"] for name, peak in peaks.items() if name != "plain"}
+        rows.append({"strategy": strategy, **speed, "peaks": peaks, "memory_ratios": ratios})
         print(
             f"{strategy:12} {speed['plain_step_seconds']:.2f} s by hand, time "
             f"{speed['step_time_ratio']:.3f} ({speed['step_time_ratio_quartiles'][0]:.3f} to "
-            f"{speed['step_time_ratio_quartiles'][1]:.3f}), process {ratio:.3f} of "
-            f"{peaks['plain'] / 2**20:.0f} MiB",
+            f"{speed['step_time_ratio_quartiles'][1]:.3f}), process "
+            f"{ratios['bigtrain']:.3f} of {peaks['plain'] / 2**20:.0f} MiB, "
+            f"{ratios['started']:.3f} as bigtrain's commands start it",
             flush=True,
         )
     meter = start("ddp", "meter", options.pairs)

@@ -1,11 +1,11 @@
-"""Measure a process's memory in addition to its tensors, and the cost in time of tcmalloc.
+"""Measure a process's memory in addition to its tensors, and the cost in time of another allocator.
 
     python benchmarks/process_memory.py --output benchmarks/results/process_memory.json
     python benchmarks/process_memory.py --jobs gpt55 --strategies fsdp --repeats 1
 
 Strategies run a GPT of 55 million parameters (4 x 128 tokens a rank) and the default job, each
-through the command in new processes: as users run it (`bigtrain`: with tcmalloc, if that is
-installed) and with the C library's allocator (`glibc`). Runs alternate; a ratio is the median of
+through the command in new processes: as users run it (`bigtrain`: with tcmalloc or tbbmalloc, if it
+is installed) and with the C library's allocator (`glibc`). Runs alternate; a ratio is the median of
 the ratios of neighbouring runs.
 
 `process_over_tracked` is the process's highest resident memory above that before the model was
@@ -28,7 +28,7 @@ from typing import Any
 from harness import keep
 
 from bigtrain.compare.subprocess_runs import run_bigtrain
-from bigtrain.memory.allocator import tcmalloc
+from bigtrain.memory.allocator import find_allocator
 
 STEPS, TRACKED = 8, 3
 LIMIT_S = 900.0
@@ -125,7 +125,7 @@ def main() -> None:
     for row in rows(options.jobs, options.strategies, options.repeats):
         figures.append(row)
         print(json.dumps(row), flush=True)
-        keep(options.output, {"steps": STEPS, "allocator": tcmalloc(), "rows": figures})
+        keep(options.output, {"steps": STEPS, "allocator": find_allocator(), "rows": figures})
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ def _on_ranks(command: str, arguments: list[str]) -> int:
 def _start(command: str, options: TrainOptions, words: list[str]) -> int:
     """Refuse a wrong job before torch is loaded; then run it."""
     from bigtrain.job.load import load_job
+    from bigtrain.memory.allocator import start_with_allocator
     from bigtrain.ranks.launch import as_first_of, check_shares, start_ranks
 
     ranks = options.num_ranks
@@ -155,6 +156,7 @@ def _start(command: str, options: TrainOptions, words: list[str]) -> int:
         return start_ranks(
             ranks, words, script, restarts=options.restarts, min_ranks=options.min_ranks
         )
+    start_with_allocator()
     from bigtrain import train
     from bigtrain.speedup import measure
     from bigtrain.verify import record

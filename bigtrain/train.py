@@ -14,8 +14,10 @@ if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirn
 if __name__ == "__main__":
     import gc
 
+    from bigtrain.memory.allocator import start_with_allocator
     from bigtrain.ranks.exit_status import end_quietly_on_interrupt
 
+    start_with_allocator()
     gc.disable()  # the collector takes a sixth of the time of the imports, and finds nothing
     end_quietly_on_interrupt()  # while torch is loaded
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,19 +46,23 @@ def compare_cut(
     plain_cut = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))
     whole_model = fake_model(model, cpu, double=False).train()
     _invent(whole_model)
-    cut_model = fake_model(model, cpu, double=False).train()
-    with torch.no_grad():
-        for target, source in zip(_tensors(cut_model), _tensors(whole_model), strict=True):
-            target.copy_(source)
+    buffers = [buffer.clone() for buffer in whole_model.buffers()]
     batch = micro_batch.first_rows(rows, loss.count).to("cpu")
     state = torch.random.get_rng_state()
     expected = loss(whole_model(batch.inputs), batch.targets, batch.count)
     expected.backward()  # type: ignore[no-untyped-call]
+    gradients = _take_gradients(whole_model)
+    # The stages use the same parameters: a copy would take as much memory again.
+    with torch.no_grad():
+        for buffer, before in zip(whole_model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
     torch.random.set_rng_state(state)
-    loss_of_stages = _chain(plain_cut, cut_model, batch, loss)
-    loss_of_stages.backward()  # type: ignore[no-untyped-call]
+    differences = _Differences(expected, gradients)
+    loss_of_stages = _chain(plain_cut, whole_model, batch, loss)
+    with differences.measured(whole_model):
+        loss_of_stages.backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)
-    return _difference(expected, loss_of_stages, whole_model, cut_model)
+    return differences.largest(loss_of_stages)
 
 
 def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
@@ -71,33 +76,86 @@ def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
     return result
 
 
-def _difference(
-    expected: Tensor, loss_of_stages: Tensor, whole_model: nn.Module, cut_model: nn.Module
-) -> float:
-    scale = max(
-        (float(p.grad.abs().max()) for p in whole_model.parameters() if p.grad is not None),
-        default=1.0,
-    )
-    worst, worst_name = abs(float(expected.detach()) - float(loss_of_stages.detach())), "the loss"
-    worst /= max(1.0, abs(float(expected.detach())))
-    for (name, expected_parameter), found_parameter in zip(
-        whole_model.named_parameters(), cut_model.parameters(), strict=True
-    ):
-        if (expected_parameter.grad is None) != (found_parameter.grad is None):
+def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of a model by parameter name, and remove them from the model."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name], parameter.grad = parameter.grad, None
+    return gradients
+
+
+class _Differences:
+    """Compares the loss and the gradients of the stages with those of the whole model.
+
+    Each gradient is compared and freed as soon as it is complete.
+
+    Args:
+        expected: 0-dim, the loss of the whole model.
+        gradients: the gradients of the whole model, by parameter name. They are freed, too.
+    """
+
+    def __init__(self, expected: Tensor, gradients: dict[str, Tensor]) -> None:
+        self._expected, self._gradients = float(expected.detach()), gradients
+        self._scale = max((_largest(each) for each in gradients.values()), default=1.0)
+        self._worst, self._worst_name = 0.0, "the loss"
+        self._only_stages: list[str] = []
+
+    @contextmanager
+    def measured(self, model: nn.Module) -> Iterator[None]:
+        """Compare the gradients of the backward pass in a `with` block."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+        def compare(parameter: Tensor) -> None:
+            name, found = names[id(parameter)], parameter.grad
+            parameter.grad = None
+            expected = self._gradients.pop(name, None)
+            if expected is None:
+                self._only_stages.append(name)
+            elif found is not None:
+                self._add(name, _largest(found.sub_(expected)) / max(self._scale, 1e-30))
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(compare)  # type: ignore[no-untyped-call]
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def largest(self, loss: Tensor) -> float:
+        """Return the largest relative difference; see `compare_cut`.
+
+        Args:
+            loss: 0-dim, the loss of the stages.
+
+        Raises:
+            ConfigError: see `compare_cut`.
+        """
+        for name in [*self._only_stages, *self._gradients]:
             raise ConfigError(_difference_message(name, "it has a gradient in only one of the two"))
-        if (
-            expected_parameter.grad is not None
-            and found_parameter.grad is not None
-            and expected_parameter.grad.numel()
-        ):
-            gap = float((expected_parameter.grad - found_parameter.grad).abs().max()) / max(
-                scale, 1e-30
-            )
-            if not gap <= worst:
-                worst, worst_name = gap, name
-    if not worst <= SELF_CHECK_TOLERANCE:
-        raise ConfigError(_difference_message(worst_name, f"they differ by {worst:.2g}, relative"))
-    return worst
+        gap = abs(self._expected - float(loss.detach())) / max(1.0, abs(self._expected))
+        if not gap <= self._worst:
+            self._worst, self._worst_name = gap, "the loss"
+        if not self._worst <= SELF_CHECK_TOLERANCE:
+            difference = f"they differ by {self._worst:.2g}, relative"
+            raise ConfigError(_difference_message(self._worst_name, difference))
+        return self._worst
+
+    def _add(self, name: str, gap: float) -> None:
+        if not gap <= self._worst:  # also true for a gap that is not a number
+            self._worst, self._worst_name = gap, name
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor, without a copy of it; 0 if it is empty."""
+    if not tensor.numel():
+        return 0.0
+    low, high = tensor.detach().aminmax()
+    return max(-float(low), float(high))
 
 
 def _difference_message(name: str, difference: str) -> str:
@@ -123,7 +181,3 @@ def _invent(model: nn.Module) -> None:
     invent_weights(model, generator)
     for buffer in model.buffers():
         buffer.fill_(1) if buffer.is_floating_point() else buffer.zero_()
-
-
-def _tensors(model: nn.Module) -> Sequence[Tensor]:
-    return [*model.parameters(), *model.buffers()]

@@ -19,7 +19,7 @@ from bigtrain.files.parse import parse_json
 from bigtrain.machine.rate_cache import RATES, cached_rates, measured_rates
 from bigtrain.machine.rates import cpu_name, usable_cores
 from bigtrain.machine.versions import installed_version
-from bigtrain.memory.allocator import tcmalloc
+from bigtrain.memory.allocator import find_allocator
 from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
@@ -113,7 +113,7 @@ def _devices() -> dict[str, Any]:
             "total_bytes": device_capacity_bytes(torch.device("cpu")),
             "free_bytes": free_host_bytes(),
         },
-        "allocator": tcmalloc(),
+        "allocator": find_allocator(),
         "scratch": _scratch(),
     }
 

@@ -17,9 +17,9 @@ from bigtrain.machine.rate_cache import RATES, faster_precision
 from bigtrain.units import format_bytes, format_flops
 
 Lines = list[tuple[str, str]]
-_NO_TCMALLOC = (
-    "the C library's. apt install libtcmalloc-minimal4: ranks that bigtrain starts on a CPU then "
-    "take up to half as much memory in addition to their tensors"
+_NO_ALLOCATOR = (
+    "the C library's. pip install 'bigtrain[cpu]' (or apt install libtcmalloc-minimal4): then "
+    "processes without a GPU take as little as half the memory"
 )
 
 
@@ -77,7 +77,7 @@ def _device_lines(devices: Mapping[str, Any]) -> Lines:
     free = f"{_size(memory['free_bytes'])} free for this process"
     lines.append(("host memory", f"{_size(memory['total_bytes'])}, {free}"))
     if sys.platform == "linux":
-        lines.append(("allocator", devices["allocator"] or _NO_TCMALLOC))
+        lines.append(("allocator", devices["allocator"] or _NO_ALLOCATOR))
     folder = f"{scratch['folder'] or 'none'} ({scratch['file_system'] or 'unknown file system'})"
     text = f"{folder}, {_size(scratch['free_bytes'])} free"
     problem = f"; {scratch['problem']}" if scratch["problem"] else ""

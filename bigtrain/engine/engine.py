@@ -241,6 +241,8 @@ class Engine(SavedState):
         self._loop_states = LoopStates(self.optimizer, self._rate)
         self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
         self._begun: _BegunStep | None = None
+        self._is_training = False
+        """Whether a step has set the model to training mode."""
 
     @property
     def _whole_optimizer(self) -> WholeOptimizer:
@@ -325,7 +327,7 @@ class Engine(SavedState):
         if self.first_steps is not None and checks:
             self.first_steps.begin(micro_batches, self.optimizer.changed_settings(below=False))
             began = time.perf_counter()
-        self.runner.module.train()
+        self._enter_training_mode()
         accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
         if accuracy is not None:
             accuracy.begin()
@@ -361,6 +363,17 @@ class Engine(SavedState):
             received_bytes=volume.received_bytes if volume else None,
             top1=top1,
         )
+
+    def _enter_training_mode(self) -> None:
+        """Set the training mode before the first step, and after the model was evaluated.
+
+        Not before every step: on a GPU the device waits while the host visits all modules. So a
+        submodule that a script sets to evaluation mode between two steps stays in it, as in a loop
+        that calls `train` once.
+        """
+        if not self._is_training or not self.runner.module.training:
+            self.runner.module.train()
+            self._is_training = True
 
     def _share(self, part: float, total: float) -> float:
         """Return the sum of `part` over all ranks, divided by the sum of `total`. Collective.

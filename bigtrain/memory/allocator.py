@@ -1,9 +1,10 @@
 """Choose and tune the allocator on Linux, so that a process takes little more than its tensors.
 
-glibc keeps a heap for each thread and returns little of it to the system. If gloo's threads make
-and free tensors as the main thread does, a process takes up to 2.5 times the bytes of its tensors.
-tcmalloc shares free memory among threads (`benchmarks/process_memory.py` measures both). The
-allocator must be loaded when a process starts, so only processes that bigtrain starts use tcmalloc.
+glibc keeps freed memory in pieces that larger tensors do not fit into: on a CPU a process under
+fsdp takes up to 2.5 times the bytes of its tensors. tcmalloc, and tbbmalloc of oneTBB, reuse large
+blocks better (`benchmarks/process_memory.py` measures them). An allocator must be loaded when a
+process starts. So ranks that bigtrain starts get it in their environment, and `bigtrain/train.py`
+starts itself anew, whoever has started it. Processes with a GPU keep the C library's allocator.
 """
 
 from __future__ import annotations
@@ -14,25 +15,41 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 # The numbers by which mallopt identifies its parameters (malloc.h).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_CLEAN_ALL_BUFFERS = 0  # a command of tbbmalloc (scalable_allocator.h)
 _REPORTS = "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-ctrl-gpu")
+"""Files of the drivers of NVIDIA's and AMD's GPUs."""
 
 
-def tcmalloc() -> str | None:
-    """Return the name by which the system's linker finds tcmalloc; None if it is not installed."""
+def find_allocator() -> str | None:
+    """Return what LD_PRELOAD needs to load a better allocator; None if none is installed.
+
+    That is tcmalloc of the system, or else tbbmalloc of this Python environment (the package `tbb`
+    of pip and conda).
+    """
     if sys.platform != "linux":
         return None
-    return ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
+    for name in ("tcmalloc_minimal", "tcmalloc"):
+        if library := ctypes.util.find_library(name):
+            return library
+    folder = Path(sys.prefix) / "lib"
+    # pip's build of the second library does not say where the first is.
+    files = [folder / "libtbbmalloc.so.2", folder / "libtbbmalloc_proxy.so.2"]
+    text = ":".join(map(str, files))
+    fits = " " not in text and text.count(":") == 1  # which separate the names in LD_PRELOAD
+    return text if fits and all(file.is_file() for file in files) else None
 
 
 def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that make a new process use tcmalloc.
+    """Return the environment variables that make a new process use a better allocator.
 
-    The result is empty if tcmalloc is not installed or if the user has chosen an allocator. The
-    user chooses one by `LD_PRELOAD` (even if it is empty), by a variable `MALLOC_...`, or by
-    glibc.malloc in `GLIBC_TUNABLES`.
+    The result is empty if none is installed, if the machine has a GPU, or if the user has chosen an
+    allocator. The user chooses one by `LD_PRELOAD` (even if it is empty), by a variable
+    `MALLOC_...`, or by glibc.malloc in `GLIBC_TUNABLES`.
 
     Args:
         environ: the environment of the process that starts the others, normally `os.environ`.
@@ -40,9 +57,21 @@ def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
     is_set = "LD_PRELOAD" in environ or any(name.startswith("MALLOC_") for name in environ)
     if is_set or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return {}
-    library = tcmalloc()
+    library = None if any(map(os.path.exists, _GPU_DRIVERS)) else find_allocator()
     # With the default threshold tcmalloc reports each allocation of a GiB on standard error.
     return {} if library is None else {"LD_PRELOAD": library, _REPORTS: str(1 << 62)}
+
+
+def start_with_allocator() -> None:
+    """Replace this process by one that runs the same command with a better allocator.
+
+    Returns if there is none to change to (see `allocator_environ`), if torch is loaded already, so
+    that this process may be another program, or under a debugger, which would lose the process.
+    """
+    variables = allocator_environ(os.environ)
+    if variables and "torch" not in sys.modules and sys.gettrace() is None:
+        words = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, **variables})
 
 
 def return_large_blocks(nbytes: int) -> None:
@@ -69,6 +98,9 @@ def release_free_memory() -> None:
     library = ctypes.CDLL(None)
     with suppress(AttributeError, OSError):
         library.MallocExtension_ReleaseFreeMemory()  # exists if tcmalloc is loaded
+        return
+    with suppress(AttributeError, OSError):
+        library.scalable_allocation_command(_CLEAN_ALL_BUFFERS, None)  # if tbbmalloc is loaded
         return
     with suppress(AttributeError, OSError):
         library.malloc_trim(0)

@@ -20,7 +20,7 @@ from bigtrain.doctor import command, probes
 from bigtrain.doctor.show import show_machine
 from bigtrain.job.strategy_words import whole_strategies
 from bigtrain.machine.cluster import CommOp
-from bigtrain.memory.allocator import tcmalloc
+from bigtrain.memory.allocator import find_allocator
 
 
 def look(cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +69,7 @@ def test_the_machine_is_described(machine):
     assert machine["launchers"]["torchrun"]
     assert machine["devices"]["cpu"]["usable_cores"] >= 1
     assert len(machine["devices"]["gpus"]) == torch.cuda.device_count()
-    assert machine["devices"]["allocator"] == tcmalloc()
+    assert machine["devices"]["allocator"] == find_allocator()
     memory = machine["devices"]["memory"]
     assert 0 < memory["free_bytes"] <= memory["total_bytes"]
     assert machine["devices"]["scratch"]["free_bytes"] > 0

@@ -1,12 +1,20 @@
-"""Ranks that bigtrain starts use tcmalloc if it is installed, unless the user decides otherwise."""
+"""Processes without a GPU use tcmalloc or tbbmalloc, unless the user decides otherwise."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from bigtrain.memory import allocator
-from bigtrain.memory.allocator import allocator_environ, return_large_blocks
+from bigtrain.memory.allocator import (
+    allocator_environ,
+    find_allocator,
+    return_large_blocks,
+    start_with_allocator,
+)
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.ranks import launch
 from bigtrain.units import MIB
@@ -14,9 +22,10 @@ from bigtrain.units import MIB
 
 @pytest.fixture
 def installed(monkeypatch):
-    """A machine on which tcmalloc is installed, and a user who has set no variable."""
+    """A machine without a GPU on which tcmalloc is installed; the user has set no variable."""
     known = {"tcmalloc_minimal": "libtcmalloc_minimal.so.4"}
     monkeypatch.setattr(allocator.ctypes.util, "find_library", known.get)
+    monkeypatch.setattr(allocator, "_GPU_DRIVERS", ())
     for name in [n for n in os.environ if n.startswith("MALLOC_") or n == "LD_PRELOAD"]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
@@ -31,11 +40,74 @@ def test_started_ranks_get_it_and_the_starting_process_is_as_before(installed, t
     assert dict(os.environ) == before
 
 
-def test_nothing_is_set_where_it_is_not_installed(installed):
+def test_nothing_is_set_where_none_is_installed(installed, monkeypatch, tmp_path):
     installed.clear()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert allocator_environ({}) == {}
     installed["tcmalloc"] = "libtcmalloc.so.4"
     assert allocator_environ({})["LD_PRELOAD"] == "libtcmalloc.so.4"
+
+
+def test_tbbmalloc_of_the_environment_is_found(installed, monkeypatch, tmp_path):
+    installed.clear()
+    for folder, fits in ((tmp_path / "env", True), (tmp_path / "my env", False)):
+        monkeypatch.setattr(sys, "prefix", str(folder))
+        (folder / "lib").mkdir(parents=True)
+        for name in ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2"):
+            assert find_allocator() is None
+            (folder / "lib" / name).touch()
+        found = find_allocator()
+        assert (found is not None) == fits
+        if fits:
+            first, second = found.split(":")
+            assert first.endswith("env/lib/libtbbmalloc.so.2")
+            assert second.endswith("env/lib/libtbbmalloc_proxy.so.2")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_machine_with_a_gpu_keeps_its_allocator(monkeypatch, tmp_path):
+    monkeypatch.setattr(allocator, "_GPU_DRIVERS", (str(tmp_path / "driver"),))
+    assert allocator_environ({})
+    (tmp_path / "driver").touch()
+    assert allocator_environ({}) == {}
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_process_that_may_be_another_program_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("replaced"))
+    assert "torch" in sys.modules  # as in a script that calls bigtrain
+    start_with_allocator()
+
+
+@pytest.mark.parametrize("own", [None, ""], ids=["no choice", "the user's choice"])
+@pytest.mark.parametrize("by_module", [False, True], ids=["by path", "by module"])
+def test_the_training_script_starts_itself_anew(tmp_path, own, by_module):
+    folder = tmp_path / "sitecustomize"
+    folder.mkdir()
+    seen = tmp_path / "seen"
+    (folder / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        f"with open({str(seen)!r}, 'a') as file:\n"
+        "    maps = pathlib.Path('/proc/self/maps').read_text()\n"
+        "    print(os.getpid(), 'malloc_proxy' in maps or 'tcmalloc' in maps, file=file)\n"
+    )
+    environ = {n: v for n, v in os.environ.items() if n != "LD_PRELOAD"}
+    environ |= {"PYTHONPATH": str(folder)} | ({} if own is None else {"LD_PRELOAD": own})
+    script = Path(allocator.__file__).parents[1] / "train.py"
+    words = ["-m", "bigtrain.train"] if by_module else [str(script)]
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8", *words, "digits", "--dry-run"],
+        env=environ,
+        cwd=script.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak" in done.stdout
+    starts = [line.split() for line in seen.read_text().splitlines()]
+    starts = [start for start in starts if start[0] == starts[0][0]]  # without children
+    assert [start[1] for start in starts] == (["False", "True"] if own is None else ["False"])
 
 
 @pytest.mark.parametrize(

@@ -136,3 +136,19 @@ def test_what_is_no_batch_or_no_metric_is_said(batches: Any, metrics: Any, messa
 def test_metrics_that_are_none_are_refused_before_a_step() -> None:
     with pytest.raises(ConfigError, match="metrics: give functions"):
         bigtrain.prepare(net, F.cross_entropy, sgd, metrics=accuracy)
+
+
+def test_a_module_that_the_script_sets_to_evaluation_mode_stays_in_it() -> None:
+    def modes(engine: bigtrain.Engine) -> list[bool]:
+        return [module.training for module in engine.model.modules()]
+
+    with bigtrain.prepare(net().eval(), F.cross_entropy, sgd) as engine:
+        assert not any(modes(engine))
+        engine.step((X, Y))
+        assert all(modes(engine))  # models of libraries come in evaluation mode
+        engine.model[1].eval()
+        engine.step((X, Y))
+        assert modes(engine).count(False) == 1
+        engine.model.eval()
+        engine.step((X, Y))
+        assert all(modes(engine))
