@@ -81,6 +81,17 @@ class TrafficCounter:
         """Do not count the exchanges of this group; call this before `begin` sees the group."""
         self._known.add(group.group_name)
 
+    def add(self, kind: str, ranks: int, nbytes: int) -> None:
+        """Count an exchange that no group makes.
+
+        Args:
+            kind: the kind in `costs.traffic`.
+            ranks: the number of ranks.
+            nbytes: the bytes of the whole tensor.
+        """
+        if self._begun:
+            self._bytes[kind, ranks] += nbytes
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do not count this thread's exchanges inside the `with` block."""

@@ -37,7 +37,7 @@ from bigtrain.units import format_bytes
 ACTIVATION_DOMINANCE = 0.6
 """The share of activations in the peak above which a smaller micro-batch is advised."""
 
-UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch", "outside_blocks")
+UNIT_CHOICES = ("keep_gathered", "reduce", "prefetch", "outside_blocks", "exchange")
 """The options that only torch's stages 2 and 3 have."""
 NOTHING_INSTEAD: Mapping[str, str] = MappingProxyType({})
 
@@ -101,6 +101,11 @@ class Zero(Strategy):
     `held`, the default: together, and held until their gradients are reduced. `apart`: each module
     with a matrix that it shares with no other module, such as an embedding and a head that are not
     tied, is gathered and freed like a block; `keep_gathered` counts and names it, too.
+    """
+    exchange: Literal["sockets", "shared_memory"] | None = None
+    """How the ranks of one host exchange parameters and gradients on a CPU (torch, stages 2 and 3).
+
+    `sockets`, the default: by gloo. `shared_memory`: they read and write the same memory.
     """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from bigtrain.errors import ConfigError, as_word, did_you_mean
 
 KEEP_KEY, REDUCE_KEY = "strategy.replicate.keep_gathered", "strategy.replicate.reduce"
+EXCHANGE_KEY = "strategy.replicate.exchange"
 PREFETCH_KEY, OUTSIDE_KEY = "strategy.replicate.prefetch", "strategy.replicate.outside_blocks"
 
 Reduce = Literal["micro_batch", "step", "step_between_groups"]

@@ -45,12 +45,12 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, comm_units
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError, as_word
-from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.blocks import modules_outside
 from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
+from bigtrain.strategies.zero.on_torch.exchanges import Exchanges
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.prefetching import gather_ahead
@@ -59,6 +59,7 @@ from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing,
 from bigtrain.strategies.zero.on_torch.unit_passes import gathered_again
 from bigtrain.strategies.zero.on_torch.unit_traffic import UnitTraffic
 from bigtrain.strategies.zero.unit_choices import (
+    EXCHANGE_KEY,
     KEEP_KEY,
     OUTSIDE_KEY,
     PREFETCH_KEY,
@@ -69,11 +70,7 @@ from bigtrain.strategies.zero.unit_choices import (
 )
 from bigtrain.tensors.shards import as_dtensor_like, extents_of, local_tensor
 from bigtrain.tracing.routes import Routes
-from bigtrain.versions.torch_versions import (
-    all_gather_single,
-    reduce_scatter_single,
-    shard_integers,
-)
+from bigtrain.versions.torch_versions import shard_integers
 
 
 class FullySharded(Zero):
@@ -146,6 +143,11 @@ class FullySharded(Zero):
         self._check_reduce(plan)
         self._check_prefetch(plan)
         self._check_outside(plan)
+        if self.exchange == "shared_memory" and plan.device_type != "cpu":
+            raise ConfigError(
+                f"{EXCHANGE_KEY}=shared_memory is for ranks on a CPU, and this run is on "
+                f"{plan.device_type}. Leave it out."
+            )
 
     def _check_outside(self, plan: Plan) -> None:
         """Refuse units outside of blocks where forecasts know only blocks."""
@@ -287,6 +289,7 @@ class FullySharded(Zero):
         if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
             on_gpu = is_accelerator(plan.device_type)
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        exchanges = self._exchanges(assembly, mesh)
         assembly.units, assembly.use = GatheredUnits(), GradientUse()
         shard_integers()
         fp32_policy = MixedPrecisionPolicy()
@@ -332,19 +335,42 @@ class FullySharded(Zero):
                 policy = fp32_policy if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
                 _read_shards(unit, f"{name}.", assembly, shards)
-                _finish(unit, name, assembly, once=self.reduce == "step")
+                _finish(unit, name, assembly, exchanges, once=self.reduce == "step")
             shards = _give_values(root, "", assembly, whole_params)
             _make_contiguous(root)
             settings["reshard_after_forward"] = False
             shard_norms(root)
             fully_shard(root, mp_policy=low, **settings)
             _read_shards(root, "", assembly, shards)
-            _finish(root, "the model", assembly, once=self.reduce == "step")
+            _finish(root, "the model", assembly, exchanges, once=self.reduce == "step")
             if self.prefetch is not None:
                 modules = dict(units)
                 gather_ahead(root, [modules[name] for name in in_order], self.prefetch)
         if self.reduce not in (None, "micro_batch"):
             reduce_later(assembly, self.reduce)
+
+
+    def _exchanges(self, assembly: Assembly, mesh: DeviceMesh) -> Exchanges:
+        """Return what units exchange by on a CPU. Collective.
+
+        Raises:
+            ConfigError: shared memory is asked for, and ranks are on several hosts.
+        """
+        group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
+        context, shared = assembly.context, self.exchange == "shared_memory"
+        if shared and context.local_world_size < context.world_size:
+            raise ConfigError(
+                f"{EXCHANGE_KEY}=shared_memory: {context.local_world_size} of the "
+                f"{context.world_size} ranks are on this host, and all have to be on one. Leave it "
+                "out."
+            )
+        return Exchanges(
+            assembly.meter,
+            group,
+            context.recorder.traffic,
+            shared_memory=shared,
+            prefetch=1 if self.prefetch is None else self.prefetch,
+        )
 
 
 def _in_order(root: nn.Module, names: Sequence[str]) -> list[str]:
@@ -496,60 +522,16 @@ def _norms(unit: nn.Module) -> list[nn.Module]:
     ]
 
 
-class _Exchange:
-    """An exchange of fully_shard on a CPU. While memory is tracked, it waits until gloo frees it.
-
-    The reason is in `MemoryMeter.exchange`. Otherwise it is fully_shard's own exchange.
-    """
-
-    def __init__(self, meter: MemoryMeter) -> None:
-        self._meter = meter
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return a buffer as fully_shard's default exchange allocates it."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Exchange):
-    """An all-gather. fully_shard frees its output soon, and gloo's thread may hold it longer."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather the shards."""
-        with self._meter.exchanging(output_tensor, input_tensor):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceScatter(_Exchange):
-    """A reduce-scatter, of whose input gloo makes a copy."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce, then scatter."""
-        with self._meter.exchange():
-            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
-
-
-def _finish(unit: nn.Module, name: str, assembly: Assembly, *, once: bool) -> None:
+def _finish(
+    unit: nn.Module, name: str, assembly: Assembly, exchanges: Exchanges, *, once: bool
+) -> None:
     """Add hooks to a sharded unit: for missing gradients, sliced tensors and labels of memory.
 
     Args:
         unit: the unit.
         name: its name, for messages.
         assembly: the run that is being built.
+        exchanges: what units exchange by on a CPU.
         once: whether gradients are reduced once a step.
     """
     if once:
@@ -561,6 +543,10 @@ def _finish(unit: nn.Module, name: str, assembly: Assembly, *, once: bool) -> No
     if assembly.slices is not None:
         unwrap_at_boundaries(unit)
     _label_gathered(unit, assembly)
+    if isinstance(unit, FSDPModule) and assembly.plan.device_type == "cpu":
+        for module in (unit, *_norm_units(unit)):
+            if isinstance(module, FSDPModule):
+                exchanges.attach(module)
 
 
 def _label_gathered(unit: nn.Module, assembly: Assembly) -> None:
@@ -573,8 +559,3 @@ def _label_gathered(unit: nn.Module, assembly: Assembly) -> None:
 
     if isinstance(unit, FSDPModule):
         unit.register_forward_pre_hook(label)
-        if assembly.plan.device_type == "cpu":
-            gather: Any = _AllGather(assembly.meter)
-            reduce: Any = _ReduceScatter(assembly.meter)
-            unit.set_custom_all_gather(gather)
-            unit.set_custom_reduce_scatter(reduce)

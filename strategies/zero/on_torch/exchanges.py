@@ -1,0 +1,208 @@
+"""The all-gathers and reduce-scatters of fully_shard on a CPU: by gloo, or in shared memory.
+
+gloo sends through sockets, even between ranks of one host, and makes a reduce-scatter of an
+all-reduce of a copy. In shared memory a rank writes its shard where all ranks read it, and adds up
+its part of the gradients where the others have written them. With two ranks the sums are those of
+gloo, bit for bit. With more, gloo's order of summation differs; here it is that of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from bigtrain.errors import BigtrainError
+from bigtrain.memory.meter import MemoryMeter
+from bigtrain.ranks.shared_buffers import SharedBuffers, counted, meet
+from bigtrain.recorder.traffic_counter import TrafficCounter
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
+
+_SUMMED = (torch.float32, torch.float64)
+"""The dtypes whose sums NumPy computes as torch does."""
+
+
+class _Gloo:
+    """An exchange by gloo. While memory is tracked, it waits until gloo frees it.
+
+    The reason is in `MemoryMeter.exchange`. Otherwise it is fully_shard's own exchange.
+    """
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a buffer as fully_shard's default exchange allocates it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _GlooAllGather(_Gloo):
+    """An all-gather. fully_shard frees its output soon, and gloo's thread may hold it longer."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the shards."""
+        with self._meter.exchanging(output_tensor, input_tensor):
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _GlooReduceScatter(_Gloo):
+    """A reduce-scatter, of whose input gloo makes a copy."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce, then scatter."""
+        with self._meter.exchange():
+            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+class _Shared:
+    """Exchanges in shared memory, whose buffers are made when a size is first used.
+
+    Args:
+        group: the ranks, which are on one host.
+        held: the most buffers of one size that are in use at once.
+        counter: counts the exchanged bytes of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, held: int, counter: TrafficCounter) -> None:
+        self._group, self._held, self._counter = group, held, counter
+        self._buffers: dict[int, SharedBuffers] = {}
+
+    def _take(
+        self, numels: list[int], own: int, dtype: torch.dtype
+    ) -> tuple[Tensor, list[Tensor]]:
+        nbytes = sum(numels) * dtype.itemsize
+        buffers = self._buffers.get(nbytes)
+        if buffers is None:
+            with self._counter.aside():
+                buffers = SharedBuffers(self._group, nbytes, self._held)
+            self._buffers[nbytes] = buffers
+        return buffers.take(numels, own, dtype)
+
+
+class _SharedAllGather(_Shared):
+    """An all-gather whose output is one buffer for all ranks; fully_shard writes the shards."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return the output, of which fully_shard writes this rank's shard next."""
+        del device
+        return self._take([int(size[0])], 0, dtype)[0]
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Wait until all ranks have written their shards."""
+        del input_tensor, async_op
+        with counted(self._counter, "all_gather", group.size(), output_tensor.nbytes):
+            meet(group)
+        return None
+
+
+class _SharedReduceScatter(_Shared):
+    """A reduce-scatter of inputs that all ranks can read."""
+
+    _inputs: list[Tensor] | None = None
+    """The inputs of all ranks, from the allocation of the input to the exchange."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return the input at the first call of an exchange, and the output at the second."""
+        ranks, numel = self._group.size(), int(size[0])
+        is_output = self._inputs is not None and self._inputs[0].numel() == ranks * numel
+        if is_output or dtype not in _SUMMED:
+            return torch.empty(numel, dtype=dtype, device=device)
+        own, self._inputs = self._take([numel] * ranks, self._group.rank(), dtype)
+        return own
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Add up this rank's part of all inputs, and divide it by their number for a mean.
+
+        Raises:
+            BigtrainError: the reduction is another one.
+        """
+        if input_tensor.dtype not in _SUMMED:
+            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or self._inputs is None:
+            raise BigtrainError(
+                f"strategy.replicate.exchange=shared_memory: {op} is neither a sum nor a mean. Set "
+                "strategy.replicate.exchange=sockets."
+            )
+        inputs, self._inputs = self._inputs, None
+        with counted(self._counter, "reduce_scatter", group.size(), input_tensor.nbytes):
+            meet(group)
+        length, rank = output_tensor.numel(), group.rank()
+        parts = [each.numpy()[rank * length : (rank + 1) * length] for each in inputs]
+        total = output_tensor.numpy()
+        # NumPy, because a tracker of memory would count the other ranks' inputs as this rank's.
+        np.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            np.add(total, part, out=total)
+        if op == dist.ReduceOp.AVG:
+            np.divide(total, len(parts), out=total)
+        return None
+
+
+class Exchanges:
+    """What fully_shard exchanges by on a CPU.
+
+    Args:
+        meter: the meter of the run.
+        group: the ranks that share parameters.
+        shared_memory: whether they exchange in shared memory.
+        prefetch: the number of units that are gathered ahead.
+        counter: counts the exchanged bytes of this rank.
+    """
+
+    def __init__(
+        self,
+        meter: MemoryMeter,
+        group: dist.ProcessGroup,
+        counter: TrafficCounter,
+        *,
+        shared_memory: bool,
+        prefetch: int,
+    ) -> None:
+        self._gather: Any = _GlooAllGather(meter)
+        self._reduce: Any = _GlooReduceScatter(meter)
+        if shared_memory and group.size() > 1:
+            # fully_shard frees an output at the next gathering, and an input before the next one.
+            self._gather = _SharedAllGather(group, max(2, prefetch + 1), counter)
+            self._reduce = _SharedReduceScatter(group, 1, counter)
+
+    def attach(self, unit: FSDPModule) -> None:
+        """Let a unit exchange by them."""
+        unit.set_custom_all_gather(self._gather)
+        unit.set_custom_reduce_scatter(self._reduce)
