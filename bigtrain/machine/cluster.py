@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -20,6 +20,9 @@ from bigtrain.job.sections import ConfigSection
 from bigtrain.units import format_bytes, parse_bytes
 
 CommOp = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
+SharedOp = Literal["shared_all_gather", "shared_reduce_scatter"]
+"""Exchanges of fully_shard in memory that the ranks of one host share."""
+MeasuredOp = CommOp | SharedOp
 
 PRESET_FOLDER = "clusters"
 """The folder in configs/ with the cluster files that come with bigtrain."""
@@ -181,11 +184,11 @@ class Link(ConfigSection):
     """The number of a GPU's streaming multiprocessors that an exchange over this link keeps busy:
     NCCL runs one thread block for each of its channels. Computation that overlaps with the exchange
     has to do without them. If null, an exchange does not slow down computation."""
-    kinds: dict[CommOp, LinkSpec] = Field(default_factory=dict)
+    kinds: dict[MeasuredOp, LinkSpec] = Field(default_factory=dict)
     """The figures of the kinds of exchange that were measured separately. Other kinds use those of
     the link."""
 
-    def of(self, kind: CommOp) -> Link:
+    def of(self, kind: MeasuredOp) -> Link:
         """Return a link with the latency and bandwidth of one kind of exchange."""
         measured = self.kinds.get(kind)
         if measured is None:
@@ -212,6 +215,19 @@ class Cluster(ConfigSection):
     """The link between the devices of a node."""
     between: Link | None = None
     """The link between devices of different nodes; null if there is only one node."""
+
+    def op_of(self, kind: str, *, shared_memory: bool) -> MeasuredOp:
+        """Return the exchange whose figures give the seconds of traffic of a kind.
+
+        Args:
+            kind: a kind of traffic between ranks; see `costs.traffic`.
+            shared_memory: whether ranks of one host exchange in shared memory.
+        """
+        op = "send" if kind == "receive" else kind
+        shared = f"shared_{op}"
+        if shared_memory and self.between is None and shared in self.inside.kinds:
+            op = shared
+        return cast(MeasuredOp, op)
 
     @model_validator(mode="after")
     def _has_host_link(self) -> Cluster:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bigtrain.errors import ConfigError
-from bigtrain.machine.cluster import Cluster, CommOp, Link
+from bigtrain.machine.cluster import Cluster, Link, MeasuredOp
 
 TREE_SHARE = 0.92
 """The share of a ring's rate that a tree reaches. NCCL assumes it when it chooses between the two
@@ -79,7 +79,7 @@ def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
 
 
 def collective_seconds(
-    kind: CommOp,
+    kind: MeasuredOp,
     nbytes: float,
     ranks: int,
     stride: int,
@@ -141,7 +141,7 @@ def collective_seconds(
 
 
 def _over_nodes(
-    kind: CommOp,
+    kind: MeasuredOp,
     near: Link,
     far: Link,
     node_spread: NodeSpread,
@@ -189,7 +189,7 @@ def _by_tree(near: Link, far: Link, node_spread: NodeSpread, transfer: float, ca
 
 
 def _on_one(
-    kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int, *, after_work: bool = False
+    kind: MeasuredOp, link: Link, ranks: int, nbytes: float, calls: int, *, after_work: bool = False
 ) -> float:
     """Return the seconds of a ring or a chain over equal links."""
     if ranks == 1:
@@ -204,7 +204,7 @@ def _on_one(
     return seconds * _on_curve(curve, message, known) / known
 
 
-def _by_formula(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:
+def _by_formula(kind: MeasuredOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:
     alpha, transfer = calls * link.latency, nbytes / link.rate
     if kind == "send":
         return alpha + transfer
@@ -222,7 +222,7 @@ def _on_curve(curve: Sequence[tuple[float, float]], nbytes: float, otherwise: fl
     return otherwise
 
 
-def sent_bytes(kind: CommOp, nbytes: float, ranks: int) -> float:
+def sent_bytes(kind: MeasuredOp, nbytes: float, ranks: int) -> float:
     """Return the bytes that the busiest rank of a ring or a chain sends.
 
     Papers on ZeRO call this the communication volume.

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.devices import Kind, synchronize
-from bigtrain.machine.cluster import CommOp
+from bigtrain.machine.cluster import CommOp, MeasuredOp, SharedOp
 from bigtrain.machine.collective_cost import sent_bytes
 from bigtrain.machine.issue_rates import action_seconds, unit_seconds
 from bigtrain.machine.rates import usable_cores
@@ -40,6 +40,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
+from bigtrain.ranks.shared_buffers import SharedBuffers, add_up, can_share_memory, meet
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 LARGE = 2**25
@@ -67,7 +68,8 @@ def main(arguments: list[str]) -> int:
     device = cast(Literal["cpu"] | Kind, kind)
     with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
         shared_work = _shared_work_seconds(context)
-        kinds = {kind: _rates(context, kind, shared_work) for kind in get_args(CommOp)}
+        ops = [*get_args(CommOp), *(get_args(SharedOp) if _shares_memory(context) else ())]
+        kinds = {kind: _rates(context, kind, shared_work) for kind in ops}
         if context.device.type == "cpu":
             _add_issue(context, kinds)
         if context.is_main:
@@ -77,7 +79,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict[str, Any]:
+def _rates(context: RunContext, kind: MeasuredOp, shared_work: float | None) -> dict[str, Any]:
     """Measure one kind of exchange. Collective.
 
     Args:
@@ -101,21 +103,31 @@ def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict
     return {"latency": latency, "bytes": rate, **curves, "issue": 0.0}
 
 
-def _add_issue(context: RunContext, kinds: dict[CommOp, dict[str, Any]]) -> None:
+def _shares_memory(context: RunContext) -> bool:
+    group = context.group()
+    return context.device.type == "cpu" and group is not None and can_share_memory(group)
+
+
+def _add_issue(context: RunContext, kinds: dict[MeasuredOp, dict[str, Any]]) -> None:
     """Measure `LinkSpec.issue` for sends, all-gathers and reduce-scatters. Collective."""
     send, gather, reduce = (kinds[kind] for kind in ("send", "all_gather", "reduce_scatter"))
     send["issue"] = action_seconds(context, send["latency"])
     gather["issue"], reduce["issue"] = unit_seconds(context, gather["latency"], reduce["latency"])
+    for kind, like in (("shared_all_gather", gather), ("shared_reduce_scatter", reduce)):
+        if kind in kinds:
+            kinds[kind]["issue"] = like["issue"]
 
 
-def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:
+def _seconds(
+    context: RunContext, kind: MeasuredOp, numbers: int, *, warm: int, times: int
+) -> float:
     """Return the median seconds of an exchange of `numbers` floats. Collective."""
     taken = _times(context, kind, numbers, warm=warm, times=times, before=None)
     return statistics.median(exchange for _, exchange in taken) / _directions(kind)
 
 
 def _seconds_after_work(
-    context: RunContext, kind: CommOp, numbers: int, shared_work: float | None
+    context: RunContext, kind: MeasuredOp, numbers: int, shared_work: float | None
 ) -> float:
     """Return the mean seconds of an exchange after computation. Collective.
 
@@ -133,7 +145,7 @@ def _seconds_after_work(
     return statistics.fmean(sorted(rounds)[:-1]) / _directions(kind)
 
 
-def _directions(kind: CommOp) -> int:
+def _directions(kind: MeasuredOp) -> int:
     """Return the number of timed messages of an exchange: 2 for a send, which is sent back.
 
     The receiver of one message cannot know when the sender began.
@@ -143,7 +155,7 @@ def _directions(kind: CommOp) -> int:
 
 def _times(
     context: RunContext,
-    kind: CommOp,
+    kind: MeasuredOp,
     numbers: int,
     *,
     warm: int,
@@ -151,16 +163,15 @@ def _times(
     before: Callable[[], None] | None,
 ) -> list[tuple[float, float]]:
     """Return for each round the seconds of the work and of the exchange after it. Collective."""
-    whole_tensor = torch.zeros(numbers, device=context.device)
-    share = torch.zeros(numbers // context.world_size, device=context.device)
+    exchange = make_exchange(context, kind, numbers)
     taken = []
     for _ in range(warm + times):
         start = time.perf_counter()
         if before is not None:
             before()
         began = time.perf_counter()
-        exchange(context, kind, whole_tensor, share)
-        synchronize(whole_tensor.device)
+        exchange()
+        synchronize(context.device)
         taken.append((began - start, time.perf_counter() - began))
     return taken[warm:]
 
@@ -197,15 +208,14 @@ def _shared_work_seconds(context: RunContext) -> float | None:
     return context.world_size / cores * statistics.median(taken[1:] or taken)
 
 
-def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:
-    """Do one exchange among all ranks; for "send", send from rank 0 to rank 1 and back. Collective.
+def make_exchange(context: RunContext, kind: MeasuredOp, numbers: int) -> Callable[[], None]:
+    """Return a function that does one exchange among all ranks. Both are collective.
 
     Args:
         context: this rank's context.
-        kind: the kind of exchange.
-        whole: the tensor before a reduce-scatter, or after an all-gather.
-        share: this rank's share of `whole`, 1/n of its numbers. Only a reduce-scatter and an
-            all-gather use the share.
+        kind: the kind of exchange. "send" is a message from rank 0 to rank 1 and back.
+        numbers: the fp32 numbers of the whole tensor, as it is before a reduce-scatter and after an
+            all-gather; a multiple of the number of ranks for these two.
 
     Raises:
         ValueError: there is only one rank.
@@ -213,22 +223,51 @@ def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torc
     group = context.group()
     if group is None:
         raise ValueError("one rank cannot exchange: at least 2 are needed")
-    if kind == "all_reduce":
-        dist.all_reduce(whole, group=group)
-    elif kind == "all_gather":
-        all_gather_single(whole, share, group=group)
-    elif kind == "reduce_scatter":
-        reduce_scatter_single(share, whole, group=group)
-    elif kind == "broadcast":
-        dist.broadcast(whole, 0, group=group)
-    elif kind == "reduce":
-        dist.reduce(whole, 0, group=group)
-    elif context.rank < 2:
-        for sender in (0, 1):
-            if context.rank == sender:
-                dist.send(whole, 1 - sender, group=group)
-            else:
-                dist.recv(whole, sender, group=group)
+    share = torch.zeros(numbers // context.world_size, device=context.device)
+    if kind in get_args(SharedOp):
+        return _in_shared_memory(group, kind, numbers, share)
+    whole = torch.zeros(numbers, device=context.device)
+
+    def messages() -> None:
+        if context.rank < 2:
+            for sender in (0, 1):
+                if context.rank == sender:
+                    dist.send(whole, 1 - sender, group=group)
+                else:
+                    dist.recv(whole, sender, group=group)
+
+    exchanges: dict[MeasuredOp, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: all_gather_single(whole, share, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(share, whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "reduce": lambda: dist.reduce(whole, 0, group=group),
+        "send": messages,
+    }
+    return exchanges[kind]
+
+
+def _in_shared_memory(
+    group: dist.ProcessGroup, kind: MeasuredOp, numbers: int, share: torch.Tensor
+) -> Callable[[], None]:
+    """Return an exchange in shared memory, without the copies into its buffer; see `make_exchange`.
+
+    fully_shard makes these copies in any exchange, so they are counted elsewhere.
+    """
+    ranks, rank, length = group.size(), group.rank(), share.numel()
+    gathers = kind == "shared_all_gather"
+    numels = [numbers] if gathers else [numbers] * ranks
+    buffers = SharedBuffers(group, 4 * sum(numels), 1)
+
+    def exchange() -> None:
+        own, inputs = buffers.take(numels, 0 if gathers else rank, torch.float32)
+        own[:1] = 0.0
+        meet(group)
+        if not gathers:
+            parts = [each[rank * length : (rank + 1) * length] for each in inputs]
+            add_up(parts, share, mean=False)
+
+    return exchange
 
 
 if __name__ == "__main__":

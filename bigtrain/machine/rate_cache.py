@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from bigtrain.devices import accelerator, device_count
 from bigtrain.files.drafts import say_damaged
 from bigtrain.machine.busy import CpuClock, describe_others, others_cores
 from bigtrain.machine.cache import Cache, device_fingerprint
+from bigtrain.machine.cluster import CommOp, SharedOp
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
     MeasuredRates,
@@ -111,6 +112,7 @@ def rates_fingerprint(ranks: int | None = None) -> dict[str, Any]:
         **device_fingerprint(accelerator() or "cpu"),
         # Versions of bigtrain differ in the figures.
         "figures": [figure.name for figure in fields(MeasuredRates)],
+        "exchanges": [*get_args(CommOp), *get_args(SharedOp)],
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

@@ -14,9 +14,10 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,6 +91,24 @@ def meet(group: dist.ProcessGroup) -> None:
     """Wait until all ranks of the group have called this function."""
     with _disable_current_modes():
         dist.all_reduce(torch.zeros(1), group=group)
+
+
+def add_up(parts: Sequence[Tensor], total: Tensor, *, mean: bool) -> None:
+    """Write the sum of tensors, or their mean, into another tensor.
+
+    By NumPy, because a tracker of memory would count the tensors of other ranks as this rank's.
+
+    Args:
+        parts: at least two contiguous tensors of fp32 or fp64 on the CPU, in the order of the sum.
+        total: a tensor of the same shape.
+        mean: whether the sum is divided by the number of tensors.
+    """
+    result, (first, second, *rest) = total.numpy(), [part.numpy() for part in parts]
+    np.add(first, second, out=result)
+    for part in rest:
+        np.add(result, part, out=result)
+    if mean:
+        np.divide(result, len(parts), out=result)
 
 
 @contextmanager

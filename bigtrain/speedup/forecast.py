@@ -13,7 +13,7 @@ from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import override_job
 from bigtrain.job.schema import Job
-from bigtrain.machine.cluster import Cluster, CommOp
+from bigtrain.machine.cluster import Cluster, CommOp, MeasuredOp
 from bigtrain.machine.local_cluster import measure_local_cluster
 from bigtrain.machine.rates import usable_cores
 from bigtrain.machine.residuals import has_device
@@ -124,14 +124,14 @@ class StepForecaster:
         plan = make_plan(single, 1, self._kind)
         return self._clock.seconds_of(plan, StepTimer(self.cluster_of(1))).total
 
-    def messages(self, ranks: int) -> list[tuple[CommOp, int, int]]:
+    def messages(self, ranks: int) -> list[tuple[MeasuredOp, int, int]]:
         """Return the exchanges of one step among all ranks: the kind, all bytes, the number.
 
         The list is empty if any exchange is among fewer ranks or is of another kind, because it
         cannot be replayed.
         """
         plan = self._plan(ranks)
-        messages: list[tuple[CommOp, int, int]] = []
+        messages: list[tuple[MeasuredOp, int, int]] = []
         for technique in plan.techniques.values():
             for traffic in technique.traffic(self._clock.profile(), plan):
                 if traffic.ranks == 1 or not traffic.calls:
@@ -139,7 +139,9 @@ class StepForecaster:
                 if traffic.ranks != ranks or traffic.kind not in get_args(CommOp):
                     return []
                 times = plan.batch.accumulation_steps
-                kind: CommOp = traffic.kind  # type: ignore[assignment]
+                kind = self.cluster_of(ranks).op_of(
+                    traffic.kind, shared_memory=traffic.shared_memory
+                )
                 messages.append((kind, traffic.step_bytes(times), traffic.step_calls(times)))
         return messages
 

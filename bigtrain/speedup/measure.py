@@ -38,8 +38,8 @@ from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job, override_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.busy import CpuClock, others_cores
-from bigtrain.machine.cluster import CommOp
-from bigtrain.machine.link_rates import exchange
+from bigtrain.machine.cluster import MeasuredOp
+from bigtrain.machine.link_rates import make_exchange
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
@@ -60,7 +60,7 @@ class TimingRequest:
     other_rows: int | None
     """The rows of a second micro-batch size for which computation is timed; None for no second
     size."""
-    messages: list[tuple[CommOp, int, int]]
+    messages: list[tuple[MeasuredOp, int, int]]
     """The exchanges of one step among all ranks: the kind, the bytes of all exchanges of this kind,
     and their number."""
 
@@ -178,22 +178,21 @@ def _together(parts: RunSetup, context: RunContext, steps: int) -> float:
     return max(context.all_gather_numbers(statistics.fmean(taken[WARM_STEPS:])))
 
 
-def _replayed(context: RunContext, messages: Sequence[tuple[CommOp, int, int]]) -> float | None:
+def _replayed(context: RunContext, messages: Sequence[tuple[MeasuredOp, int, int]]) -> float | None:
     """Return the median seconds of a step's messages on the slowest rank, without computation."""
     if not messages or context.world_size == 1:
         return None
-    sizes = []
+    exchanges = []
     for kind, nbytes, calls in messages:
         share = max(1, round(nbytes / calls / 4 / context.world_size))
-        tensor = torch.zeros(share * context.world_size, device=context.device)
-        sizes.append((kind, calls, tensor, torch.zeros(share, device=context.device)))
+        exchanges.append((calls, make_exchange(context, kind, share * context.world_size)))
     taken = []
     for _ in range(1 + REPLAYS):
         context.barrier()
         began = time.perf_counter()
-        for kind, calls, tensor, part in sizes:
+        for calls, exchange in exchanges:
             for _ in range(calls):
-                exchange(context, kind, tensor, part)
+                exchange()
         synchronize(context.device)
         taken.append(max(context.all_gather_numbers(time.perf_counter() - began)))
     return statistics.median(taken[1:])

@@ -18,7 +18,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import EXCHANGES, HOST_TRANSFERS, Traffic
 from bigtrain.devices import is_accelerator
-from bigtrain.machine.cluster import Cluster, CommOp
+from bigtrain.machine.cluster import Cluster, MeasuredOp
 from bigtrain.machine.collective_cost import collective_seconds, spread_over_nodes
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
@@ -486,7 +486,7 @@ class StepTimer:
             return traffic.nbytes * node.devices / rate if rate else 0.0
         if traffic.kind == "copy":  # each byte is read and written
             return self.oversubscription * 2 * traffic.nbytes / self._nbytes
-        kind: CommOp = "send" if traffic.kind == "receive" else traffic.kind
+        kind = self.cluster.op_of(traffic.kind, shared_memory=traffic.shared_memory)
         seconds = collective_seconds(
             kind,
             traffic.nbytes,
@@ -499,7 +499,7 @@ class StepTimer:
         issued = traffic.calls * self._measured_issue(kind) if traffic.in_hooks else 0.0
         return seconds + issued
 
-    def _measured_issue(self, kind: CommOp) -> float:
+    def _measured_issue(self, kind: MeasuredOp) -> float:
         """The measured seconds to issue a collective; 0 if not measured; see `LinkSpec.issue`."""
         measured = self.cluster.inside.kinds.get(kind)
         return measured.issue if measured else 0.0

@@ -105,7 +105,8 @@ class Zero(Strategy):
     exchange: Literal["sockets", "shared_memory"] | None = None
     """How the ranks of one host exchange parameters and gradients on a CPU (torch, stages 2 and 3).
 
-    `sockets`, the default: by gloo. `shared_memory`: they read and write the same memory.
+    `shared_memory`: they read and write the same memory. `sockets`: by gloo. By default they share
+    memory if they can.
     """
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""

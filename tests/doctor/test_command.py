@@ -19,7 +19,7 @@ from support.zygote import forked_cli
 from bigtrain.doctor import command, probes
 from bigtrain.doctor.show import show_machine
 from bigtrain.job.strategy_words import whole_strategies
-from bigtrain.machine.cluster import CommOp
+from bigtrain.machine.cluster import CommOp, SharedOp
 from bigtrain.memory.allocator import find_allocator
 
 
@@ -101,7 +101,7 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     assert 1e-6 < found["link_latency"] < 1
     assert 1e6 < found["link_bytes"] < 1e13
     kinds = found["link_kinds"]
-    assert set(kinds) == set(get_args(CommOp))
+    assert set(kinds) == {*get_args(CommOp), *get_args(SharedOp)}
     assert all(1e-6 < kind["latency"] < 1 and 1e6 < kind["bytes"] < 1e13 for kind in kinds.values())
     curves = [kind[name] for kind in kinds.values() for name in ("curve", "after_work")]
     sizes = [[nbytes for nbytes, _ in curve] for curve in curves]
@@ -110,7 +110,7 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     # On a CPU, hooks and schedule actions take measurable time; collectives are issued without
     # delay.
     issued = {kind for kind, figures in kinds.items() if figures["issue"] > 0}
-    assert issued <= {"all_gather", "reduce_scatter", "send"}
+    assert issued <= {"all_gather", "reduce_scatter", "send", *get_args(SharedOp)}
     assert issued, "no cost of issuing was measurable: was the machine too busy?"
     assert all(0 <= figures["issue"] < 0.5 for figures in kinds.values())
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()

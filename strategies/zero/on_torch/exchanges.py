@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.ranks.shared_buffers import SharedBuffers, counted, meet
+from bigtrain.ranks.shared_buffers import SharedBuffers, add_up, counted, meet
 from bigtrain.recorder.traffic_counter import TrafficCounter
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -164,14 +164,9 @@ class _SharedReduceScatter(_Shared):
         with counted(self._counter, "reduce_scatter", group.size(), input_tensor.nbytes):
             meet(group)
         length, rank = output_tensor.numel(), group.rank()
-        parts = [each.numpy()[rank * length : (rank + 1) * length] for each in inputs]
-        total = output_tensor.numpy()
-        # NumPy, because a tracker of memory would count the other ranks' inputs as this rank's.
-        np.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            np.add(total, part, out=total)
-        if op == dist.ReduceOp.AVG:
-            np.divide(total, len(parts), out=total)
+        with _disable_current_modes():
+            parts = [each[rank * length : (rank + 1) * length] for each in inputs]
+            add_up(parts, output_tensor, mean=op == dist.ReduceOp.AVG)
         return None
 
 

@@ -49,6 +49,7 @@ from bigtrain.models.blocks import modules_outside
 from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.shared_buffers import can_share_memory
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_torch.exchanges import Exchanges
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
@@ -274,7 +275,8 @@ class FullySharded(Zero):
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Return the all-gathers of units and the reductions of gradients; see `UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
-        flow = UnitTraffic(comm_units(profile), plan, ranks)
+        shared = plan.device_type == "cpu" and self.exchange != "sockets"
+        flow = UnitTraffic(comm_units(profile), plan, ranks, shared_memory=shared)
         blocks = [first for first, _ in profile.blocks]
         again = gathered_again(blocks, self.kept_blocks(profile), self.prefetch)
         again = [unit for unit in again if unit.shapes]
@@ -354,22 +356,29 @@ class FullySharded(Zero):
         """Return what units exchange by on a CPU. Collective.
 
         Raises:
-            ConfigError: shared memory is asked for, and ranks are on several hosts.
+            ConfigError: shared memory is asked for, and the ranks cannot share memory.
         """
         group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
-        context, shared = assembly.context, self.exchange == "shared_memory"
-        if shared and context.local_world_size < context.world_size:
+        context, counter = assembly.context, assembly.context.recorder.traffic
+        on_one_host = context.local_world_size == context.world_size
+        if self.exchange == "shared_memory" and not on_one_host:
             raise ConfigError(
                 f"{EXCHANGE_KEY}=shared_memory: {context.local_world_size} of the "
                 f"{context.world_size} ranks are on this host, and all have to be on one. Leave it "
                 "out."
             )
+        shared = self.exchange != "sockets" and on_one_host and assembly.plan.device_type == "cpu"
+        with counter.aside():
+            if shared and not can_share_memory(group):
+                if self.exchange == "shared_memory":
+                    raise ConfigError(
+                        f"{EXCHANGE_KEY}=shared_memory: the ranks cannot open each other's memory, "
+                        "for which they need Linux and one user. Leave it out."
+                    )
+                shared = False
+        prefetch = 1 if self.prefetch is None else self.prefetch
         return Exchanges(
-            assembly.meter,
-            group,
-            context.recorder.traffic,
-            shared_memory=shared,
-            prefetch=1 if self.prefetch is None else self.prefetch,
+            assembly.meter, group, counter, shared_memory=shared, prefetch=prefetch
         )
 
 

@@ -28,10 +28,13 @@ class UnitTraffic:
         units: the units with their parameters.
         plan: mesh, precision, offload.
         ranks: the number of ranks that share one copy of the states.
+        shared_memory: whether ranks of one host exchange in shared memory.
     """
 
-    def __init__(self, units: Sequence[BlockTicks], plan: Plan, ranks: int) -> None:
-        self.units = units
+    def __init__(
+        self, units: Sequence[BlockTicks], plan: Plan, ranks: int, *, shared_memory: bool
+    ) -> None:
+        self.units, self._shared_memory = units, shared_memory
         self._plan, self._ranks = plan, ranks
         self._shard_width = 8 if plan.precision == "fp64" else 4
         self._used_width = 2 if plan.bf16_parameters else self._shard_width
@@ -93,6 +96,7 @@ class UnitTraffic:
             ranks=self._ranks,
             stride=stride,
             in_hooks=True,
+            shared_memory=self._shared_memory,
         )
 
     def _copied(self, nbytes: int, overlaps: OverlapPhase) -> Traffic:
