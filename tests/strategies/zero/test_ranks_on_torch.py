@@ -25,7 +25,7 @@ from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.ranks.context import RunContext
-from bigtrain.strategies.zero.on_torch import fully_shard
+from bigtrain.strategies.zero.on_torch import exchanges
 from bigtrain.versions.torch_versions import all_gather_single
 
 PRESETS = ("zero1_torch", "fsdp_zero2", "fsdp")
@@ -264,12 +264,13 @@ def held_later(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def peak_of_late_threads(context: RunContext) -> tuple[int, int]:
     """The measured and the predicted peak where gathered parameters are held longer."""
-    job = job_from_keys("fsdp", {"train.global_batch_size": 16, "memory.track_steps": 4})
+    keys = {"train.global_batch_size": 16, "memory.track_steps": 4}
+    job = job_from_keys("fsdp", {**keys, "strategy.replicate.exchange": "sockets"})
     example = MicroBatch(torch.ones(8, 64), torch.ones(8, 8), 8, 8)
     late = held_later(all_gather_single)
     with (
         patch.object(dist, all_gather_single.__name__, late),
-        patch.object(fully_shard, "all_gather_single", late),
+        patch.object(exchanges, "all_gather_single", late),
         Engine(Teacher, F.mse_loss, sgd, job, context, example=example) as engine,
     ):
         for _ in range(4):
