@@ -20,7 +20,7 @@ import torch
 
 from bigtrain.devices import capacity_bytes, free_bytes, is_accelerator, limit_memory
 from bigtrain.errors import ConfigError
-from bigtrain.memory.allocator import return_large_blocks
+from bigtrain.memory.allocator import release_free_memory, return_large_blocks
 from bigtrain.memory.host_memory import free_host_bytes, proc_status_bytes
 from bigtrain.units import KIB, MIB, format_bytes, parse_bytes
 
@@ -86,6 +86,7 @@ class MemoryCap:
         """
         if self.limit is None or not self._on_host:
             return
+        release_free_memory()  # an allocator's free memory is no part of the base
         base = (proc_status_bytes("VmData") or 0) - tensor_bytes
         _set_soft(base + ROOM_BYTES + self.limit)
 
