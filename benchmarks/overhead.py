@@ -8,7 +8,7 @@ and through `bigtrain.Engine`. The two alternate, step by step, in the same two 
 machine that slows down slows both; the figures are quantiles over the pairs of (bigtrain / plain).
 Memory is measured in separate processes for each loop: the peak of the anonymous pages of a
 process (RssAnon, sampled every 5 ms) above what it has before the model is made. Of the two ranks
-the larger peak counts; a figure is the median of three runs. `plain` and `bigtrain` use the C
+the larger peak counts; a figure is the median of `--memory-runs`. `plain` and `bigtrain` use the C
 library's allocator; `started` is bigtrain with the allocator that its commands use. `closed_meter`
 compares a run that tracked its memory for two steps with one that tracked none, after those steps.
 """
@@ -49,8 +49,6 @@ MODEL = {
 }
 WARMUP = 2
 """Steps of each loop that are not measured."""
-MEMORY_RUNS = 3
-"""Runs of each loop that measure memory; they alternate."""
 MEASURED_STEPS = 3
 """Steps of a run that measures memory."""
 ONE_BATCH = {"tensor": "mesh.tp", "gpipe": "mesh.pp", "1f1b": "mesh.pp"}
@@ -233,10 +231,15 @@ def start(
         return figures
 
 
-def median_peaks(strategy: str) -> dict[str, int]:
-    """Return the median peak of the process in bytes: `plain`, `bigtrain` and `started`."""
+def median_peaks(strategy: str, runs: int) -> dict[str, int]:
+    """Return the median peak of the process in bytes: `plain`, `bigtrain` and `started`.
+
+    Args:
+        strategy: the strategy of both loops.
+        runs: the runs of each; they alternate.
+    """
     peaks: dict[str, list[int]] = {}
-    for _ in range(MEMORY_RUNS):
+    for _ in range(runs):
         for name in ("plain", "bigtrain", "started"):
             environ = allocator_environ(os.environ) if name == "started" else {}
             found = start(strategy, name, 0, environ)["peak_bytes"]
@@ -249,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategies", default=",".join(LOOPS))
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--memory-runs", type=int, default=3)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -258,7 +262,7 @@ def main() -> None:
     rows = []
     for strategy in options.strategies.split(","):
         speed = start(strategy, "speed", options.pairs)
-        peaks = median_peaks(strategy)
+        peaks = median_peaks(strategy, options.memory_runs)
         ratios = {name: peak / peaks["plain"] for name, peak in peaks.items() if name != "plain"}
         rows.append({"strategy": strategy, **speed, "peaks": peaks, "memory_ratios": ratios})
         print(
@@ -271,7 +275,8 @@ def main() -> None:
         )
     meter = start("ddp", "meter", options.pairs)
     print(f"ddp after tracking two steps, beside one without: {meter['step_time_ratio']:.3f}")
-    figures = {"model": MODEL, "rows_per_rank": ROWS, "rows": rows, "closed_meter": meter}
+    figures = {"model": MODEL, "rows_per_rank": ROWS, "memory_runs": options.memory_runs}
+    figures |= {"rows": rows, "closed_meter": meter}
     keep(options.output, figures)
 
 

@@ -3,9 +3,9 @@
 The ranks write their parts, wait for each other, and read. The wait is an all-reduce of one number
 by gloo, so timeouts, lost ranks and the page on a hang work as with any other exchange.
 
-Buffers of one size are used in turn. If a rank uses at most `held` of them at once, and frees them
-in the order in which it took them, `held` + 1 are enough: a rank that takes a buffer has met the
-others in the exchange before, so all of them have freed the previous content.
+Buffers of one size are used in turn. If a rank uses at most `held` of them at once, `held` + 1 are
+enough: a rank that takes a buffer has met the others in the exchange before. Each of them had taken
+its buffer for that exchange, and then its next one was free, which `take` checks.
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ class SharedBuffers:
             dtype: the dtype of the elements.
 
         Returns:
-            The own part, and all parts. The buffer is taken again once the storage of the own part
-            is freed.
+            The own part, and all parts. The buffer is in use until the storage of the own part is
+            freed.
 
         Raises:
-            BigtrainError: the buffer is still in use.
+            BigtrainError: more than `held` buffers would be in use.
         """
-        user = self._users[self._next]
-        if user is not None and user() is not None:
-            raise BigtrainError(
-                f"strategy.replicate.exchange=shared_memory: all {self._count} buffers of "
-                f"{self._stride} bytes are in use. Set strategy.replicate.exchange=sockets."
-            )
+        for number in (self._next, (self._next + 1) % self._count):
+            user = self._users[number]
+            if user is not None and user() is not None:
+                raise BigtrainError(
+                    "strategy.replicate.exchange=shared_memory: more than "
+                    f"{self._count - 1} buffers of {self._stride} bytes are needed at once. Set "
+                    "strategy.replicate.exchange=sockets."
+                )
         parts, offset = [], self._next * self._stride
         for numel in numels:
             parts.append(torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset))
