@@ -135,19 +135,9 @@ def seconds_of(context: RunContext, case: str, pairs: int) -> dict[str, Any]:
     }
 
 
-class _Pages(overhead.AnonymousPages):
-    """The peak of RssAnon and of this rank's part of RssShmem."""
-
-    @staticmethod
-    def _now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        pages = {line.split()[0]: 1024 * int(line.split()[1]) for line in lines if "Rss" in line}
-        return pages["RssAnon:"] + pages["RssShmem:"] // dist.get_world_size()
-
-
 def memory_of(context: RunContext, case: str, way: str) -> int:
     """Return the peak of the process in bytes, of the rank that needs most."""
-    with _Pages() as pages:
+    with overhead.OwnPages() as pages:
         engine = _Engine(context, case, way)
         for number in range(overhead.MEASURED_STEPS):
             engine.step(context.rank, number)

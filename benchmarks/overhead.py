@@ -6,11 +6,12 @@ r"""Measure bigtrain's step time and memory beside hand-written loops, on two ra
 For each strategy the same GPT, batches, optimizer and clipping run in the loop of `plain_loops.py`
 and through `bigtrain.Engine`. The two alternate, step by step, in the same two processes, so a
 machine that slows down slows both; the figures are quantiles over the pairs of (bigtrain / plain).
-Memory is measured in separate processes for each loop: the peak of the anonymous pages of a
-process (RssAnon, sampled every 5 ms) above what it has before the model is made. Of the two ranks
-the larger peak counts; a figure is the median of `--memory-runs`. `plain` and `bigtrain` use the C
-library's allocator; `started` is bigtrain with the allocator that its commands use. `closed_meter`
-compares a run that tracked its memory for two steps with one that tracked none, after those steps.
+Memory is measured in separate processes for each loop, above what a process has before the model is
+made: the peak of its anonymous pages and of its part of the shared ones (RssAnon, and RssShmem
+divided by the ranks, sampled every 5 ms). Of the two ranks the larger peak counts; a figure is the
+median of `--memory-runs`. `plain` and `bigtrain` use the C library's allocator; `started` is
+bigtrain with the allocator that its commands use. `closed_meter` compares a run that tracked its
+memory for two steps with one that tracked none, after those steps.
 """
 
 from __future__ import annotations
@@ -152,10 +153,13 @@ def alternate(
     }
 
 
-class AnonymousPages:
-    """The peak of this process's RssAnon while the context is open, in bytes above its entry."""
+class OwnPages:
+    """The peak of a process's memory while the context is open, in bytes above its entry.
 
-    def __enter__(self) -> AnonymousPages:
+    It is RssAnon plus this rank's part of RssShmem, which all ranks share.
+    """
+
+    def __enter__(self) -> OwnPages:
         self._before = self.peak_bytes = self._now()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample)
@@ -174,12 +178,13 @@ class AnonymousPages:
     @staticmethod
     def _now() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+        pages = {line.split()[0]: 1024 * int(line.split()[1]) for line in lines if "Rss" in line}
+        return pages["RssAnon:"] + pages["RssShmem:"] // dist.get_world_size()
 
 
 def measure_memory(context: RunContext, strategy: str, which: str) -> dict[str, Any]:
     """Return the peak of the process with one of the loops, of the rank that needs more."""
-    with AnonymousPages() as pages:
+    with OwnPages() as pages:
         loop: Any = Ours(context, strategy) if which == "bigtrain" else LOOPS[strategy](make)
         for step in range(MEASURED_STEPS):
             loop.step(*batch(context.rank, step, strategy))
