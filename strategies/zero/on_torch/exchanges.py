@@ -87,9 +87,7 @@ class _Shared:
         self._group, self._held, self._counter = group, held, counter
         self._buffers: dict[int, SharedBuffers] = {}
 
-    def _take(
-        self, numels: list[int], own: int, dtype: torch.dtype
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _take(self, numels: list[int], own: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         nbytes = sum(numels) * dtype.itemsize
         buffers = self._buffers.get(nbytes)
         if buffers is None:

@@ -351,7 +351,6 @@ class FullySharded(Zero):
         if self.reduce not in (None, "micro_batch"):
             reduce_later(assembly, self.reduce)
 
-
     def _exchanges(self, assembly: Assembly, mesh: DeviceMesh) -> Exchanges:
         """Return what units exchange by on a CPU. Collective.
 
@@ -377,9 +376,7 @@ class FullySharded(Zero):
                     )
                 shared = False
         prefetch = 1 if self.prefetch is None else self.prefetch
-        return Exchanges(
-            assembly.meter, group, counter, shared_memory=shared, prefetch=prefetch
-        )
+        return Exchanges(assembly.meter, group, counter, shared_memory=shared, prefetch=prefetch)
 
 
 def _in_order(root: nn.Module, names: Sequence[str]) -> list[str]:
