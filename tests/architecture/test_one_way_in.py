@@ -34,6 +34,7 @@ ALLOWED = {
     ("recorder.exchanges", "pickle.loads"): "messages between the ranks of one run",
     ("recorder.root_exchange", "pickle.loads"): "the same",
     ("ranks.failure_hub", "json.loads"): "messages between the ranks of one run",
+    ("ranks.shared_buffers", "os.open"): "memory of the first rank of a group, not a file",
     ("ranks.rendezvous", "os.open"): "the port that rank 0 writes for its own ranks",
     ("ranks.rendezvous", "read_text"): "the same",
 }

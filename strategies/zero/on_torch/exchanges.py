@@ -169,7 +169,7 @@ class _SharedReduceScatter(_Shared):
 
 
 class Exchanges:
-    """What fully_shard exchanges by on a CPU.
+    """The exchanges of fully_shard on a CPU.
 
     Args:
         meter: the meter of the run.

@@ -269,14 +269,20 @@ class FullySharded(Zero):
         ranks = self.shard_ranks or plan.dp
         kept, once = self.kept_blocks(profile), self.reduce == "step"
         return forecast_fully_shard(
-            forecast, profile, plan, kept=kept, ranks=ranks, once=once, prefetch=self.prefetch
+            forecast,
+            profile,
+            plan,
+            kept=kept,
+            ranks=ranks,
+            once=once,
+            prefetch=self.prefetch,
+            shared_memory=self._may_share(plan),
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Return the all-gathers of units and the reductions of gradients; see `UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
-        shared = plan.device_type == "cpu" and self.exchange != "sockets"
-        flow = UnitTraffic(comm_units(profile), plan, ranks, shared_memory=shared)
+        flow = UnitTraffic(comm_units(profile), plan, ranks, shared_memory=self._may_share(plan))
         blocks = [first for first, _ in profile.blocks]
         again = gathered_again(blocks, self.kept_blocks(profile), self.prefetch)
         again = [unit for unit in again if unit.shapes]
@@ -350,6 +356,10 @@ class FullySharded(Zero):
                 gather_ahead(root, [modules[name] for name in in_order], self.prefetch)
         if self.reduce not in (None, "micro_batch"):
             reduce_later(assembly, self.reduce)
+
+    def _may_share(self, plan: Plan) -> bool:
+        """Whether the ranks exchange in shared memory, if all of them are on one host."""
+        return plan.device_type == "cpu" and self.exchange != "sockets"
 
     def _exchanges(self, assembly: Assembly, mesh: DeviceMesh) -> Exchanges:
         """Return what units exchange by on a CPU. Collective.

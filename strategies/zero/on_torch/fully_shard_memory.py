@@ -22,6 +22,7 @@ def forecast_fully_shard(
     ranks: int,
     once: bool = False,
     prefetch: int | None = None,
+    shared_memory: bool = False,
 ) -> Forecast:
     """Return the forecast of a rank under fully_shard.
 
@@ -34,10 +35,12 @@ def forecast_fully_shard(
         ranks: the number of ranks that share one copy of the states.
         once: whether gradients are reduced once a step, and whole until then.
         prefetch: see `UnitPass`.
+        shared_memory: whether ranks reduce gradients in shared memory.
     """
     if profile.outside_blocks is None:
         return forecast
-    sizes = UnitSizes(4 if plan.precision != "fp64" else 8, plan, ranks)
+    width = 4 if plan.precision != "fp64" else 8
+    sizes = UnitSizes(width, plan, ranks, shared_memory=shared_memory)
     units = [*(first for first, _ in profile.blocks), profile.outside_blocks]
     shards = sum(sizes.shard(unit) for unit in units)
     trained = sum(sizes.shard(unit, trained=True) for unit in units)

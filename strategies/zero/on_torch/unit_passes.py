@@ -381,7 +381,7 @@ class UnitPass:
         for (reduced_at, unit), next_reduced in zip(order, next_ones, strict=True):
             whole_bytes, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
             spans.append(_span(whole_bytes, "temporary", reduced_at, _REDUCING, *next_reduced))
-            if not self.sizes.alone:
+            if self.sizes.copies_reduced:
                 spans.append(
                     _span(whole_bytes, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED)
                 )

@@ -19,6 +19,8 @@ class UnitSizes:
     """Bytes of an element of a shard, of parameters and of gradients."""
     plan: Plan
     ranks: int
+    shared_memory: bool = False
+    """Whether the ranks reduce gradients in shared memory."""
     _known: dict[tuple[int, bool], tuple[BlockTicks, int]] = field(default_factory=dict)
 
     @property
@@ -72,6 +74,11 @@ class UnitSizes:
     def on_host(self) -> bool:
         """Whether the shards are on the host, and gathered units on the GPU."""
         return self.plan.offload_tiers.parameters == "cpu" and is_accelerator(self.plan.device_type)
+
+    @property
+    def copies_reduced(self) -> bool:
+        """Whether gradients are copied to be reduced, as by gloo; not in shared memory."""
+        return not self.alone and not self.shared_memory
 
     @property
     def alone(self) -> bool:
