@@ -122,7 +122,20 @@ class _SharedAllGather(_Shared):
 
 
 class _SharedReduceScatter(_Shared):
-    """A reduce-scatter of inputs that all ranks can read."""
+    """A reduce-scatter of inputs that all ranks can read.
+
+    Args:
+        group: see `_Shared`.
+        counter: see `_Shared`.
+        gloo: reduces gradients of other dtypes than `_SUMMED`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, counter: TrafficCounter, gloo: _GlooReduceScatter
+    ) -> None:
+        # fully_shard frees an input before it allocates the next one.
+        super().__init__(group, 1, counter)
+        self._gloo = gloo
 
     _inputs: list[Tensor] | None = None
     """The inputs of all ranks, from the allocation of the input to the exchange."""
@@ -134,7 +147,7 @@ class _SharedReduceScatter(_Shared):
         ranks, numel = self._group.size(), int(size[0])
         is_output = self._inputs is not None and self._inputs[0].numel() == ranks * numel
         if is_output or dtype not in _SUMMED:
-            return torch.empty(numel, dtype=dtype, device=device)
+            return self._gloo.allocate(size, dtype=dtype, device=device)
         own, self._inputs = self._take([numel] * ranks, self._group.rank(), dtype)
         return own
 
@@ -152,7 +165,7 @@ class _SharedReduceScatter(_Shared):
             BigtrainError: the reduction is another one.
         """
         if input_tensor.dtype not in _SUMMED:
-            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+            return self._gloo(output_tensor, input_tensor, group, op, async_op)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or self._inputs is None:
             raise BigtrainError(
                 f"strategy.replicate.exchange=shared_memory: {op} is neither a sum nor a mean. Set "
@@ -188,12 +201,13 @@ class Exchanges:
         shared_memory: bool,
         prefetch: int,
     ) -> None:
+        gloo = _GlooReduceScatter(meter)
         self._gather: Any = _GlooAllGather(meter)
-        self._reduce: Any = _GlooReduceScatter(meter)
+        self._reduce: Any = gloo
         if shared_memory and group.size() > 1:
-            # fully_shard frees an output at the next gathering, and an input before the next one.
+            # fully_shard frees an output when it gathers the next unit.
             self._gather = _SharedAllGather(group, max(2, prefetch + 1), counter)
-            self._reduce = _SharedReduceScatter(group, 1, counter)
+            self._reduce = _SharedReduceScatter(group, counter, gloo)
 
     def attach(self, unit: FSDPModule) -> None:
         """Let a unit exchange by them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,6 @@ from support.ranks import RankFailure, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-import bigtrain.strategies.zero.on_torch.exchanges as exchanges
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
@@ -61,7 +61,18 @@ Figures = tuple[list[Any], dict[str, Tensor], int, str]
 """Numbers of each step, the weights of this rank, the measured peak, and the class that gathers."""
 
 
-def trained(context: RunContext, strategy: str, keys: dict[str, Any], exchange: str | None) -> Any:
+def low_gpt() -> nn.Module:
+    """A model that has bf16 parameters without being asked for them."""
+    return gpt().bfloat16()
+
+
+def trained(
+    context: RunContext,
+    strategy: str,
+    keys: dict[str, Any],
+    exchange: str | None,
+    make: Callable[[], nn.Module] = gpt,
+) -> Any:
     given = {"train.global_batch_size": ROWS * context.dp_size, "memory.track_steps": STEPS}
     given |= {"optim.clip_norm": 1.0, "memory.predict": False, **keys}
     given |= {} if exchange is None else {EXCHANGE: exchange}
@@ -69,7 +80,7 @@ def trained(context: RunContext, strategy: str, keys: dict[str, Any], exchange: 
     size = job.train.micro_batch_size or ROWS
     inputs, targets = (part[:size] for part in batch(context, 0))
     example = MicroBatch(inputs, targets, targets.numel(), size)
-    with Engine(gpt, CrossEntropy(), adamw, job, context, example=example) as engine:
+    with Engine(make, CrossEntropy(), adamw, job, context, example=example) as engine:
         steps = []
         for step in range(STEPS):
             result = engine.step(batch(context, step))
@@ -108,6 +119,15 @@ def test_groups_of_two_of_four_ranks_too() -> None:
     for pp, tp, name in ((1, 1, "pairs"), (2, 1, "pipeline"), (1, 2, "slices")):
         for rank in run_ranks(beside, 4, {name: FOUR[name]}, pp=pp, tp=tp, timeout_s=300):
             assert rank == {name: [True] * 4}
+
+
+def in_bf16(context: RunContext) -> list[Any]:
+    return [trained(context, "fsdp", {}, exchange, low_gpt)[0] for exchange in ("sockets", None)]
+
+
+def test_sums_that_numpy_lacks_are_left_to_gloo() -> None:
+    for gloo, shared in run_ranks(in_bf16, 2):
+        assert gloo == shared
 
 
 def losses(context: RunContext) -> list[list[float]]:
@@ -177,8 +197,10 @@ def one_leaves(context: RunContext) -> None:
 
 def test_a_lost_rank_ends_the_others() -> None:
 
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(one_leaves, 2, timeout_s=60)
+    assert caught.value.rank == 0, "rank 0 waits for the lost rank"
+    assert "ended with exit status 1" in str(caught.value)
 
 
 def turns(context: RunContext) -> tuple[list[list[float]], str]:
@@ -211,7 +233,3 @@ def test_sums_are_in_the_order_of_the_ranks() -> None:
     assert total.item() == (parts[0] + parts[1] + parts[2]).item()
     add_up(parts[:2], total, mean=True)
     assert total.item() == ((parts[0] + parts[1]) / 2).item()
-
-
-def test_a_sum_that_numpy_lacks_is_left_to_gloo() -> None:
-    assert torch.bfloat16 not in exchanges._SUMMED
