@@ -69,10 +69,12 @@ class _Engine:
         self._engine = bigtrain.Engine(
             overhead.make, CrossEntropy(), adamw, job, context, example=example
         )
-        self._changes: list[Any] = [
-            patch.object(exchanges, "all_gather_single", _gather_nothing),
-            patch.object(exchanges, "reduce_scatter_single", _reduce_nothing),
-        ][: 2 * (way == "none")]
+        self._changes: list[Any] = []
+        if way == "none":
+            self._changes = [
+                patch.object(exchanges, "all_gather_single", _gather_nothing),
+                patch.object(exchanges, "reduce_scatter_single", _reduce_nothing),
+            ]
 
     def _parts(self, inputs: Tensor, targets: Tensor) -> list[MicroBatch]:
         pairs = zip(

@@ -134,16 +134,18 @@ def _stop(number: int, _: FrameType | None) -> None:
 def _on_ranks(command: str, arguments: list[str]) -> int:
     """Run the script of a command in this process, or in N ranks with `-n N`."""
     from bigtrain.job.arguments import train_arguments
+    from bigtrain.memory.allocator import start_with_allocator
     from bigtrain.ranks.exit_status import run_guarded
 
     options = train_arguments(arguments, starts_ranks=True, records=command != "train")
+    if options.num_ranks is None and not options.dry_run:
+        start_with_allocator()
     return run_guarded(lambda: _start(command, options, _of_ranks(arguments)))
 
 
 def _start(command: str, options: TrainOptions, words: list[str]) -> int:
     """Refuse a wrong job before torch is loaded; then run it."""
     from bigtrain.job.load import load_job
-    from bigtrain.memory.allocator import start_with_allocator
     from bigtrain.ranks.launch import as_first_of, check_shares, start_ranks
 
     ranks = options.num_ranks
@@ -156,7 +158,6 @@ def _start(command: str, options: TrainOptions, words: list[str]) -> int:
         return start_ranks(
             ranks, words, script, restarts=options.restarts, min_ranks=options.min_ranks
         )
-    start_with_allocator()
     from bigtrain import train
     from bigtrain.speedup import measure
     from bigtrain.verify import record

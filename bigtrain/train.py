@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     restart = Restart.taken(os.environ)
     if restart is not None:  # the ranks were started again after a fault
         job = override_job(job, restart.words)
-    plan = make_plan(job, placement.world_size, device_type_of(job))
+    plan = make_plan(job, placement.world_size, device_type_of(job), one_host=placement.one_node)
     model = check_job(job)
     check_writers(job.log)
     if not options.dry_run:  # each rank selects its GPU before a forecast touches one

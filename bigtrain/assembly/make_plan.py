@@ -34,13 +34,14 @@ def default_replicas(*, shares: bool) -> RoleConfig:
     return RoleConfig(name="ddp" if shares else "single")
 
 
-def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
+def make_plan(job: Job, world_size: int, device_type: str, *, one_host: bool = True) -> Plan:
     """Make the plan of a job. Needs no process group.
 
     Args:
         job: the job.
         world_size: the number of ranks.
         device_type: 'cpu', 'cuda' or 'xpu'.
+        one_host: whether all ranks are on one host.
 
     Raises:
         ConfigError: the mesh, the batch, a technique or another setting does not fit the others.
@@ -98,6 +99,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         release_gradients=job.optim.release_gradients,
         compiles_blocks=job.train.compile == "blocks",
         channels_last=job.train.memory_format == "channels_last",
+        one_host=one_host,
     )
     check_optimizer(job.optim, plan)
     for technique in techniques.values():

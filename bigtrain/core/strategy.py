@@ -88,6 +88,8 @@ class Plan:
     release_gradients: bool = False
     compiles_blocks: bool = False
     channels_last: bool = False
+    one_host: bool = True
+    """Whether all ranks are on one host."""
     dp_rank: int | None = None
     """The dp rank that is forecast; None for the replica that needs the most memory."""
     tp_rank: int = 0

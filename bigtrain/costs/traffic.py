@@ -76,7 +76,7 @@ class Traffic:
     in_hooks: bool = False
     """Whether hooks of `fully_shard` start the exchange. On a CPU the hooks' seconds count."""
     shared_memory: bool = False
-    """Whether the ranks exchange in shared memory if all of them are on one host."""
+    """Whether the ranks exchange in shared memory."""
 
     def step_bytes(self, micro_batches: int) -> int:
         """Return the bytes of a step of `micro_batches` micro-batches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -138,14 +139,15 @@ class _Differences:
         for name in [*self._only_stages, *self._gradients]:
             raise ConfigError(_difference_message(name, "it has a gradient in only one of the two"))
         gap = abs(self._expected - float(loss.detach())) / max(1.0, abs(self._expected))
-        if not gap <= self._worst:
-            self._worst, self._worst_name = gap, "the loss"
+        self._add("the loss", gap)
         if not self._worst <= SELF_CHECK_TOLERANCE:
             difference = f"they differ by {self._worst:.2g}, relative"
             raise ConfigError(_difference_message(self._worst_name, difference))
         return self._worst
 
     def _add(self, name: str, gap: float) -> None:
+        if math.isnan(self._worst):  # is the worst, and greater than nothing
+            return
         if not gap <= self._worst:  # also true for a gap that is not a number
             self._worst, self._worst_name = gap, name
 

@@ -272,7 +272,7 @@ def _opened(
 ) -> Engine:
     """Plan the job, connect the ranks and make the engine; its `close` ends the connection."""
     placement = detect_rank_info(os.environ)
-    plan = make_plan(job, placement.world_size, device_type_of(job))
+    plan = make_plan(job, placement.world_size, device_type_of(job), one_host=placement.one_node)
     workload = _workload(blueprint, loss, optimizer, example, job, plan)
     # A model that cannot be cut, or a loss that cannot be used, is refused before ranks connect.
     resolved = resolve_plan(plan, workload)

@@ -65,7 +65,12 @@ class ForecastInputs:
         try:
             job = override_job(self.job, words)
             current_plan = self.resolved.plan
-            plan = make_plan(job, current_plan.world_size, current_plan.device_type)
+            plan = make_plan(
+                job,
+                current_plan.world_size,
+                current_plan.device_type,
+                one_host=current_plan.one_host,
+            )
             rows, count = plan.batch.micro_size, self.workload.loss.count
             example = self.workload.micro_batch.first_rows(rows, count)
             workload = replace(self.workload, example=example)

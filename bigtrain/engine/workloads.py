@@ -45,7 +45,8 @@ def resolve_on_ranks(
         ConfigError: the job does not fit the mesh, the model or the loss; or the ranks have
             different jobs, models or losses.
     """
-    plan = make_plan(job, context.world_size, context.device.type)
+    one_node = context.world_size == context.local_world_size
+    plan = make_plan(job, context.world_size, context.device.type, one_host=one_node)
     check_mesh(plan, context)
     if example is not None:
         set_model_inputs(blueprint, None, example.inputs)
@@ -60,7 +61,6 @@ def resolve_on_ranks(
         notes=blueprint.notes,
     )
     resolved = resolve_plan(plan, workload)
-    one_node = context.world_size == context.local_world_size
     context.agreement.require(start_facts(job, workload, resolved, one_node=one_node))
     return workload, resolved
 

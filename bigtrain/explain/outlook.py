@@ -129,7 +129,7 @@ def _forecast(
             path = write_json(Path(folder) / "engine.json", request.deepspeed)
             words.append(f"strategy.deepspeed={path}")
         job = load_job(None, strategy, words)
-        plan = make_plan(job, ranks, cluster.device.kind)
+        plan = make_plan(job, ranks, cluster.device.kind, one_host=ranks <= cluster.node.devices)
         setup = open_setup(job, plan, check_job(job))
         predicted = predict_ranks(setup)
         fullest = fullest_rank(setup, predicted)

@@ -58,8 +58,9 @@ def phase_peaks(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> PhasePeaks:
     evaluator, opened = planned.search.evaluator, planned.setup.workload
     batch = resize_micro_batch(opened.micro_batch, evaluated.candidate.rows)
     workload = replace(opened, example=batch)
-    device_type = planned.question.cluster.device.kind
-    plan = make_plan(evaluated.job, planned.question.devices, device_type)
+    cluster, devices = planned.question.cluster, planned.question.devices
+    one_host = devices <= cluster.node.devices
+    plan = make_plan(evaluated.job, devices, cluster.device.kind, one_host=one_host)
     layout, slices = None, None
     if plan.pp > 1:
         layout = make_layout(plan, workload)

@@ -221,11 +221,11 @@ class Cluster(ConfigSection):
 
         Args:
             kind: a kind of traffic between ranks; see `costs.traffic`.
-            shared_memory: whether ranks of one host exchange in shared memory.
+            shared_memory: whether the ranks exchange in shared memory.
         """
         op = "send" if kind == "receive" else kind
         shared = f"shared_{op}"
-        if shared_memory and self.between is None and shared in self.inside.kinds:
+        if shared_memory and shared in self.inside.kinds:
             op = shared
         return cast(MeasuredOp, op)
 

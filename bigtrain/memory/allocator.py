@@ -21,8 +21,8 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _CLEAN_ALL_BUFFERS = 0  # a command of tbbmalloc (scalable_allocator.h)
 _REPORTS = "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-ctrl-gpu")
-"""Files of the drivers of NVIDIA's and AMD's GPUs."""
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-ctrl-gpu", "/dev/dxg")
+"""Files of the drivers of NVIDIA's and AMD's GPUs, also on Jetson and in WSL."""
 
 
 def find_allocator() -> str | None:

@@ -164,7 +164,10 @@ class PlanEvaluator:
             ConfigError: a technique refuses the candidate, or the model does not meet the plan.
         """
         plan = make_plan(
-            candidate.job(self._job), candidate.devices, self.timer.cluster.device.kind
+            candidate.job(self._job),
+            candidate.devices,
+            self.timer.cluster.device.kind,
+            one_host=candidate.devices <= self.timer.cluster.node.devices,
         )
         return plan if self._checks is None else self._checks.meet(plan)[0]
 

@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
     folder = Path(options.record)
     request = TimingRequest(**read_json_object(folder / "request.json"))
     placement = detect_rank_info(os.environ)
-    plan = make_plan(job, placement.world_size, device_type_of(job))
+    plan = make_plan(job, placement.world_size, device_type_of(job), one_host=placement.one_node)
     check_job(job)
     grow_segments(os.environ)
     set_current(pick_device(job.device, placement, os.environ))

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     options = train_arguments(arguments, records=True)
     job = load_job(options.config, options.strategy, options.overrides)
     placement = detect_rank_info(os.environ)
-    plan = make_plan(job, placement.world_size, device_type_of(job))
+    plan = make_plan(job, placement.world_size, device_type_of(job), one_host=placement.one_node)
     check_job(job)
     grow_segments(os.environ)  # as `train` does, before a forecast uses the rank's GPU
     set_current(pick_device(job.device, placement, os.environ))

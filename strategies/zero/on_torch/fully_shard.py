@@ -144,6 +144,11 @@ class FullySharded(Zero):
         self._check_reduce(plan)
         self._check_prefetch(plan)
         self._check_outside(plan)
+        if self.exchange == "shared_memory" and not plan.one_host:
+            raise ConfigError(
+                f"{EXCHANGE_KEY}=shared_memory: the {plan.world_size} ranks are on several hosts, "
+                "and all have to be on one. Leave it out."
+            )
         if self.exchange == "shared_memory" and plan.device_type != "cpu":
             raise ConfigError(
                 f"{EXCHANGE_KEY}=shared_memory is for ranks on a CPU, and this run is on "
@@ -358,8 +363,8 @@ class FullySharded(Zero):
             reduce_later(assembly, self.reduce)
 
     def _may_share(self, plan: Plan) -> bool:
-        """Whether the ranks exchange in shared memory, if all of them are on one host."""
-        return plan.device_type == "cpu" and self.exchange != "sockets"
+        """Whether the ranks exchange in shared memory, if they can open each other's."""
+        return plan.device_type == "cpu" and plan.one_host and self.exchange != "sockets"
 
     def _exchanges(self, assembly: Assembly, mesh: DeviceMesh) -> Exchanges:
         """Return what units exchange by on a CPU. Collective.
@@ -368,15 +373,8 @@ class FullySharded(Zero):
             ConfigError: shared memory is asked for, and the ranks cannot share memory.
         """
         group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
-        context, counter = assembly.context, assembly.context.recorder.traffic
-        on_one_host = context.local_world_size == context.world_size
-        if self.exchange == "shared_memory" and not on_one_host:
-            raise ConfigError(
-                f"{EXCHANGE_KEY}=shared_memory: {context.local_world_size} of the "
-                f"{context.world_size} ranks are on this host, and all have to be on one. Leave it "
-                "out."
-            )
-        shared = self.exchange != "sockets" and on_one_host and assembly.plan.device_type == "cpu"
+        counter = assembly.context.recorder.traffic
+        shared = self._may_share(assembly.plan)
         with counter.aside():
             if shared and not can_share_memory(group):
                 if self.exchange == "shared_memory":

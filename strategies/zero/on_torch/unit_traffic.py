@@ -28,7 +28,7 @@ class UnitTraffic:
         units: the units with their parameters.
         plan: mesh, precision, offload.
         ranks: the number of ranks that share one copy of the states.
-        shared_memory: whether ranks of one host exchange in shared memory.
+        shared_memory: whether the ranks exchange in shared memory.
     """
 
     def __init__(

@@ -171,7 +171,7 @@ def on_two_hosts(context: RunContext) -> tuple[str, str]:
 def test_ranks_of_several_hosts_do_not_share_memory() -> None:
     for kind, message in run_ranks(on_two_hosts, 2):
         assert kind == "_GlooAllGather"
-        assert "shared_memory: 1 of the 2 ranks are on this host, and all have to be" in message
+        assert "shared_memory: the 2 ranks are on several hosts, and all have to be" in message
 
 
 def test_a_gpu_refuses_it() -> None:
