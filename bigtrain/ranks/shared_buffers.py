@@ -73,11 +73,16 @@ class SharedBuffers:
                 )
         parts, offset = [], self._next * self._stride
         for numel in numels:
-            parts.append(torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset))
+            parts.append(self._part(numel, dtype, offset))
             offset += numel * dtype.itemsize
         self._users[self._next] = weakref.ref(parts[own].untyped_storage())
         self._next = (self._next + 1) % self._count
         return parts[own], parts
+
+    def _part(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
+        if not numel:  # a unit whose parameters have no elements; torch refuses to read none
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
 
 
 def can_share_memory(group: dist.ProcessGroup) -> bool:

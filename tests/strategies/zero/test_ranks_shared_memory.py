@@ -130,6 +130,30 @@ def test_sums_that_numpy_lacks_are_left_to_gloo() -> None:
         assert gloo == shared
 
 
+class Hollow(nn.Module):
+    """A model with a block whose parameters have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.none = gpt(), nn.ModuleList([nn.Linear(0, 0), nn.Linear(0, 0)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        nothing = torch.zeros(len(tokens), 0)
+        for layer in self.none:
+            nothing = layer(nothing)
+        logits: Tensor = self.model(tokens) + nothing.sum()
+        return logits
+
+
+def of_hollow(context: RunContext) -> list[Any]:
+    return [trained(context, "fsdp", {}, exchange, Hollow)[0] for exchange in ("sockets", None)]
+
+
+def test_units_without_elements_are_exchanged() -> None:
+    for gloo, shared in run_ranks(of_hollow, 2):
+        assert gloo == shared
+
+
 def losses(context: RunContext) -> list[list[float]]:
     return [
         [loss for loss, *_ in trained(context, "fsdp", {"train.precision": "fp64"}, e)[0]]
