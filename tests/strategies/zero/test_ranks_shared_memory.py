@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.odd_nets import WIDTH, Empty
 from support.parity import adamw
 from support.ranks import RankFailure, run_ranks
 from torch import Tensor, nn
@@ -130,27 +132,21 @@ def test_sums_that_numpy_lacks_are_left_to_gloo() -> None:
         assert gloo == shared
 
 
-class Hollow(nn.Module):
-    """A model with a block whose parameters have no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.none = gpt(), nn.ModuleList([nn.Linear(0, 0), nn.Linear(0, 0)])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        nothing = torch.zeros(len(tokens), 0)
-        for layer in self.none:
-            nothing = layer(nothing)
-        logits: Tensor = self.model(tokens) + nothing.sum()
-        return logits
-
-
-def of_hollow(context: RunContext) -> list[Any]:
-    return [trained(context, "fsdp", {}, exchange, Hollow)[0] for exchange in ("sockets", None)]
+def of_empty(context: RunContext) -> list[list[float]]:
+    """The losses of a net with a unit whose trained parameters have no elements."""
+    x = torch.ones(ROWS, WIDTH) * (1 + context.rank)
+    found = []
+    for exchange in ("sockets", "shared_memory"):
+        keys = {"train.global_batch_size": ROWS * context.dp_size, EXCHANGE: exchange}
+        job = job_from_keys("fsdp", keys)
+        example = MicroBatch(x, x[:, :4], ROWS, ROWS)
+        with Engine(Empty, F.mse_loss, adamw, job, context, example=example) as engine:
+            found.append([engine.step((x, x[:, :4])).loss for _ in range(2)])
+    return found
 
 
 def test_units_without_elements_are_exchanged() -> None:
-    for gloo, shared in run_ranks(of_hollow, 2):
+    for gloo, shared in run_ranks(of_empty, 2):
         assert gloo == shared
 
 
