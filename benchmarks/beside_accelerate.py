@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from harness import keep
 from instruct_smollm import job_of, loss_of, model_and_text, parts_of, plain_model
+from rivals import accelerator_for_fsdp2
 
 from bigtrain.data.loader import Step
 from bigtrain.job.schema import Job
@@ -81,9 +82,6 @@ class Accelerated:
     """A training loop on Accelerate, with a model of transformers and adapters of peft."""
 
     def __init__(self, context: Any, job: Job, model: Path) -> None:
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
-        from accelerate.utils import DistributedType
-
         # It uses the process group that is there, and asks for an address nevertheless.
         for name, value in (
             ("RANK", context.rank),
@@ -96,15 +94,7 @@ class Accelerated:
             os.environ[name] = str(value)
         network, _ = plain_model(job, model)
         block = type(next(m for m in network.modules() if "DecoderLayer" in type(m).__name__))
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[block.__name__],
-            cpu_ram_efficient_loading=False,
-        )
-        accelerator = Accelerator(cpu=True)
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
+        accelerator = accelerator_for_fsdp2(block)
         optimizer = torch.optim.AdamW(
             [p for p in network.parameters() if p.requires_grad],
             lr=job.optim.lr,

@@ -1,19 +1,23 @@
-"""Training loops as people write them by hand, one for each technique, on a GPT and two CPU ranks.
+"""Training loops as people write them by hand, one for each technique, on two CPU ranks.
 
-Each loop does what bigtrain's strategy of the same name does: forward and backward passes, one norm
-over all ranks, clipping to 1, AdamW, and the mean loss of all ranks as a number.
+They train a GPT; those of data parallelism also train timm's ViT and ConvNeXt (`blocks_of`). Each
+loop does what bigtrain's strategy of the same name does: forward and backward passes, one norm over
+all ranks, clipping to 1, AdamW, and the mean loss of all ranks as a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -24,6 +28,7 @@ ROWS = 4
 """Rows of a step on each rank; pipelines and slices have one batch of twice as many."""
 MICRO_BATCHES = 4
 """Micro-batches of a step in the pipelines."""
+NO_KEYS: Mapping[str, int] = {}
 MakeModel = Callable[[], nn.Module]
 
 
@@ -40,8 +45,30 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of logits (rows, tokens, classes)."""
-    return cross_entropy(output.flatten(0, 1), targets.flatten())
+    """Return the mean loss of logits (rows, tokens, classes) or (rows, classes)."""
+    return cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a user would wrap one by one: those of `blocks`, or of all stages."""
+    if hasattr(model, "blocks"):
+        return list(cast(Iterable[nn.Module], model.blocks))
+    stages = cast(Iterable[Any], model.stages)
+    return [block for stage in stages for block in stage.blocks]
+
+
+def checkpoint_blocks(model: nn.Module) -> nn.Module:
+    """Let every block recompute its activations, with torch's wrapper; return the model."""
+    blocks = set(blocks_of(model))
+    apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+    return model
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
+    """Apply fully_shard to every block and to the model; see `FullyShard`."""
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
 def mean_over_ranks(loss: Tensor) -> float:
@@ -95,9 +122,7 @@ class FullyShard(_Replicas):
     def __init__(self, make: MakeModel, *, reshard: bool) -> None:
         self.model = make()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in cast(Iterable[nn.Module], self.model.blocks):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)
+        shard_blocks(self.model, mesh, reshard=reshard)
         self.optimizer = adamw(self.model.parameters())
 
 
@@ -107,17 +132,21 @@ class DeepSpeed:
     Args:
         make: makes the model.
         stage: the stage of ZeRO.
+        rows: the rows of a step on each rank.
+        zero: further keys of the section `zero_optimization`.
     """
 
-    def __init__(self, make: MakeModel, stage: int) -> None:
+    def __init__(
+        self, make: MakeModel, stage: int, rows: int = ROWS, zero: Mapping[str, int] = NO_KEYS
+    ) -> None:
         import deepspeed
 
         model = make()
         config = {
-            "train_micro_batch_size_per_gpu": ROWS,
+            "train_micro_batch_size_per_gpu": rows,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **zero},
             "steps_per_print": 1_000_000,
         }
         self.engine: Any = deepspeed.initialize(
