@@ -318,7 +318,7 @@ class SearchSpace:
 
     def finer_forms(self, candidate: Candidate) -> list[Candidate]:
         """Return the candidate with each finer form of its data parallelism, slowest first."""
-        if candidate.replicate is None or candidate.pp > 1:
+        if candidate.replicate is None:
             return []
         shape = self._shape(*candidate.axes, candidate.micro_batches)
         forms = finer_forms(candidate.replicate, shape)

@@ -129,7 +129,7 @@ class Zero(Strategy):
         for preset in (*_ON_TORCH, *(_ON_OTHERS if shape.pp == 1 else ())):
             options = {"engine": self.engine, **preset_options(self.role, preset)}
             yield Variant(preset, options, str(options["engine"]))
-            if preset in _UNIT_BY_UNIT and shape.pp == 1 and shape.micro_batches > 1:
+            if preset in _UNIT_BY_UNIT and shape.micro_batches > 1:
                 once = {**options, "reduce": "step"}
                 yield Variant(f"{preset}, reduced once", once, is_word=False)
         node = shape.devices_per_node

@@ -12,13 +12,14 @@ from support.traffic import traffic_of_plan
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.registry import make_technique
 from bigtrain.core.variants import Shape
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
-from bigtrain.job.schema import StrategyConfig
+from bigtrain.job.schema import RoleConfig, StrategyConfig
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.prediction.predict import forecast_rank, forecast_step
 
@@ -188,3 +189,15 @@ def test_finer_variants_need_more_and_send_less_one_after_the_other():
     sent = [StepVolume.stated(traffic_of_plan(profile, form), 2).sent_bytes for form in forms]
     assert sent == sorted(set(sent), reverse=True)
     assert list(technique.finer_variants(replace(shape, dp=1))) == []
+
+
+def test_forms_for_a_pipeline_reduce_once_and_keep_blocks_of_a_stage():
+    shape = Shape(2, 2, 4, "cuda", num_blocks=7, micro_batches=4)
+    plain = RoleConfig.model_validate({"name": "zero", "engine": "torch", "stage": 3})
+    variants = {v.label: v.options for v in make_technique("replicate", plain).variants(shape)}
+    assert variants["fsdp, reduced once"]["reduce"] == "step"
+    assert variants["fsdp_zero2, reduced once"]["reduce"] == "step"
+    once = RoleConfig.model_validate(dict(variants["fsdp, reduced once"]))
+    labels = [v.label for v in make_technique("replicate", once).finer_variants(shape)]
+    assert labels[:3] == [f"fsdp_{number}, reduced once" for number in (1, 2, 3)]
+    assert labels[3:] == ["fsdp, all kept and reduced once"]
