@@ -103,12 +103,24 @@ def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_group
 
 def test_a_sharded_exchange_is_beside_the_pass_it_serves():
     def beside(strategy: str, device: str) -> set[str]:
-        return {t.overlaps for t in traffic_of_plan(profile(), plan_of(strategy, device=device))}
+        messages = traffic_of_plan(profile(), plan_of(strategy, device=device))
+        return {message.overlaps for message in messages if message.kind != "copy"}
 
     for device in ("cpu", "cuda"):
         assert beside("fsdp", device) == {"forward", "backward"}
         assert beside("zero3", device) - {"nothing"} == {"forward", "backward"}
         assert beside("ddp", device) == {"backward"}
+
+
+def test_fully_shard_copies_in_the_stream_that_computes_except_into_gathers():
+    messages = traffic_of_plan(profile(), plan_of("fsdp", device="cuda"))
+    gathered = sum(message.nbytes for message in messages if message.kind == "all_gather")
+    reduced = sum(message.nbytes for message in messages if message.kind == "reduce_scatter")
+    copies = [message for message in messages if message.kind == "copy"]
+    in_stream = sum(copy.nbytes for copy in copies if copy.overlaps == "nothing")
+    beside = sum(copy.nbytes for copy in copies if copy.overlaps != "nothing")
+    assert in_stream == gathered + reduced
+    assert beside == gathered // 8
 
 
 def test_messages_are_packed_as_far_as_they_fit():

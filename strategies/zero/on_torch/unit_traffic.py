@@ -50,7 +50,8 @@ class UnitTraffic:
         if self._ranks > 1 and units:
             nbytes = sum(self._padded(unit, self._used_width) for unit in units)
             messages.append(self._exchange("all_gather", nbytes, len(units), overlaps))
-            messages.append(self._copied(nbytes // self._ranks + nbytes, overlaps))
+            messages.append(_copied(nbytes // self._ranks, overlaps))
+            messages.append(_copied(nbytes, "nothing"))
         return messages
 
     def reduced(self, choice: Reduce) -> list[Traffic]:
@@ -65,7 +66,7 @@ class UnitTraffic:
             exchange = self._exchange("reduce_scatter", nbytes, calls, "backward")
             messages += [
                 replace(message, every=scattered)
-                for message in (exchange, self._copied(nbytes, "backward"))
+                for message in (exchange, _copied(nbytes, "nothing"))
             ]
         groups = self._plan.dp // self._ranks
         if groups > 1 and units:
@@ -99,10 +100,6 @@ class UnitTraffic:
             shared_memory=self._shared_memory,
         )
 
-    def _copied(self, nbytes: int, overlaps: OverlapPhase) -> Traffic:
-        """Return the copies into and out of the buffers of an exchange."""
-        return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
-
     def _padded(self, unit: BlockTicks, width: int, *, trained: bool = False) -> int:
         """Return the bytes of a unit with padding: each rank has as many rows as the first.
 
@@ -117,3 +114,12 @@ class UnitTraffic:
             for shape, nbytes, wanted in zip(unit.shapes, widths, unit.trained, strict=True)
             if wanted or not trained
         )
+
+
+def _copied(nbytes: int, overlaps: OverlapPhase) -> Traffic:
+    """Return the copies into or out of the buffer of an exchange.
+
+    fully_shard copies shards into the buffer of an all-gather in a stream of its own. It copies
+    gathered parameters, and gradients, in the stream that computes: these overlap with nothing.
+    """
+    return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
