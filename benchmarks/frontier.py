@@ -21,6 +21,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rivals import (
 
 from bigtrain.compare.subprocess_runs import run_bigtrain
 from bigtrain.job.load import load_job
+from bigtrain.machine.cluster import Cluster
 from bigtrain.planner.ask import (
     PlannedAnswer,
     Question,
@@ -70,6 +72,12 @@ JOBS: dict[str, tuple[int, Sequence[str]]] = {
 Row = dict[str, Any]
 
 
+@cache
+def ranks_here() -> Cluster:
+    """Return this machine as a cluster, with the same rates for all plans of this process."""
+    return this_machine(RANKS)
+
+
 def plans_of(samples: int, words: Sequence[str], at_bytes: int | None = None) -> PlannedAnswer:
     """Return the frontier of a job on this machine, or the plans below a peak.
 
@@ -78,7 +86,7 @@ def plans_of(samples: int, words: Sequence[str], at_bytes: int | None = None) ->
         words: the words of the job.
         at_bytes: the most bytes of a rank's predicted peak, as with `--at`; None for the frontier.
     """
-    cluster = this_machine(RANKS)
+    cluster = ranks_here()
     memory, _ = rank_limits(cluster, memory=None, cap=None)
     margins, _ = engine_margins(["torch"])
     limit, margins = limit_on_peaks(memory, margins, "--at ", at_bytes)
