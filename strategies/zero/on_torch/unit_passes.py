@@ -1,7 +1,8 @@
 """One micro-batch under fully_shard: the units that are whole at each moment, and the buffers.
 
-fully_shard does the following (observed in the storages of real runs). A unit's parameters are
-gathered into one flat buffer and copied out of it. The buffer is alive until the next unit is
+fully_shard does the following (observed in the storages of real runs). A unit's shards are cast, if
+they have another dtype than its gathered parameters, until their exchange has begun. The parameters
+are gathered into one flat buffer and copied out of it. The buffer is alive until the next unit is
 gathered; the last unit's buffer is alive until the end of the model's forward pass. In the backward
 pass the next unit is gathered while a unit computes. A unit's gradients are copied into one buffer,
 which is reduced to this rank's shard and is alive until the next unit's gradients are reduced.
@@ -125,8 +126,10 @@ class UnitPass:
             return usual
         end = max(span.death for span in usual.spans)
         begin = self.units[0].backward[0] * _FINE + _PREFETCH
-        stray = Span(self.sizes.padded(self.units[-1]), "temporary", begin, end)
-        return Timeline((*usual.spans, stray), usual.phases)
+        last = self.units[-1]
+        stray = Span(self.sizes.padded(last), "temporary", begin, end)
+        cast = Span(self.sizes.cast(last), "temporary", begin, begin + 1)
+        return Timeline((*usual.spans, stray, cast), usual.phases)
 
     def _plain(self, plain: Timeline, end: int) -> list[Span]:
         """Return the spans of one process, with gradients until they are in their unit's buffer."""
@@ -200,16 +203,29 @@ class UnitPass:
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
         ends = [*((tick, _NEXT_WHOLE) for tick in starts[1:]), (end, _AFTER_LAST)]
         ahead = self._gathered_ahead(begin)
-        spans = [
-            _span(
-                self.sizes.padded(unit), "temporary",
-                *min((at, _NEXT_GATHERS), ahead.get(unit.forward, (at, _NEXT_GATHERS))), *until,
-            )
-            for unit, at, until in zip(units, starts, ends, strict=True)
-        ]  # fmt: skip
+        spans = []
+        for unit, at, until in zip(units, starts, ends, strict=True):
+            own = (at, _NEXT_GATHERS)
+            spans += self._buffers(unit, min(own, ahead.get(unit.forward, own)), until)
         return spans + [
             _span(self.sizes.copied(unit), "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE)
             for unit, at in zip(units, starts, strict=True)
+        ]
+
+    def _buffers(
+        self, unit: BlockTicks, issued: tuple[int, int], freed: tuple[int, int]
+    ) -> list[Span]:
+        """Return the flat buffer of a unit, and the cast shard that is copied into it.
+
+        Args:
+            unit: the unit.
+            issued: the tick and the moment at which the unit is gathered.
+            freed: the tick and the moment at which the buffer is freed.
+        """
+        cast = self.sizes.cast(unit)
+        return [
+            _span(self.sizes.padded(unit), "temporary", *issued, *freed),
+            _span(cast, "temporary", *issued, issued[0], issued[1] + 1),
         ]
 
     def _gathered_ahead(self, begin: int) -> dict[tuple[int, int], tuple[int, int]]:
@@ -235,12 +251,10 @@ class UnitPass:
 
     def _regathered_rest(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
         """Return the spans of layers outside of blocks that are gathered for the backward pass."""
-        whole_bytes, buffer = (
-            self.sizes.whole(rest),
-            self.sizes.padded(rest) + self.sizes.copied(rest),
-        )
+        whole_bytes, copied = self.sizes.whole(rest), self.sizes.copied(rest)
         return [
-            _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
+            *self._buffers(rest, (back, _AFTER_RESHARD), (back, _BUFFER_FREE)),
+            _span(copied, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
             _span(whole_bytes, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
         ]
 
@@ -252,8 +266,9 @@ class UnitPass:
         spans = []
         for unit in filter(_has_backward, self.units):
             at, done = unit.backward
-            buffer = self.sizes.padded(unit) + self.sizes.copied(unit)
-            spans.append(_span(buffer, "temporary", at, _NEXT_GATHERS, at, _BUFFER_FREE))
+            spans += self._buffers(unit, (at, _NEXT_GATHERS), (at, _BUFFER_FREE))
+            copied = self.sizes.copied(unit)
+            spans.append(_span(copied, "temporary", at, _NEXT_GATHERS, at, _BUFFER_FREE))
             whole_bytes = self.sizes.whole(unit)
             spans.append(_span(whole_bytes, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
         return spans
@@ -278,8 +293,8 @@ class UnitPass:
                 ahead = (at, _PREFETCH)
                 continue
             ahead = (at, _NEXT_GATHERS) if unit in alone else min(ahead, (at, _NEXT_GATHERS))
-            buffer, whole_bytes = self.sizes.padded(unit), self.sizes.whole(unit)
-            spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
+            whole_bytes = self.sizes.whole(unit)
+            spans += self._buffers(unit, ahead, (at, _BUFFER_FREE))
             copied = self.sizes.copied(unit)
             spans.append(_span(copied, "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE))
             spans.append(_span(whole_bytes, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
@@ -299,14 +314,13 @@ class UnitPass:
             if stays and not resumed:
                 continue
             ahead = self._issued(number, (back, _PREFETCH if resumed else _AFTER_LAST))
-            buffer, (at, done) = self.sizes.padded(unit), unit.backward
+            at, done = unit.backward
             if not _has_backward(unit):
                 if ahead is not None:
-                    freed = self._dropped(unit, back, end)
-                    spans.append(_span(buffer, "temporary", *ahead, freed, 0))
+                    spans += self._buffers(unit, ahead, (self._dropped(unit, back, end), 0))
                 continue
             own = (at, _NEXT_GATHERS)
-            spans.append(_span(buffer, "temporary", *min(ahead or own, own), at, _BUFFER_FREE))
+            spans += self._buffers(unit, min(ahead or own, own), (at, _BUFFER_FREE))
             copied = self.sizes.copied(unit)
             spans.append(_span(copied, "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE))
             whole_bytes = self.sizes.whole(unit)
@@ -358,8 +372,7 @@ class UnitPass:
                 alone.append(unit)
             elif not _has_backward(unit) and unit.place not in held:
                 ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
-                freed = self._dropped(unit, back, end)
-                spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, freed, 0))
+                spans += self._buffers(unit, ahead, (self._dropped(unit, back, end), 0))
         return spans, alone
 
     def _closing(self, rest: BlockTicks, end: int) -> tuple[list[tuple[int, BlockTicks]], int]:

@@ -89,6 +89,17 @@ class UnitSizes:
         """Bytes of the flat buffer that a unit is gathered in, padding included."""
         return 0 if self.alone else self.whole(unit)
 
+    def cast(self, unit: BlockTicks) -> int:
+        """Bytes of a rank's shard in the dtype of the gathered unit, while it is sent.
+
+        Parameters whose shards have that dtype are not copied.
+        """
+        if self.alone:
+            return 0
+        used_widths = unit.widths(self.used_width, self.used_width)
+        shapes = zip(unit.shapes, self._shard_widths(unit), used_widths, strict=True)
+        return sum(used * self._padded(shape) for shape, width, used in shapes if used != width)
+
     def whole(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit after it is copied out of the flat buffer."""
         widths = unit.widths(self.used_width, self.used_width)
