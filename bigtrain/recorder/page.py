@@ -207,7 +207,8 @@ def _no_culprit(
         records: the record of each rank, by rank; None for a rank that has not answered.
     """
     same = [w for w in waits.values() if w.group == waiting.group and w.number == waiting.number]
-    kinds = sorted({f"{wait.kind} of {format_bytes(wait.size)}" for wait in same})
+    sizes = {wait: f" of {format_bytes(wait.size)}" if wait.size else "" for wait in same}
+    kinds = sorted({f"{wait.kind}{size}" for wait, size in sizes.items()})
     if len(kinds) > 1 and not waiting.message:
         return (
             f"the ranks are not in the same exchange ({' and '.join(kinds)}): they do not run the "

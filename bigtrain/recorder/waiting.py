@@ -45,13 +45,14 @@ class Wait:
     rank: int
     """The rank that waits."""
     kind: str
-    """The kind of exchange, such as 'all_reduce'; 'recv' or 'send' for a message."""
+    """The kind of exchange, such as 'all_reduce'; 'recv' or 'send' for a message. In shared memory
+    ranks wait for each other by an exchange of one number; the kind is then that of the values."""
     purpose: str
     """A description of the exchanged values; empty if unknown."""
     block: str
     """The block in whose pass the exchange began; empty outside of passes."""
     size: int
-    """The size of the exchange in bytes."""
+    """The size of the exchange in bytes; 0 if it is not known, as in shared memory."""
     seconds: float
     """Seconds since the exchange began."""
     group: str
@@ -74,7 +75,8 @@ class Wait:
         if self.block and (self.purpose or self.message):
             purpose += f" at {self.block}"
         seconds = f"{self.seconds:.1f}" if self.seconds < 1 else f"{self.seconds:.0f}"
-        return f"{purpose} ({self.kind}, {format_bytes(self.size)}) for {seconds} s"
+        size = f", {format_bytes(self.size)}" if self.size else ""
+        return f"{purpose} ({self.kind}{size}) for {seconds} s"
 
 
 def known_waits(records: Mapping[int, dict[str, Any] | None]) -> dict[int, Wait]:
@@ -108,12 +110,16 @@ def wait_of(record: dict[str, Any]) -> Wait | None:
     if not active:
         return _message(record)
     first = min(active, key=lambda e: e["begun"])
+    kind, size, purpose = first["kind"], first["bytes"], _purpose(record["stack"])
+    if any("/ranks/shared_buffers.py:" in line.replace("\\", "/") for line in record["stack"]):
+        gathers = purpose != "the gradients"
+        kind, size = f"{'all_gather' if gathers else 'reduce_scatter'} in shared memory", 0
     return Wait(
         rank=record["rank"],
-        kind=first["kind"],
-        purpose=_purpose(record["stack"]),
+        kind=kind,
+        purpose=purpose,
         block=_block_at(record, first["begun"]),
-        size=first["bytes"],
+        size=size,
         seconds=first["age_s"],
         group=first["group"],
         number=first["number"],

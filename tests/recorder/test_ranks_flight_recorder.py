@@ -8,6 +8,7 @@ import pickle
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from support.faults import Net
 from support.zygote import forked_cli
@@ -109,9 +110,14 @@ def test_a_block_of_one_rank_while_others_wait_for_gradients(tmp_path):
     )
 
 
-def test_fully_shard(tmp_path):
-    _, file = run_failing_job(tmp_path, "model.args.fault=sleep", "--strategy", "fsdp")
-    assert file["headline"].startswith("rank 0 waits for the weights at blocks.3 (all_gather, ")
+@pytest.mark.parametrize(
+    ("exchange", "shown"),
+    [("sockets", "(all_gather, "), ("shared_memory", "(all_gather in shared memory) for ")],
+)
+def test_fully_shard(exchange, shown, tmp_path):
+    words = ("model.args.fault=sleep", "--strategy", "fsdp")
+    _, file = run_failing_job(tmp_path, *words, f"strategy.replicate.exchange={exchange}")
+    assert file["headline"].startswith(f"rank 0 waits for the weights at blocks.3 {shown}")
     assert file["headline"].endswith(
         "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
     )
