@@ -28,7 +28,7 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-ctrl-gpu", "/dev/dxg"
 def find_allocator() -> str | None:
     """Return what LD_PRELOAD needs to load a better allocator; None if none is installed.
 
-    That is tcmalloc of the system, or else tbbmalloc of this Python environment (the package `tbb`
+    That is tcmalloc of the system, or else tbbmalloc of this Python environment (the package tbb
     of pip and conda).
     """
     if sys.platform != "linux":

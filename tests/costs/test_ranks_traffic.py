@@ -105,6 +105,7 @@ THREE = {
     "strategy.replicate.bucket_size": 20004,
 }
 SHARED = {"train.micro_batch_size": 2, "train.global_batch_size": 12}
+SOCKETS = {"strategy.replicate.exchange": "sockets"}  # the log does not see shared memory
 SERVERS = {"train.micro_batch_size": 2, "strategy.replicate.servers": 2}
 LM: Any = (partial(BlockLM, width=32), text)
 CONV: Any = (BlockConv, images)
@@ -123,12 +124,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "parameter_server, two servers": (4, *LM, "parameter_server", SERVERS),
     "zero1_torch": (2, *LM, "zero1_torch", TWO),
     "zero1_torch, in bf16": (2, *LM, "zero1_torch", BF16),
-    "fsdp": (2, *LM, "fsdp", TWO),
-    "fsdp, in bf16": (2, *LM, "fsdp", BF16),
-    "fsdp, in fp64": (2, *LM, "fsdp", {**TWO, "train.precision": "fp64"}),
-    "fsdp, computed again": (2, *LM, "fsdp_checkpointing", TWO),
-    "fsdp_zero2": (2, *LM, "fsdp_zero2", TWO),
-    "hybrid": (4, *LM, "hybrid", {"train.micro_batch_size": 1}),
+    "fsdp": (2, *LM, "fsdp", {**TWO, **SOCKETS}),
+    "fsdp, in bf16": (2, *LM, "fsdp", {**BF16, **SOCKETS}),
+    "fsdp, in fp64": (2, *LM, "fsdp", {**TWO, **SOCKETS, "train.precision": "fp64"}),
+    "fsdp, computed again": (2, *LM, "fsdp_checkpointing", {**TWO, **SOCKETS}),
+    "fsdp_zero2": (2, *LM, "fsdp_zero2", {**TWO, **SOCKETS}),
+    "hybrid": (4, *LM, "hybrid", {"train.micro_batch_size": 1, **SOCKETS}),
     "zero1": (2, *LM, "zero1", TWO),
     "zero2": (2, *CONV, "zero2", TWO),
     "zero2, in bf16": (2, *LM, "zero2", BF16),
@@ -136,7 +137,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "sharded_ddp": (2, *CONV, "sharded_ddp", TWO),
     "1f1b_ddp": (4, *LM, "1f1b_ddp", MESH),
     "1f1b_zero1": (4, *LM, "1f1b_zero1", MESH),
-    "1f1b_fsdp": (4, *LM, "1f1b_fsdp", MESH),
+    "1f1b_fsdp": (4, *LM, "1f1b_fsdp", {**MESH, **SOCKETS}),
     "pipeline_deepspeed_zero1": (4, *LM, "pipeline_deepspeed_zero1", MESH),
 }
 
@@ -159,7 +160,7 @@ def totals(seen, stated_traffic, micro_batches):
 @pytest.mark.parametrize("case", CASES)
 def test_real_ranks_exchange_what_is_stated(case):
     world_size, make, data, strategy, keys = CASES[case]
-    mesh = {"pp": 2, "dp": 2} if keys is MESH else {}
+    mesh = {"pp": 2, "dp": 2} if "mesh.pp" in keys else {}
     results = run_ranks(
         record_step,
         world_size,

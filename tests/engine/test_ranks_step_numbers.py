@@ -40,11 +40,12 @@ PLAIN = (BEGIN, LOSS)
 FLAGS = (BEGIN, "has_gradient_anywhere", LOSS)  # which gradients any replica has
 NORM = (BEGIN, LOSS, "norm")  # DeepSpeed's step gets the norm as a number
 PIPELINE = (BEGIN, "_mean_loss")
+FULLY_SHARDED = ("fsdp", "fsdp_checkpointing", "fsdp_zero2", "hybrid")
 Row = tuple[Sequence[str], tuple[int, int]]
 """The gathers of the last rank; the numbers of device reads on the first and on the last rank."""
 REPLICAS: dict[str, Row] = {
     **dict.fromkeys(("ddp", "ddp_checkpointing", "ddp_offload_disk"), (PLAIN, (2, 2))),
-    **dict.fromkeys(("fsdp", "fsdp_checkpointing", "fsdp_zero2", "hybrid"), (PLAIN, (2, 2))),
+    **dict.fromkeys(FULLY_SHARDED, (PLAIN, (2, 2))),
     **dict.fromkeys(("zero1_torch", "zero1_torch_offload_disk"), (PLAIN, (2, 2))),
     **dict.fromkeys(("oss", "sharded_ddp", "local_sgd", "diloco"), (PLAIN, (2, 2))),
     **dict.fromkeys(("ring", "sync_sgd"), (FLAGS, (2, 2))),
@@ -125,6 +126,8 @@ def open_engine(context: RunContext, strategy: str, validate_at: int | None = No
     keys: dict[str, Any] = {"train.accumulation_steps": 2, "train.micro_batch_size": 2}
     keys |= {"memory.track_steps": 0, "memory.predict": False, "train.eval_every": validate_at or 0}
     keys |= {"checkpoint.every": 0, "checkpoint.at_end": False}
+    if strategy in FULLY_SHARDED:  # `DeviceReads` does not follow sums in shared memory
+        keys["strategy.replicate.exchange"] = "sockets"
     loss, samples = CrossEntropy(), tokens(2, ignored=False)
     example = MicroBatch(samples.inputs, samples.targets, loss.count(samples.targets), 2)
     job = job_from_keys(strategy, keys)
