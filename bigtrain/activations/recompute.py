@@ -23,15 +23,17 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.global_mean import restored_scope, scope_state
 from bigtrain.slicing.saved_sums import SavedSums
 from bigtrain.tensors.op_cost import mutated_tensors
-from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
+from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS, checkpoint_frame
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
-_ATTENTION = (
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+"""The matrix products whose results a selective recomputation saves."""
+ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
+"""The kinds of attention whose results a selective recomputation saves."""
 
 
 def checkpoint_block(
@@ -50,7 +52,8 @@ def checkpoint_block(
         compute: the forward pass, called with `args` and `kwargs`, which are saved.
         args: the arguments of `compute`.
         selective: whether to save the results of matrix products and attention in addition to the
-            inputs, and to recompute only the operations between them.
+            inputs, and to recompute only the operations between them. Results that the
+            recomputation does not read, such as that of a block's last product, are not saved.
         kwargs: the named arguments of `compute`.
 
     Returns:
@@ -89,6 +92,7 @@ def checkpoint_block(
         first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         kinds: tuple[Any, Any] = (type(first), type(again))
         first.__class__, first.bigtrain_policy = _noting(kinds[0]), policy
+        first.bigtrain_unread = _UnreadResults(lambda ids: policy.forget(ids | sums.forget(ids)))
         again.__class__ = _only_saved_ops(kinds[1])
         return first, _ReentrantContexts(lambda: again, *same)
 
@@ -110,8 +114,18 @@ def _noting(kind: type[Any]) -> type[Any]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             made = super().__torch_dispatch__(func, types, args, kwargs)
-            self.bigtrain_policy.note(func, args, kwargs or {}, made)
+            saved = self.bigtrain_policy.note(func, args, kwargs or {}, made)
+            if saved:
+                self.bigtrain_unread.note(self, func, saved)
             return made
+
+        def __enter__(self) -> Any:
+            self.bigtrain_unread.begin()
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self.bigtrain_unread.free()
 
     return Noting
 
@@ -127,11 +141,65 @@ def _only_saved_ops(kind: type[Any]) -> type[Any]:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func._overloadpacket.__name__ not in (*_PRODUCTS, *_ATTENTION):
+            if func._overloadpacket.__name__ not in (*PRODUCTS, *ATTENTION):
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return OnlySavedOps
+
+
+class _UnreadResults:
+    """Frees the saved results that the recomputation will not read.
+
+    torch ends a recomputation when it has the last tensor that the forward pass saved for the
+    backward pass. The results of products after this tensor, such as that of a block's last linear
+    layer, are not read.
+
+    Args:
+        forget: called with the ids of the storages that are freed, because others may get the ids.
+    """
+
+    def __init__(self, forget: Callable[[set[int]], None]) -> None:
+        self._forget = forget
+        self._frame: Any = None
+        self._results: list[tuple[Any, int, set[int]]] = []
+        self._num_saved = 0
+        self._only_own = True
+
+    def begin(self) -> None:
+        """Find the checkpoint, at the beginning of its forward pass."""
+        self._frame = checkpoint_frame()
+
+    def note(self, mode: Any, func: Any, storages: set[int]) -> None:
+        """Record the result that torch's mode has just saved.
+
+        Args:
+            mode: torch's mode, which has its saved results by operation: a dict by number, or in
+                torch 2.11 a list.
+            func: the operation.
+            storages: the ids of the result's storages.
+        """
+        if self._frame is None or checkpoint_frame() is not self._frame:
+            # The model's code has a checkpoint or hooks of its own, which save tensors elsewhere.
+            self._only_own = False
+            return
+        num_saved = len(self._frame.weak_holders)
+        if num_saved > self._num_saved:
+            self._results, self._num_saved = [], num_saved
+        results = mode.storage[func]
+        last = len(results) - 1 if isinstance(results, list) else mode.func_counter[func] - 1
+        self._results.append((results, last, storages))
+
+    def free(self) -> None:
+        """Free the results after the last tensor that the forward pass saved."""
+        frame, found = self._frame, self._results
+        self._frame, self._results = None, []
+        if frame is None or not frame.early_stop or not self._only_own:
+            return
+        if len(frame.weak_holders) == self._num_saved:
+            for results, number, storages in found:
+                results[number] = None
+                self._forget(storages)
 
 
 @contextmanager
@@ -170,9 +238,9 @@ def is_saved_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     Attention with dropout is recomputed, because skipping it would shift all later random numbers.
     """
     name = func._overloadpacket.__name__
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return True
-    return name in _ATTENTION and _drops_nothing(func, args, kwargs)
+    return name in ATTENTION and _drops_nothing(func, args, kwargs)
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -213,11 +281,17 @@ class _SelectivePolicy:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        """Record the storages of an operation's result if `selective` saves the result."""
-        if isinstance(func, torch._ops.OpOverload) and is_saved_op(func, args, kwargs):
-            leaves = tree_leaves(made)
-            self._kept.update(_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    def forget(self, storages: set[int]) -> None:
+        """Forget storages of saved results, by their ids, as the results are freed."""
+        self._kept -= storages
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> set[int]:
+        """Record and return the ids of a result's storages if `selective` saves the result."""
+        if not isinstance(func, torch._ops.OpOverload) or not is_saved_op(func, args, kwargs):
+            return set()
+        storages = {_storage(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)}
+        self._kept |= storages
+        return storages
 
 
 CHANGED_IN_PLACE = (

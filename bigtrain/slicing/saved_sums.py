@@ -44,6 +44,15 @@ class SavedSums:
             storage.resize_(0)
         return result
 
+    def forget(self, partials: set[int]) -> set[int]:
+        """Free the sums of partial products, and return the ids of the sums' storages.
+
+        Args:
+            partials: the storages (`_cdata`) of the partial products.
+        """
+        sums = [self._sums.pop(partial) for partial in partials if partial in self._sums]
+        return {result.untyped_storage()._cdata for result in sums}
+
 
 SAVED_SUMS: ContextVar[SavedSums | None] = ContextVar("saved_sums", default=None)
 """The object in which sums are looked up; None outside of recomputed blocks."""
