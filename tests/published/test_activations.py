@@ -350,7 +350,7 @@ def test_a_block_of_the_gpt_here():
     b, s, h, a = 4, 32, 48, 3
     sbh, rows, norms = s * b * h, s * b * a, 4 * s * b
     assert bytes_of_one_block(None) == 4 * (16 * sbh + rows + norms)
-    # Input, q, k and v, mixed, projected, 4 of the MLP and its result.
-    assert bytes_of_one_block("selective") == 4 * (11 * sbh + rows)
+    # Input, q, k and v, mixed, projected, 4 of the MLP; its result is not read again.
+    assert bytes_of_one_block("selective") == 4 * (10 * sbh + rows)
     paper = Transformer(1, h, a, s, 64).activation_bytes(b, recompute="selective")
     assert 4 * 16 * sbh == 2 * (paper - 2 * sbh)
