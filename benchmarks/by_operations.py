@@ -245,7 +245,8 @@ def policies_of(operations: Sequence[Operation], input_bytes: int) -> dict[str, 
 
 
 def _kind(node: fx.Node) -> str:
-    return str(getattr(node.target, "_overloadpacket", node.target).__name__)
+    packet = getattr(node.target, "_overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:
