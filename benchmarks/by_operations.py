@@ -31,7 +31,7 @@ from harness import keep
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bigtrain.activations.recompute import ATTENTION, PRODUCTS
+from bigtrain.activations.recompute import SAVED_ATTENTION, SAVED_PRODUCTS
 from bigtrain.models.gpt import Block, GPTConfig
 
 ROWS, BLOCKS = 8, 8
@@ -224,7 +224,7 @@ def policies_of(operations: Sequence[Operation], input_bytes: int) -> dict[str, 
     backward pass needs.
     """
     last = max(number for number, op in enumerate(operations) if op.is_needed)
-    costly = [_kind(op.node) in (*PRODUCTS, *ATTENTION) for op in operations]
+    costly = [_kind(op.node) in (*SAVED_PRODUCTS, *SAVED_ATTENTION) for op in operations]
     kept = {
         "keep": [op.is_needed for op in operations],
         "selective": costly,

@@ -176,7 +176,7 @@ def lightning_evaluator(kind: type[torch.optim.Adam]) -> PlanEvaluator:
         model = EncoderDecoder()
     batch = MicroBatch(ids, ids.clone(), ids.numel(), 1)
     library = SectionLibrary(model, batch, lambda *_: OfTheModel(), make, torch.device("cpu"))
-    timer = StepTimer(published_steps.CLUSTERS["a100-40"])
+    timer = published_steps.FlatParameterTimer(published_steps.CLUSTERS["a100-40"])
     return PlanEvaluator(job, library, timer, {"torch": 0.0})
 
 

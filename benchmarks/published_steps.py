@@ -36,6 +36,7 @@ from published_step_rows import FOUNDRY_SHAPES, NOT_FORECAST, StepRow, foundry_r
 from published_zero3 import AT_SCALE, step_seconds
 
 from bigtrain.core.variants import Variant, preset_options
+from bigtrain.costs.traffic import Traffic
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
@@ -47,6 +48,8 @@ from bigtrain.timing.step_time import StepTimer
 
 A100, H100 = load_cluster("a100-node"), load_cluster("h100-node")
 MPT_VOCABULARY = 50368
+ON_FSDP1 = ("llm-foundry", "fms-acceleration", "2304.11277")
+"""The sources whose rows ran on FSDP1, torch's older implementation of `fsdp`."""
 WORST = ("gpu", "model", "length", "devices", "rows", "error")
 LARGE = 0.15
 """The share of the printed seconds above which a difference is given a cause."""
@@ -141,6 +144,17 @@ def library_of(row: StepRow) -> Library:
     )
 
 
+class FlatParameterTimer(StepTimer):
+    """The seconds of steps under FSDP1, whose parameters are views of what is gathered.
+
+    fully_shard copies parameters out of the buffer of an all-gather, and gradients into that of a
+    reduction.
+    """
+
+    def _traffic_seconds(self, traffic: Traffic) -> float:
+        return 0.0 if traffic.kind == "copy" else super()._traffic_seconds(traffic)
+
+
 def seconds_of(row: StepRow, library: Library, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of the parts of a row's step."""
     job, sections = library
@@ -148,7 +162,8 @@ def seconds_of(row: StepRow, library: Library, cluster: Cluster) -> dict[str, fl
     if row.strategy != "single":
         replicate = Variant(row.strategy, preset_options("replicate", row.strategy))
     candidate = Candidate(1, row.devices, replicate, row.rows, row.micro_batches)
-    judge = PlanEvaluator(job, sections, StepTimer(cluster), {"torch": 0.0})
+    timer = FlatParameterTimer(cluster) if row.source in ON_FSDP1 else StepTimer(cluster)
+    judge = PlanEvaluator(job, sections, timer, {"torch": 0.0})
     return dict(vars(judge.seconds_with(candidate, judge.plan_of(candidate), row.blocks)))
 
 

@@ -25,9 +25,9 @@ from bigtrain.slicing.saved_sums import SavedSums
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS, checkpoint_frame
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+SAVED_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 """The matrix products whose results a selective recomputation saves."""
-ATTENTION = (
+SAVED_ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -141,7 +141,7 @@ def _only_saved_ops(kind: type[Any]) -> type[Any]:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func._overloadpacket.__name__ not in (*PRODUCTS, *ATTENTION):
+            if func._overloadpacket.__name__ not in (*SAVED_PRODUCTS, *SAVED_ATTENTION):
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -238,9 +238,9 @@ def is_saved_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     Attention with dropout is recomputed, because skipping it would shift all later random numbers.
     """
     name = func._overloadpacket.__name__
-    if name in PRODUCTS:
+    if name in SAVED_PRODUCTS:
         return True
-    return name in ATTENTION and _drops_nothing(func, args, kwargs)
+    return name in SAVED_ATTENTION and _drops_nothing(func, args, kwargs)
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
