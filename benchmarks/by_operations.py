@@ -227,7 +227,7 @@ def policies_of(operations: Sequence[Operation], input_bytes: int) -> dict[str, 
     costly = [_kind(op.node) in (*SAVED_PRODUCTS, *SAVED_ATTENTION) for op in operations]
     kept = {
         "keep": [op.is_needed for op in operations],
-        "selective": costly,
+        "selective": [is_costly and number <= last for number, is_costly in enumerate(costly)],
         "full": [False] * len(operations),
     }
     points = {}
