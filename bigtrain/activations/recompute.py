@@ -186,9 +186,10 @@ class _UnreadResults:
         num_saved = len(self._frame.weak_holders)
         if num_saved > self._num_saved:
             self._results, self._num_saved = [], num_saved
-        results = mode.storage[func]
-        last = len(results) - 1 if isinstance(results, list) else mode.func_counter[func] - 1
-        self._results.append((results, last, storages))
+        results = mode.storage.get(func)
+        if results:
+            last = len(results) - 1 if isinstance(results, list) else next(reversed(results))
+            self._results.append((results, last, storages))
 
     def free(self) -> None:
         """Free the results after the last tensor that the forward pass saved."""
