@@ -8,7 +8,7 @@ that names the parameter or module, and a strategy that supports the property.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,9 @@ def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found,
     """
     _check_extra_state(model)
     _check_saved_types(model)
-    return (*found_in(model), *found_in_pass(model, uses or ParameterUses()))
+    found = tuple(found_in(model))
+    sparse = {finding.name for finding in found if finding.oddity == "sparse"}
+    return (*found, *found_in_pass(model, uses or ParameterUses(), sparse))
 
 
 def refuse_found(plan: Plan, oddities: Sequence[Found]) -> None:
@@ -114,12 +116,13 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
 
 def found_in(model: nn.Module) -> Iterator[Found]:
     """Yield the unusual properties of a model that are found without running it."""
+    modules = list(model.modules())
     sparse = {
         id(module.weight)
-        for module in model.modules()
+        for module in modules
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    owners = Counter(id(p) for module in modules for p in module._parameters.values())
     for name, p in model.named_parameters():
         trained = p.requires_grad
         if p._backward_hooks:
@@ -169,18 +172,16 @@ def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Fou
             return
 
 
-def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
+def found_in_pass(
+    model: nn.Module, uses: ParameterUses, sparse: Collection[str]
+) -> Iterator[Found]:
     """Yield the unusual properties of a training pass, and blocks with parameters of two dtypes.
 
     Args:
         model: the whole model as the user wrote it, on any device.
         uses: how the forward pass and the loss use the parameters.
+        sparse: the names of parameters whose layer has `sparse=True`.
     """
-    sparse = {
-        sparse_finding.name
-        for sparse_finding in found_in(model)
-        if sparse_finding.oddity == "sparse"
-    }
     for name in uses.sparse:
         if name not in sparse:
             fix = "Set sparse=False"

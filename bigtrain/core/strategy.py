@@ -137,7 +137,7 @@ class Plan:
         cut = self.cut
         return cut is not None and cut.takes_over_from(self.replicate)
 
-    @property
+    @cached_property
     def offload_tiers(self) -> OffloadTiers:
         """Where the optimizer's state, the parameters and the activations are stored."""
         technique = self.techniques.get("offload")

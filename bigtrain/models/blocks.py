@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -40,21 +40,28 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks that share no parameter with any other module."""
     named = find_blocks(model)
-    blocks = [block for _, block in named]
     uses: dict[int, set[int]] = {}
-    for index, block in enumerate(blocks):
-        for parameter in block.parameters():
-            uses.setdefault(id(parameter), set()).add(index)
-    inside = {id(module) for block in blocks for module in block.modules()}
-    for module in model.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                uses.setdefault(id(parameter), set()).add(-1)
+    inside: set[int] = set()
+    parameters: list[set[int]] = []
+    for index, (_, block) in enumerate(named):
+        modules = list(block.modules())
+        inside.update(map(id, modules))
+        parameters.append(_own_parameters(modules))
+        for parameter in parameters[-1]:
+            uses.setdefault(parameter, set()).add(index)
+    for parameter in _own_parameters(m for m in model.modules() if id(m) not in inside):
+        uses.setdefault(parameter, set()).add(-1)
     return [
-        (name, block)
-        for name, block in named
-        if all(len(uses[id(p)]) == 1 for p in block.parameters())
+        block
+        for block, mine in zip(named, parameters, strict=True)
+        if all(len(uses[parameter]) == 1 for parameter in mine)
     ]
+
+
+def _own_parameters(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that modules hold themselves."""
+    held = (parameter for module in modules for parameter in module._parameters.values())
+    return {id(parameter) for parameter in held if parameter is not None}
 
 
 def modules_outside(model: nn.Module) -> list[tuple[str, nn.Module]]:

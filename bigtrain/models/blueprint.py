@@ -378,10 +378,7 @@ def _describe_on_meta(make: Callable[[], nn.Module], seed_name: Callable[[str], 
     recording = recorder.recording
     _checked(model)
     for module in model.modules():
-        of_transformers = any(
-            b.__module__.startswith("transformers.") for b in type(module).__mro__
-        )
-        if of_transformers and not getattr(module, "_is_hf_initialized", False):
+        if not getattr(module, "_is_hf_initialized", False) and _is_of_transformers(type(module)):
             raise CannotDefer("transformers skips initialisation on the meta device")
     tensors = first_named_tensors(model)
     for name, tensor in tensors.items():
@@ -402,6 +399,10 @@ def _describe_on_meta(make: Callable[[], nn.Module], seed_name: Callable[[str], 
                 blueprint._owners[index] = f"{own}#{draws}" if draws else own
                 draws += 1
     return blueprint
+
+
+def _is_of_transformers(module_type: type[nn.Module]) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in module_type.__mro__)
 
 
 def _checked(model: Any) -> nn.Module:
