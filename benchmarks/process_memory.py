@@ -5,8 +5,9 @@
 
 Strategies run a GPT of 55 million parameters (4 x 128 tokens a rank) and the default job, each
 through the command in new processes: as users run it (`bigtrain`: with tcmalloc or tbbmalloc, if it
-is installed) and with the C library's allocator (`glibc`). Runs alternate; a ratio is the median of
-the ratios of neighbouring runs.
+is installed), with the C library's allocator (`glibc`), and with each other allocator that is
+installed (`tcmalloc`, `tbbmalloc`, and `tbbmalloc_keeps`, which never returns freed blocks of at
+least 8 MiB). Runs alternate; a ratio is the median of the ratios of neighbouring runs.
 
 `process_over_tracked` is the process's highest resident memory above that before the model was
 built, divided by the tracked peak, on the rank with the highest. `cpu_seconds` and `page_faults`
@@ -20,6 +21,7 @@ import argparse
 import json
 import resource
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +56,23 @@ STRATEGIES = (
 )
 
 
-SETTINGS: dict[str, dict[str, str]] = {"bigtrain": {}, "glibc": {"LD_PRELOAD": ""}}
-"""What the processes of a run find in their environment."""
+def find_settings() -> dict[str, dict[str, str]]:
+    """Return, by name of a setting, what the processes of a run find in their environment."""
+    settings: dict[str, dict[str, str]] = {"bigtrain": {}, "glibc": {"LD_PRELOAD": ""}}
+    chosen = find_allocator() or ""
+    if "tcmalloc" in chosen:
+        settings["tcmalloc"] = {"LD_PRELOAD": chosen}
+    folder = Path(sys.prefix) / "lib"
+    files = [folder / "libtbbmalloc.so.2", folder / "libtbbmalloc_proxy.so.2"]
+    if all(file.is_file() for file in files):
+        preload = {"LD_PRELOAD": ":".join(map(str, files))}
+        settings["tbbmalloc"] = preload
+        keeps = {"TBB_MALLOC_SET_HUGE_SIZE_THRESHOLD": str(8 << 20)}
+        settings["tbbmalloc_keeps"] = preload | keeps
+    return settings
+
+
+SETTINGS = find_settings()
 
 
 def run_once(words: list[str], environ: dict[str, str]) -> dict[str, Any]:
@@ -83,17 +100,19 @@ def run_once(words: list[str], environ: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def rows(jobs: list[str], strategies: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+def rows(
+    jobs: list[str], strategies: list[str], settings: list[str], repeats: int
+) -> Iterator[dict[str, Any]]:
     """Return a row for each job and strategy."""
     for job in jobs:
         for strategy in strategies:
             words = ["train", "-n", "2", "--strategy", strategy, *JOBS[job]]
             words += [f"train.steps={STEPS}", f"memory.track_steps={TRACKED}"]
             words += ["train.eval_every=0", "checkpoint.at_end=false"]
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
             for _ in range(repeats):
-                for name, environ in SETTINGS.items():
-                    runs[name].append(run_once(words, environ))
+                for name in settings:
+                    runs[name].append(run_once(words, SETTINGS[name]))
             yield {"job": job, "strategy": strategy, **{n: summary(n, runs) for n in runs}}
 
 
@@ -106,7 +125,8 @@ def summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     median["process_over_tracked"] = max(
         run["process_bytes"] / run["tracked_bytes"] for run in runs[name]
     )
-    pairs = [(a, b) for a, b in zip(runs[name], runs["glibc"], strict=True) if "failed" not in b]
+    glibc = runs.get("glibc") or []
+    pairs = [(a, b) for a, b in zip(runs[name], glibc, strict=False) if "failed" not in b]
     for key in ("seconds", "cpu_seconds"):
         if pairs:
             median[f"{key}_over_glibc"] = statistics.median(a[key] / b[key] for a, b in pairs)
@@ -118,11 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     figures = []
-    for row in rows(options.jobs, options.strategies, options.repeats):
+    for row in rows(options.jobs, options.strategies, options.settings, options.repeats):
         figures.append(row)
         print(json.dumps(row), flush=True)
         keep(options.output, {"steps": STEPS, "allocator": find_allocator(), "rows": figures})

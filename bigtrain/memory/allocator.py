@@ -28,19 +28,24 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/nvhost-ctrl-gpu", "/dev/dxg"
 def find_allocator() -> str | None:
     """Return what LD_PRELOAD needs to load a better allocator; None if none is installed.
 
-    That is tcmalloc of the system, or else tbbmalloc of this Python environment (the package tbb
-    of pip and conda).
+    That is tcmalloc of the system or of this Python environment (conda's package gperftools), or
+    else tbbmalloc of this environment (the package tbb of pip and conda). tcmalloc is preferred:
+    after a step under `fully_shard`, tbbmalloc returns most of its free memory to the system, which
+    then has to provide it again in the next step.
     """
     if sys.platform != "linux":
         return None
+    folder = Path(sys.prefix) / "lib"
     for name in ("tcmalloc_minimal", "tcmalloc"):
         if library := ctypes.util.find_library(name):
             return library
-    folder = Path(sys.prefix) / "lib"
+        file = folder / f"lib{name}.so.4"
+        if file.is_file() and not {" ", ":"} & {*str(file)}:  # which separate names in LD_PRELOAD
+            return str(file)
     # pip's build of the second library does not say where the first is.
     files = [folder / "libtbbmalloc.so.2", folder / "libtbbmalloc_proxy.so.2"]
     text = ":".join(map(str, files))
-    fits = " " not in text and text.count(":") == 1  # which separate the names in LD_PRELOAD
+    fits = " " not in text and text.count(":") == 1
     return text if fits and all(file.is_file() for file in files) else None
 
 

@@ -48,6 +48,19 @@ def test_nothing_is_set_where_none_is_installed(installed, monkeypatch, tmp_path
     assert allocator_environ({})["LD_PRELOAD"] == "libtcmalloc.so.4"
 
 
+def test_tcmalloc_of_the_environment_is_found_before_tbbmalloc(installed, monkeypatch, tmp_path):
+    installed.clear()
+    for folder, fits in ((tmp_path / "env", True), (tmp_path / "my env", False)):
+        monkeypatch.setattr(sys, "prefix", str(folder))
+        (folder / "lib").mkdir(parents=True)
+        (folder / "lib" / "libtcmalloc.so.4").touch()
+        assert find_allocator() == (str(folder / "lib" / "libtcmalloc.so.4") if fits else None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    for name in ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2"):
+        (tmp_path / "env" / "lib" / name).touch()
+    assert find_allocator().endswith("libtcmalloc.so.4")
+
+
 def test_tbbmalloc_of_the_environment_is_found(installed, monkeypatch, tmp_path):
     installed.clear()
     for folder, fits in ((tmp_path / "env", True), (tmp_path / "my env", False)):
