@@ -39,6 +39,7 @@ system:
 	command -v slurmctld >/dev/null || missing="$$missing slurm-wlm"; \
 	command -v munged >/dev/null || missing="$$missing munge"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	ldconfig -p | grep -q libtcmalloc_minimal || missing="$$missing libtcmalloc-minimal4"; \
 	if [ -n "$$missing" ]; then \
 		echo "Not on this machine:$$missing. The tests that need them are skipped here (never in CI)."; \
 		echo "Run: sudo apt-get install$$missing"; \

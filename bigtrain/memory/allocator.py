@@ -67,6 +67,15 @@ def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if library is None else {"LD_PRELOAD": library, _REPORTS: str(1 << 62)}
 
 
+def allocator_of_ranks(environ: Mapping[str, str]) -> str:
+    """Return what LD_PRELOAD is in ranks that a process starts, or in the process itself if a rank.
+
+    Args:
+        environ: see `allocator_environ`.
+    """
+    return {**environ, **allocator_environ(environ)}.get("LD_PRELOAD", "")
+
+
 def start_with_allocator() -> None:
     """Replace this process by one that runs the same command with a better allocator.
 

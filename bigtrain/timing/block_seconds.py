@@ -30,6 +30,7 @@ from bigtrain.machine.busy import CpuClock, describe_others, others_cores
 from bigtrain.machine.cache import Cache, device_fingerprint
 from bigtrain.machine.rates import measured_by_ranks, usable_cores
 from bigtrain.machine.residuals import StepBasis
+from bigtrain.memory.allocator import allocator_of_ranks
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section
@@ -301,6 +302,7 @@ class BlockTimer:
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [device_fingerprint(device_type_of(self.job)), usable_cores(), self._copies],
             "threads": str(threads),
+            "allocator": allocator_of_ranks(os.environ),
         }
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 

@@ -1,5 +1,6 @@
 """Processes without a GPU use tcmalloc or tbbmalloc, unless the user decides otherwise."""
 
+import ctypes.util
 import os
 import subprocess
 import sys
@@ -147,3 +148,43 @@ def test_freed_blocks_go_back():
     assert proc_status_bytes("VmData") >= before + 1024 * MIB  # some blocks may reuse free memory
     del blocks
     assert proc_status_bytes("VmData") <= before + 8 * MIB
+
+
+ROUNDS = """
+import resource, sys
+import torch
+from bigtrain.memory.allocator import release_free_memory
+from bigtrain.memory.host_memory import proc_status_bytes
+
+def round_of_blocks():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.zeros(12 << 20, dtype=torch.uint8) for _ in range(40)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+base = proc_status_bytes("RssAnon")
+faults = [round_of_blocks() for _ in range(4)]
+kept = proc_status_bytes("RssAnon") - base
+release_free_memory()
+print(faults[-1], kept, proc_status_bytes("RssAnon") - base)
+"""
+
+
+def test_tcmalloc_keeps_free_memory_for_the_next_step_until_it_is_told_to_release_it():
+    library = ctypes.util.find_library("tcmalloc_minimal")
+    if library is None:
+        words = "tcmalloc is missing. Run: apt-get install libtcmalloc-minimal4"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(words)
+    environ = {**os.environ, "LD_PRELOAD": library}
+    done = subprocess.run(
+        [sys.executable, "-c", ROUNDS],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    faults, kept, left = map(int, done.stdout.split())
+    pages = 40 * (12 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert faults < pages / 20
+    assert kept > 400 * MIB
+    assert left < 40 * MIB

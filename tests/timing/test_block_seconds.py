@@ -256,6 +256,9 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # for a different request
     assert [entry.rows for entry in more] == [1, 2, 8]
     assert calls[4:] == [(2, [2, 8], False)]
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", "another_malloc.so")
+        assert no_script.seconds(bf16_parameters=False) == []
 
     def failed(*_: Any) -> Any:
         raise RuntimeError("2 ranks did not answer in 180 s")
