@@ -175,8 +175,12 @@ class SectionPass:
         storages = list(self.storages)
         for index in self.boundary[side]:
             storage, sent = storages[index], scattered_bytes(storages[index].nbytes, ranks)
-            # The gathered tensor has the lifetime of a tensor between two blocks.
-            storages += [] if ranks == 1 else [storage]
+            if side == 1:  # the gradients arrive before the first operation of the backward pass
+                storage = storage._replace(birth=storage.birth - 1)
+            if ranks > 1:  # the gathered tensor has the lifetime of a tensor between two blocks
+                storages.append(storage)
+            if side == 1 and ranks > 1:  # the part arrives before it is gathered
+                storage = storage._replace(birth=storage.birth - 1)
             storages[index] = storage._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(storages))
 
@@ -510,8 +514,8 @@ def concatenate_sections(
     lengths = zip(*(section_pass.lengths for section_pass in passes), strict=True)
     backward_start, *later = map(sum, lengths)
     # A stage without the loss receives its gradients one tick after its backward pass begins. If
-    # they come in parts, they are gathered in the next tick.
-    gap = 0 if not is_sent else 1 if scatter_ranks[1] == 1 else 2
+    # they come in parts, they are gathered in the next tick. Its first operation is a tick later.
+    gap = 0 if not is_sent else 2 if scatter_ranks[1] == 1 else 3
     forward_offset, backward_offset = 0, backward_start + gap + later[0]
     stop = backward_start + gap + sum(later)
     again = backward_offset
@@ -540,7 +544,8 @@ def concatenate_sections(
                 spans.append(Span(nbytes, kind, born, died))
         if section_pass.ticks is not None:
             behind = backward_offset - section_pass.lengths[0]
-            visits.append(_moved(section_pass.ticks, forward_offset, behind, backward_start + gap))
+            begins_after = backward_start + max(0, gap - 1)
+            visits.append(_moved(section_pass.ticks, forward_offset, behind, begins_after))
         forward_offset += section_pass.lengths[0]
         again += sum(section_pass.lengths[2:])
     starts = (backward_start + 1, backward_start + gap + later[0] + 1)[: len(later)]

@@ -91,7 +91,9 @@ def test_each_push_is_applied_to_what_is_newest(tmp_path, divide):
     keys = {OPTION + "divide_rate": divide, OPTION + "staleness": 3}
     before, _, after = run_ranks(train_worker, 3, tmp_path, keys, (1, 4))[0]
     log = log_of(tmp_path)
-    assert max(line["staleness"] for line in log) == 4
+    # The late worker misses at least four pushes. On a busy machine a worker that is three steps
+    # behind when the other one pulls may be four steps ahead when that one pushes.
+    assert 4 <= max(line["staleness"] for line in log) <= 2 * 3 + 1
     for name, value in replay_log(before, log, 2, divide=divide).items():
         assert torch.allclose(after[f"model.{name}"], value, rtol=0, atol=1e-12), name
 
