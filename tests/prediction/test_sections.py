@@ -125,8 +125,13 @@ def test_what_crosses_an_end_stays_until_the_end():
     alone, _, _ = concatenate_sections(row, begins=False, is_sent=False)
     assert sorted(alone.spans) == [(5, "activations", 1, 5), (7, "temporary", 4, 5)]
     inside, _, stop = concatenate_sections(row, begins=True, is_sent=True)
-    assert stop == 8  # the gradients are received after the tick at which the backward pass begins
-    assert sorted(inside.spans) == [(5, "activations", 1, 9), (7, "temporary", 5, 9)]
+    # Received after the tick at which the backward pass begins, before that of its first operation
+    assert stop == 9
+    assert sorted(inside.spans) == [(5, "activations", 1, 10), (7, "temporary", 5, 10)]
+    parts, _, stop = concatenate_sections(row, begins=True, is_sent=True, scatter_ranks=(1, 2))
+    assert stop == 10  # a part is received, and then gathered
+    gradients = [span for span in sorted(parts.spans) if span.kind == "temporary"]
+    assert [(span.nbytes, span.birth) for span in gradients] == [(7, 5), (7, 6)]
 
 
 def test_sequence_shards_are_sent_unchanged_and_the_rest_is_scattered() -> None:
