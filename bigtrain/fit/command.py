@@ -83,8 +83,8 @@ def _reports(subject: Subject, chosen: Sequence[Method], setting: Setting) -> li
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
-            # QLoRA, the last method, takes longest, so it begins first.
-            return list(pool.map(report, reversed(chosen)))[::-1]
+            # Full training begins first: if it does not fit, its remedies take longest.
+            return list(pool.map(report, chosen))
     except BrokenProcessPool:
         raise BigtrainError(
             f"fit: one of the {processes} processes that make plans was ended. If the host's "
