@@ -68,10 +68,10 @@ def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocator_of_ranks(environ: Mapping[str, str]) -> str:
-    """Return what LD_PRELOAD is in ranks that a process starts, or in the process itself if a rank.
+    """Return the LD_PRELOAD of ranks, as it is set already or as they get it when they start.
 
     Args:
-        environ: see `allocator_environ`.
+        environ: the environment of a rank, or of the process that starts ranks.
     """
     return {**environ, **allocator_environ(environ)}.get("LD_PRELOAD", "")
 
