@@ -86,7 +86,8 @@ def forecast_state_peaks(
     )
     made = known.made(dp_rank, pp_rank)
     how = {"asynchronous": config.asynchronous, "most_bytes": config.snapshot_bytes}
-    added = forecast_save(files, rank, made, **how)  # type: ignore[arg-type]
+    one_host = plan.one_host
+    added = forecast_save(files, rank, made, one_host=one_host, **how)  # type: ignore[arg-type]
     looked_at = known.compared(made)
     added = replace(added, waiting=max(added.waiting, looked_at), made=max(added.made, looked_at))
     resident = states.total - states.activations

@@ -7,6 +7,9 @@ The rounds are those of `FileWriting`; bytes are added up instead of moved:
     snapshot          asynchronous only: all bytes that the rank contributes; reused by each save
     arriving          bytes of the rank's own piece that others send, in the largest round
     made              tensors to assemble before they are read: from a disk, or from several pieces
+
+Ranks of one host share the memory of `leaving` and `arriving`. Neither is counted then, as a
+tracker sees no storage of them.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bigtrain.checkpoint.layout import PIECE_BYTES, Held, TensorFile, checkpoint_files, plan_entries
+from bigtrain.checkpoint.messages import Round
 from bigtrain.checkpoint.write import (
     BUFFERS,
-    Round,
     buffer_bytes,
     first_taken,
     given_bytes,
@@ -58,6 +61,7 @@ def forecast_save(
     rank: int,
     made: Mapping[str, Making],
     *,
+    one_host: bool = False,
     asynchronous: bool = False,
     most_bytes: int | None = None,
 ) -> SaveBytes:
@@ -67,6 +71,7 @@ def forecast_save(
         files: the files of all ranks.
         rank: the rank to forecast.
         made: by name, the bytes of the tensors that this rank has to assemble.
+        one_host: whether all ranks are on one host.
         asynchronous: whether training continues during the save.
         most_bytes: see `FileWriting.take`.
     """
@@ -83,10 +88,10 @@ def forecast_save(
     leaving = arriving = 0
     for share in shares[:taken]:
         giving, after = _made(made, looked, share.names)
-        leaving = max(leaving, share.sent)
+        leaving = max(leaving, 0 if one_host else share.sent)
         waiting = max(waiting, buffers + leaving + arriving + giving)
         buffers = min(BUFFERS * size, buffers + size * share.writes)
-        arriving = max(arriving, share.arriving)
+        arriving = max(arriving, 0 if one_host else share.arriving)
         waiting = max(waiting, buffers + leaving + arriving + after)
         most_made, looked = max(most_made, giving), share.names
     for share in shares[taken:]:
@@ -97,13 +102,20 @@ def forecast_save(
     for share in shares[taken:]:
         buffers = min(BUFFERS * size, buffers + size * share.writes)
     if taken < count:
-        snapshot_peak = buffers + max(share.arriving for share in shares[taken:])
+        last = max(share.arriving for share in shares[taken:])
+        snapshot_peak = buffers + (0 if one_host else last)
     waiting, snapshot_peak = waiting + snapshot, snapshot + snapshot_peak if snapshot else 0
     return SaveBytes(waiting, snapshot_peak, most_made)
 
 
 def estimate_save(
-    part_bytes: Sequence[int], largest: int, config: CheckpointConfig, *, ranks: int, shards: int
+    part_bytes: Sequence[int],
+    largest: int,
+    config: CheckpointConfig,
+    *,
+    ranks: int,
+    shards: int,
+    one_host: bool,
 ) -> SaveBytes:
     """Estimate the bytes of a save from sizes alone, fast enough for the planner's many plans.
 
@@ -114,11 +126,13 @@ def estimate_save(
         ranks: number of ranks that share the writing.
         shards: number of shards of each tensor; 1 if ranks hold whole tensors or flat slices of
             many tensors.
+        one_host: whether all ranks are on one host.
     """
     shares = [max(-(-size // ranks), min(size, largest)) for size in part_bytes if size]
     size = min(PIECE_BYTES, max(shares, default=0))
     pieces = sum(-(-share // PIECE_BYTES) for share in shares)
-    waiting = min(BUFFERS, pieces) * size + 2 * size * (shards - 1) // shards
+    messages = 0 if one_host else 2 * size * (shards - 1) // shards
+    waiting = min(BUFFERS, pieces) * size + messages
     if not config.asynchronous:
         return SaveBytes(waiting)
     most = config.snapshot_bytes

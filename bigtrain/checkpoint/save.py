@@ -25,7 +25,8 @@ import torch
 from bigtrain.checkpoint.folders import draft_folder, publish, write_text
 from bigtrain.checkpoint.layout import checkpoint_files, index_texts
 from bigtrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, file_record, manifest_text
-from bigtrain.checkpoint.write import FileRecord, FileWriting, HostBuffer, gather_entries
+from bigtrain.checkpoint.messages import HostBuffer
+from bigtrain.checkpoint.write import FileRecord, FileWriting, gather_entries
 from bigtrain.errors import CheckpointError, LostRankError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
@@ -93,7 +94,7 @@ class CheckpointWriting:
         except CheckpointError:
             self._discard(context)
             raise
-        self._writing = FileWriting(draft, self._files, state, context.rank)
+        self._writing = FileWriting(draft, self._files, state, context, share_memory=True)
 
     def take(self, context: RunContext, most_bytes: int | None, room: HostBuffer) -> int:
         """Copy the bytes that are not written yet; see `FileWriting.take`. Collective."""

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from bigtrain.checkpoint.folders import has_own_lock, sole_writer
+from bigtrain.checkpoint.messages import HostBuffer
 from bigtrain.checkpoint.save import CheckpointWriting, KeptFile
-from bigtrain.checkpoint.write import HostBuffer
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import AddedBytes

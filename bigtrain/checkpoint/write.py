@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bigtrain.checkpoint.layout import (
@@ -30,9 +30,9 @@ from bigtrain.checkpoint.layout import (
     tensor_file,
 )
 from bigtrain.checkpoint.manifest import hash_piece, record_of
+from bigtrain.checkpoint.messages import HostBuffer, Round, SocketMessages, messages_between
 from bigtrain.errors import LostRankError
 from bigtrain.ranks.context import RunContext
-from bigtrain.recorder.root_exchange import tolerating_loss_of
 from bigtrain.tensors.shards import Extent, StateTensor
 
 BUFFERS = 3
@@ -50,10 +50,6 @@ def gather_entries(
     everyone = context.all_gather_objects(local)
     present = [rank for rank in owners if everyone[rank] is not None]  # other ranks are lost
     return plan_entries([entries or {} for entries in everyone], present)
-
-
-Round = Mapping[int, tuple[TensorFile, int]]
-"""By rank, the piece that it assembles: (file, number of the piece)."""
 
 
 def rounds_of(files: Iterable[TensorFile]) -> list[Round]:
@@ -103,35 +99,6 @@ def given_bytes(round_: Round, rank: int) -> tuple[int, int]:
     return sent, kept_here
 
 
-class HostBuffer:
-    """Host memory that is reused, as touching new memory takes several times as long as a copy."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._filled = 0
-
-    def clear(self, nbytes: int) -> None:
-        """Discard the contents, and make room for `nbytes` bytes."""
-        self._filled = 0
-        if len(self._bytes) < nbytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old before the new
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-
-    def next(self, nbytes: int) -> Tensor:
-        """Return the next `nbytes` bytes, uninitialized."""
-        self._filled += nbytes
-        return self._bytes[self._filled - nbytes : self._filled]
-
-    def copy(self, values: Sequence[Tensor]) -> Tensor:
-        """Copy bytes from any device into one contiguous range, and return it."""
-        copies = self.next(sum(map(len, values)))
-        begin = 0
-        for source in values:
-            copies[begin : begin + len(source)].copy_(source)
-            begin += len(source)
-        return copies
-
-
 @dataclass
 class _Contribution:
     """The bytes that a rank contributes to one round."""
@@ -152,7 +119,9 @@ class FileWriting:
         folder: an existing folder for the files.
         files: all files, the same on every rank.
         state: the tensors of this rank.
-        rank: this rank.
+        context: the context of all ranks.
+        share_memory: whether ranks of one host share memory for their messages. The constructor is
+            collective then.
     """
 
     def __init__(
@@ -160,15 +129,18 @@ class FileWriting:
         folder: Path,
         files: Sequence[TensorFile],
         state: Mapping[str, StateTensor],
-        rank: int,
+        context: RunContext,
+        *,
+        share_memory: bool = False,
     ) -> None:
-        self._rank = rank
+        self._rank = rank = context.rank
         self._rounds = rounds_of(files)
         self._next = 0
-        self._lost: set[int] = set()
         self._values = _Values(state)
         self._contributions: dict[int, _Contribution] = {}
-        self._leaving, self._arriving = HostBuffer(), HostBuffer()
+        self._messages = (
+            messages_between(context, self._rounds) if share_memory else SocketMessages()
+        )
         owned = [file for file in files if file.owner == rank]
         self._writer = _Writer(folder, owned, buffer_bytes(files, rank))
 
@@ -205,8 +177,8 @@ class FileWriting:
         """
         try:
             self._exchange(context, len(self._rounds))
-            if self._lost:
-                raise LostRankError(f"it was lost while it was needed: rank {min(self._lost)}")
+            if lost := self._messages.lost:
+                raise LostRankError(f"it was lost while it was needed: rank {min(lost)}")
             return self._writer.finish()
         finally:
             self._writer.close()
@@ -215,36 +187,22 @@ class FileWriting:
         with context.long_timeout():  # a disk may be slower than the usual timeout of an exchange
             for number in range(self._next, last):
                 self._exchange_round(number, context)
+            self._messages.pause(context)
         self._next = max(self._next, last)
-        self._leaving, self._arriving = HostBuffer(), HostBuffer()
 
     def _exchange_round(self, number: int, context: RunContext) -> None:
         """Run one round; all sends have completed when it returns."""
         contribution = self._contributions.pop(number, None)
+        sent = given_bytes(self._rounds[number], self._rank)[0] if contribution is None else 0
+        room = self._messages.room(sent, context)
         if contribution is None:
-            self._leaving.clear(given_bytes(self._rounds[number], self._rank)[0])
-            contribution = self._contribute(number, self._leaving)
-        sends = {}
+            contribution = self._contribute(number, room)
         for owner, message in contribution.messages.items():
-            with self._needing(owner, context):
-                sends[owner] = dist.isend(message, owner, context.group())
+            self._messages.send(number, owner, message, context)
         if self._rank in self._rounds[number]:
-            file, piece = self._rounds[number][self._rank]
-            self._receive(file, piece, contribution.own, context)
-        for owner, send in sends.items():
-            with self._needing(owner, context):
-                if send is not None:
-                    send.wait()
-
-    @contextmanager
-    def _needing(self, rank: int, context: RunContext) -> Iterator[None]:
-        """Record a rank that is lost during an exchange, and continue with the others."""
-        done = False
-        with tolerating_loss_of(rank, context.recorder):
-            yield
-            done = True
-        if not done:
-            self._lost.add(rank)
+            self._assemble(number, contribution.own, context)
+        else:
+            deque(self._messages.arrived(context), maxlen=0)
 
     def _contribute(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Contribution:
         """Return this rank's bytes for a round; `keeps` also copies those for its own piece."""
@@ -262,23 +220,14 @@ class FileWriting:
         self._values.next_round()
         return contribution
 
-    def _receive(
-        self,
-        file: TensorFile,
-        piece: int,
-        own_parts: list[tuple[Part, Tensor]],
-        context: RunContext,
+    def _assemble(
+        self, number: int, own_parts: list[tuple[Part, Tensor]], context: RunContext
     ) -> None:
-        """Assemble a piece, and pass it to the writer's threads."""
-        arriving = []
-        others = sorted((s, parts) for s, parts in file.parts(piece).items() if s != self._rank)
-        sizes = [sum(part.extent.size for part in theirs) for _, theirs in others]
-        self._arriving.clear(sum(sizes))
-        for (source, theirs), size in zip(others, sizes, strict=True):
-            message = self._arriving.next(size)
-            with self._needing(source, context):
-                work = dist.irecv(message, source, context.group())
-                arriving.append((source, theirs, message, work))
+        """Assemble this rank's piece of a round, and pass it to the writer's threads."""
+        file, piece = self._rounds[number][self._rank]
+        parts_of = {s: parts for s, parts in file.parts(piece).items() if s != self._rank}
+        sizes = {s: sum(part.extent.size for part in parts_of[s]) for s in sorted(parts_of)}
+        self._messages.expect(number, sizes, context)
         buffer = self._writer.buffer()
         begin = piece * PIECE_BYTES
         header = file.header[begin : begin + PIECE_BYTES]
@@ -286,12 +235,9 @@ class FileWriting:
             buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for part, values in own_parts:
             _copy_extent(buffer, part.extent, values)
-        for source, theirs, message, work in arriving:
-            with self._needing(source, context):
-                if work is not None:
-                    work.wait()
+        for source, message in self._messages.arrived(context):
             position = 0
-            for part in theirs:
+            for part in parts_of[source]:
                 _copy_extent(buffer, part.extent, message[position : position + part.extent.size])
                 position += part.extent.size
         self._writer.write(file, piece, buffer)
@@ -302,7 +248,7 @@ def write_tensors(
 ) -> dict[str, FileRecord]:
     """Write one file of tensors on rank 0, and return its record by name on rank 0. Collective."""
     files = [tensor_file(path.name, 0, gather_entries(state, context, [0]))]
-    return FileWriting(path.parent, files, state, context.rank).finish(context)
+    return FileWriting(path.parent, files, state, context).finish(context)
 
 
 def _copy_extent(buffer: Tensor, extent: Extent, values: Tensor) -> None:

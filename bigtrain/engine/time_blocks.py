@@ -62,6 +62,8 @@ REPEATS = (3, 9)
 """The least and the most repetitions of a step with one micro-batch size."""
 SECONDS_A_SIZE = 1.0
 """The seconds that the repetitions of one micro-batch size should take together."""
+SLOW_STEP_S = 4.0
+"""A step of more seconds is repeated only once, because a user waits for it."""
 FREE_SHARE = 0.5
 """The largest share of the host's free memory that all ranks together may use."""
 
@@ -278,9 +280,8 @@ def _time_size(
     batch = resize_micro_batch(workload.micro_batch, rows)
     # The first step allocates memory that later steps reuse, so it only decides their number.
     seconds = _repeat(runner, stopwatch, batch, 1)[0]
-    seconds_once = sum(map(sum, seconds[0])) + seconds[1]
-    times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * seconds_once))))
-    times = round(min(context.all_gather_numbers(times)))
+    step_seconds = 2 * (sum(map(sum, seconds[0])) + seconds[1])
+    times = round(min(context.all_gather_numbers(repetitions(step_seconds))))
     context.barrier()
     repeated = _repeat(runner, stopwatch, batch, times)
     by_section = zip(*(pairs for pairs, _ in repeated), strict=True)
@@ -293,6 +294,16 @@ def _time_size(
     context.barrier()
     shares = _block_shares(runner, workload.model, stopwatch.names, batch, times)
     return BlockSeconds(rows, pairs, means[-1], trained, shares)
+
+
+def repetitions(step_seconds: float) -> int:
+    """Return how often a step of two micro-batches is repeated.
+
+    Args:
+        step_seconds: the seconds of the first step.
+    """
+    least, most = (1 if step_seconds > SLOW_STEP_S else REPEATS[0]), REPEATS[1]
+    return max(least, min(most, round(SECONDS_A_SIZE / step_seconds)))
 
 
 def _repeat(

@@ -412,6 +412,7 @@ class StageFitter:
             self._checkpoint,
             ranks=plan.dp,
             shards=plan.state_ranks if plan.replicate.sharded_states == 3 else 1,
+            one_host=plan.one_host,
         )
         batch = self.levels["keep"].base.batch_bytes * plan.batch.accumulation_steps
         waiting = replace(forecast.states, activations=batch, temporary=added.waiting)

@@ -44,7 +44,7 @@ class SharedBuffers:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, held: int) -> None:
         self._group, self._count = group, held + 1
         self._stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = _shared_memory(group, max(1, self._count * self._stride))
+        self._memory = shared_memory(group, max(1, self._count * self._stride))
         self._users: list[weakref.ref[torch.UntypedStorage] | None] = [None] * self._count
         self._next = 0
 
@@ -133,7 +133,7 @@ def counted(counter: TrafficCounter, kind: str, ranks: int, nbytes: int) -> Iter
         yield
 
 
-def _shared_memory(group: dist.ProcessGroup, nbytes: int) -> mmap.mmap:
+def shared_memory(group: dist.ProcessGroup, nbytes: int) -> mmap.mmap:
     """Return memory that the ranks of a group share, of zeros. Collective.
 
     It belongs to no file, so nothing is left behind when the processes end, and limits of /dev/shm

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -46,6 +47,7 @@ SECONDS_ALLOWED = 15.0
 TIMEOUT_S = 180.0
 """After this many seconds the ranks that time blocks are stopped, and a process that waits for them
 gives up."""
+_TIMING = "timing the model's blocks on this machine, once for this model ...\n"
 MAX_CACHED_MODELS = 200
 """The most entries in the cache, one for each model and number of ranks; the oldest are removed."""
 
@@ -267,6 +269,8 @@ class BlockTimer:
                 cached = _read(key)
                 if not cached.answers(request.rows):
                     before = _Kept() if cached.doubtful else cached
+                    if sys.stderr.isatty():
+                        sys.stderr.write(_TIMING)
                     clock = CpuClock()
                     measured = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
                     on_cpu = device_type_of(self.job) == "cpu"

@@ -13,7 +13,7 @@ from torch import nn
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
-from bigtrain.engine.time_blocks import SCRIPT, BlockStopwatch, time_blocks
+from bigtrain.engine.time_blocks import SCRIPT, BlockStopwatch, repetitions, time_blocks
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import load_cluster
@@ -88,6 +88,10 @@ class TwoBlocks(nn.Module):
         first, second = self.blocks
         hidden = first(x * 2)
         return first(second(hidden)) if self.crosswise else second(hidden)
+
+
+def test_slow_steps_are_repeated_less_often():
+    assert [repetitions(seconds) for seconds in (0.01, 0.2, 1.0, 30.0)] == [9, 5, 3, 1]
 
 
 @pytest.mark.parametrize("crosswise", [False, True])
