@@ -225,7 +225,7 @@ class StepTimer:
                 in_transit = collective_seconds(
                     exchange.kind, exchange.nbytes, tp, 1, self.cluster, after_work=True
                 )
-                seconds += max(self._issue, in_transit + self._measured_issue(exchange.kind))
+                seconds += max(self._issue, in_transit)
             self._exchange_seconds[key] = seconds
         return self._exchange_seconds[key]
 
@@ -413,7 +413,7 @@ class StepTimer:
         if tp == 1 or not nbytes:
             return stage_seconds
         alone = collective_seconds("all_gather", nbytes, tp, 1, self.cluster, after_work=True)
-        seconds = max(self._issue, alone + self._measured_issue("all_gather"))
+        seconds = max(self._issue, alone)
         crosses = [False, *(a != b for a, b in pairwise(ranks)), False]
         return [
             replace(
