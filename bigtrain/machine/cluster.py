@@ -164,6 +164,9 @@ class LinkSpec(ConfigSection):
     of the curve, the curve replaces latency and bandwidth."""
     after_work: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
     """The curve for ranks that have computed after the last exchange, and wait for each other."""
+    work: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The seconds that ranks computed before each exchange of `after_work`. 0 if that is not known,
+    or if the wait is not known to depend on them."""
     issue: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Additional seconds on the CPU for an all-gather or a reduce-scatter in the hooks of
     `fully_shard`, or for a send in an action of a pipeline's schedule. On a GPU this time overlaps

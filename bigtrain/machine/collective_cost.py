@@ -87,6 +87,7 @@ def collective_seconds(
     calls: int = 1,
     *,
     after_work: bool = False,
+    work: float | None = None,
 ) -> float:
     """Return the seconds of exchanges of one kind on idle links; 0 in a group of one rank.
 
@@ -114,6 +115,9 @@ def collective_seconds(
         cluster: the cluster, with the number of devices of a node and the links.
         calls: the number of exchanges; each adds the latency.
         after_work: whether ranks compute between two exchanges; see `LinkSpec.after_work`.
+        work: the seconds that a rank computes between two exchanges; None for as many as in the
+            measurement. Ranks wait for each other as the square root of them: their computations
+            are delayed independently, and variances add up.
 
     Raises:
         ConfigError: the group spans several nodes, and the cluster has no link between nodes.
@@ -125,7 +129,8 @@ def collective_seconds(
     if ranks == 1 or calls == 0:
         return 0.0
     if node_spread.nodes == 1:
-        return _on_one(kind, cluster.inside, ranks, nbytes, calls, after_work=after_work)
+        link = cluster.inside
+        return _on_one(kind, link, ranks, nbytes, calls, after_work=after_work, work=work)
     if cluster.between is None:
         raise ConfigError(
             f"cluster {cluster.name} is one node of {cluster.node.devices} devices, and {ranks} "
@@ -189,19 +194,30 @@ def _by_tree(near: Link, far: Link, node_spread: NodeSpread, transfer: float, ca
 
 
 def _on_one(
-    kind: MeasuredOp, link: Link, ranks: int, nbytes: float, calls: int, *, after_work: bool = False
+    kind: MeasuredOp,
+    link: Link,
+    ranks: int,
+    nbytes: float,
+    calls: int,
+    *,
+    after_work: bool = False,
+    work: float | None = None,
 ) -> float:
     """Return the seconds of a ring or a chain over equal links."""
     if ranks == 1:
         return 0.0
     seconds = _by_formula(kind, link.of(kind), ranks, nbytes, calls)
     spec = link.kinds.get(kind)
-    curve = [] if spec is None else (after_work and spec.after_work) or spec.curve
-    if spec is None or not curve:
+    if spec is None or not spec.curve:
         return seconds
     message = nbytes / calls
     known = _by_formula(kind, link.of(kind), spec.ranks, message, 1)
-    return seconds * _on_curve(curve, message, known) / known
+    measured = _on_curve(spec.curve, message, known)
+    if after_work and spec.after_work:
+        waiting = max(0.0, _on_curve(spec.after_work, message, known) - measured)
+        scaled = math.sqrt(work / spec.work) if work is not None and spec.work else 1.0
+        measured += waiting * scaled
+    return seconds * measured / known
 
 
 def _by_formula(kind: MeasuredOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:

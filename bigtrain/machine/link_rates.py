@@ -93,13 +93,16 @@ def _rates(context: RunContext, kind: MeasuredOp, shared_work: float | None) -> 
         # All ranks have equal shares of the numbers.
         numbers = nbytes // 4 // context.world_size * context.world_size
         curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
-    after_work = []
+    after_work, work_seconds = [], []
     for nbytes, alone in ((4 * context.world_size, latency), *curve[1:]):
-        seconds = _seconds_after_work(context, kind, nbytes // 4, shared_work)
+        seconds, computed = _seconds_after_work(context, kind, nbytes // 4, shared_work)
         after_work.append((nbytes, max(alone, seconds)))
+        work_seconds.append(computed)
     nbytes, seconds = curve[-1]
     rate = sent_bytes(kind, nbytes, context.world_size) / seconds
-    curves = {"curve": curve, "after_work": after_work}
+    scales = context.device.type == "cpu" and shared_work is None  # where it was measured
+    work = statistics.fmean(work_seconds) if scales else 0.0
+    curves = {"curve": curve, "after_work": after_work, "work": work}
     return {"latency": latency, "bytes": rate, **curves, "issue": 0.0}
 
 
@@ -128,10 +131,10 @@ def _seconds(
 
 def _seconds_after_work(
     context: RunContext, kind: MeasuredOp, numbers: int, shared_work: float | None
-) -> float:
-    """Return the mean seconds of an exchange after computation. Collective.
+) -> tuple[float, float]:
+    """Return the mean seconds of an exchange after computation, and of the latter. Collective.
 
-    They include the time that ranks wait for each other.
+    The former include the time that ranks wait for each other.
     """
     compute = _product(context.device)
     times = 12 if shared_work is None else 6  # rounds take longer on shared cores
@@ -142,7 +145,8 @@ def _seconds_after_work(
         rounds = [exchange for _, exchange in taken]
     # The mean and not the median, because the waiting varies and all of it counts. The slowest
     # round is an outlier.
-    return statistics.fmean(sorted(rounds)[:-1]) / _directions(kind)
+    seconds = statistics.fmean(sorted(rounds)[:-1]) / _directions(kind)
+    return seconds, statistics.fmean(work for work, _ in taken)
 
 
 def _directions(kind: MeasuredOp) -> int:

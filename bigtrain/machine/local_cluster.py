@@ -158,7 +158,7 @@ def _link(rates: MeasuredRates) -> Link:
             "latency": figures["latency"] / steps.get(kind, ring),
             "bandwidth": figures["bytes"],
             "ranks": rates.link_ranks,
-            **{key: figures[key] for key in ("curve", "after_work", "issue")},
+            **{key: figures[key] for key in ("curve", "after_work", "work", "issue")},
         }
         for kind, figures in rates.link_kinds.items()
     }

@@ -152,14 +152,15 @@ def _rates_of(values: object) -> MeasuredRates | None:
 
 
 def _is_link(figures: object) -> bool:
-    names = {"latency", "bytes", "curve", "after_work", "issue"}
+    names = {"latency", "bytes", "curve", "after_work", "work", "issue"}
     if not isinstance(figures, dict) or set(figures) != names:
         return False
     for curve in (figures["curve"], figures["after_work"]):
         if not isinstance(curve, list) or not all(_is_point(point) for point in curve):
             return False
-    is_issue = figures["issue"] == 0 or _is_positive(figures["issue"])
-    return is_issue and _is_positive(figures["latency"]) and _is_positive(figures["bytes"])
+    may_be_zero = (figures["work"], figures["issue"])
+    are_seconds = all(number == 0 or _is_positive(number) for number in may_be_zero)
+    return are_seconds and _is_positive(figures["latency"]) and _is_positive(figures["bytes"])
 
 
 def _is_point(point: object) -> bool:

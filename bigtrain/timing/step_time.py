@@ -156,7 +156,7 @@ class StepTimer:
         # On a CPU the measured seconds of an exchange include its launch.
         self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
         self._op_seconds: dict[OpLog, float] = {}
-        self._exchange_seconds: dict[tuple[tuple[TensorExchange, ...], int], float] = {}
+        self._exchange_seconds: dict[tuple[tuple[TensorExchange, ...], int, float], float] = {}
 
     def op_seconds(self, work: OpLog) -> float:
         """Predict the seconds of operations that run one after the other on the device."""
@@ -218,12 +218,14 @@ class StepTimer:
         exchanges = section.exchanges[backward]
         if tp == 1 or not exchanges:
             return 0.0
-        key = (exchanges, tp)
+        work = self._pass(section, backward=backward) / len(exchanges)
+        key = (exchanges, tp, work)
         if key not in self._exchange_seconds:
             seconds = 0.0
             for exchange in exchanges:
+                kind, nbytes = exchange.kind, exchange.nbytes
                 in_transit = collective_seconds(
-                    exchange.kind, exchange.nbytes, tp, 1, self.cluster, after_work=True
+                    kind, nbytes, tp, 1, self.cluster, after_work=True, work=work
                 )
                 seconds += max(self._issue, in_transit)
             self._exchange_seconds[key] = seconds
@@ -358,7 +360,8 @@ class StepTimer:
             exchanging = micro_batches * sum(stage_time.exchanging for stage_time in stage_seconds)
             return self.oversubscription * micro_batches * computing, 0.0, exchanging
         schedule, per_rank = cut.schedule, len(stage_seconds) // plan.pp
-        sending = self._sending(plan, profiles)
+        pass_seconds = sum(stage.computing for stage in stage_seconds) / (2 * len(stage_seconds))
+        sending = self._sending(plan, profiles, pass_seconds)
         splits = plan.splits_backward
         weights_share = split[1] / sum(split) if splits else 0.0
         ranks = stage_ranks(schedule, plan.pp, per_rank)
@@ -389,10 +392,18 @@ class StepTimer:
         computing, exchanging = max(busy_seconds, key=sum)
         return computing, max(0.0, total - computing - exchanging), exchanging
 
-    def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
-        """Predict the seconds of sending the largest boundary tensor to the next stage."""
-        nbytes = max((p.boundary.incoming for p in profiles), default=0)
-        seconds = collective_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
+    def _sending(self, plan: Plan, profiles: Sequence[Profile], work: float) -> float:
+        """Predict the seconds of sending the largest boundary tensor to the next stage.
+
+        Args:
+            plan: the plan.
+            profiles: the profiles of the stages.
+            work: the seconds of a forward or a backward pass of a stage.
+        """
+        nbytes, tp = max((p.boundary.incoming for p in profiles), default=0), plan.tp
+        seconds = collective_seconds(
+            "send", nbytes, 2, tp, self.cluster, after_work=True, work=work
+        )
         return max(self._issue, seconds + self._measured_issue("send"))
 
     def _with_gathers(
@@ -433,7 +444,7 @@ class StepTimer:
                 if traffic.overlaps in ("schedule", "passes"):  # see `_sending`, `_exchanges`
                     continue
                 by_overlap.setdefault((traffic.every, traffic.overlaps), []).append(
-                    (traffic, self._traffic_seconds(traffic))
+                    (traffic, self._traffic_seconds(traffic, slowest))
                 )
         comm_seconds = transfer_seconds = 0.0
         for (every, overlaps), messages in by_overlap.items():
@@ -475,7 +486,7 @@ class StepTimer:
         link = cluster.inside if spread.nodes == 1 or not cluster.between else cluster.between
         return min(1.0, (link.channels or 0) / self._processors)
 
-    def _traffic_seconds(self, traffic: Traffic) -> float:
+    def _traffic_seconds(self, traffic: Traffic, slowest: MicroBatchSeconds | None = None) -> float:
         node = self.cluster.node
         if traffic.kind == "receive" and not traffic.nothing_sent:  # overlaps with a counted send
             return 0.0
@@ -487,6 +498,10 @@ class StepTimer:
         if traffic.kind == "copy":  # each byte is read and written
             return self.oversubscription * 2 * traffic.nbytes / self._nbytes
         kind = self.cluster.op_of(traffic.kind, shared_memory=traffic.shared_memory)
+        work = None
+        if slowest is not None and traffic.calls:
+            passes = {"forward": slowest.forward, "backward": slowest.backward}
+            work = passes.get(traffic.overlaps, 0.0) / traffic.calls
         seconds = collective_seconds(
             kind,
             traffic.nbytes,
@@ -495,6 +510,7 @@ class StepTimer:
             self.cluster,
             traffic.calls,
             after_work=traffic.overlaps in ("forward", "backward"),
+            work=work,
         )
         issued = traffic.calls * self._measured_issue(kind) if traffic.in_hooks else 0.0
         return seconds + issued

@@ -219,12 +219,20 @@ def test_more_ranks_than_the_memory_holds_are_refused():
 
 def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
     kinds = {
-        "all_gather": {"latency": 3e-4, "bytes": 5e8, "curve": [], "after_work": [], "issue": 0.0},
+        "all_gather": {
+            "latency": 3e-4,
+            "bytes": 5e8,
+            "curve": [],
+            "after_work": [],
+            "work": 0.0,
+            "issue": 0.0,
+        },
         "send": {
             "latency": 5e-5,
             "bytes": 3e9,
             "curve": [[1e5, 4e-4], [1e6, 1e-3]],
             "after_work": [[1e5, 2e-3]],
+            "work": 0.0,
             "issue": 6e-4,
         },
     }

@@ -161,6 +161,11 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
     }
     measured = Cluster.model_validate(values)
 
+    def waiting(*, spec_work: float, work: float | None) -> float:
+        values["inside"]["kinds"]["all_reduce"]["work"] = spec_work
+        after = Cluster.model_validate(values)
+        return collective_seconds("all_reduce", 1e4, 4, 1, after, after_work=True, work=work)
+
     def seconds(nbytes: float, ranks: int = 4, calls: int = 1, *, work: bool = False) -> float:
         arguments = ("all_reduce", nbytes, ranks, 1, measured, calls)
         return collective_seconds(*arguments, after_work=work)
@@ -170,6 +175,11 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
     assert seconds(3e4, calls=3) == pytest.approx(3 * 5e-4)
     # Ranks that have computed before each collective wait for one another.
     assert seconds(3e4, calls=3, work=True) == pytest.approx(3 * 2e-3)
+    assert waiting(spec_work=0.01, work=None) == pytest.approx(2e-3)
+    # They wait for one another as the square root of what they compute, if that was measured.
+    assert waiting(spec_work=0.01, work=0.04) == pytest.approx(5e-4 + 2 * 1.5e-3)
+    assert waiting(spec_work=0.01, work=0.0) == pytest.approx(5e-4)
+    assert waiting(spec_work=0.0, work=0.04) == pytest.approx(2e-3)
     # For other numbers of ranks the curve is scaled as by the formula, also beyond its end.
     plain = cluster()
     share = collective_seconds("all_reduce", 1e6, 2, 1, plain) / collective_seconds(

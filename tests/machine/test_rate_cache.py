@@ -39,6 +39,7 @@ GIVEN = MeasuredRates(
             "bytes": 3e8,
             "curve": [[1e5, 1e-3]],
             "after_work": [],
+            "work": 0.0,
             "issue": 0.0,
         }
     },
@@ -100,6 +101,7 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
                     "bytes": "fast",
                     "curve": [],
                     "after_work": [],
+                    "work": 0.0,
                     "issue": 0.0,
                 }
             },
@@ -112,6 +114,7 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
                     "bytes": 1e9,
                     "curve": [1],
                     "after_work": [],
+                    "work": 0.0,
                     "issue": 0.0,
                 }
             },
@@ -119,6 +122,10 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
         {
             **asdict(GIVEN),
             "link_kinds": {"send": {**GIVEN.link_kinds["all_gather"], "issue": -1.0}},
+        },
+        {
+            **asdict(GIVEN),
+            "link_kinds": {"send": {**GIVEN.link_kinds["all_gather"], "work": None}},
         },
         {**asdict(GIVEN), "link_kinds": None},
         {**asdict(GIVEN), "flops": {"fp32": 1e9}},

@@ -75,6 +75,7 @@ _LINK = {
     "bytes": 1e9,
     "curve": [[1e3, 1e-4], [1e6, 1e-3]],
     "after_work": [],
+    "work": 0.0,
     "issue": 0.0,
 }
 RATES = MeasuredRates(
