@@ -223,11 +223,12 @@ class StepTimer:
         if key not in self._exchange_seconds:
             seconds = 0.0
             for exchange in exchanges:
+                # The autograd functions of slices take about as long as hooks of `fully_shard`.
                 kind, nbytes = exchange.kind, exchange.nbytes
                 in_transit = collective_seconds(
                     kind, nbytes, tp, 1, self.cluster, after_work=True, work=work
                 )
-                seconds += max(self._issue, in_transit)
+                seconds += max(self._issue, in_transit + self._measured_issue(kind))
             self._exchange_seconds[key] = seconds
         return self._exchange_seconds[key]
 
@@ -424,7 +425,7 @@ class StepTimer:
         if tp == 1 or not nbytes:
             return stage_seconds
         alone = collective_seconds("all_gather", nbytes, tp, 1, self.cluster, after_work=True)
-        seconds = max(self._issue, alone)
+        seconds = max(self._issue, alone + self._measured_issue("all_gather"))
         crosses = [False, *(a != b for a, b in pairwise(ranks)), False]
         return [
             replace(

@@ -4,7 +4,6 @@ exchange.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,6 @@ from bigtrain.machine.cluster import Cluster, Link, load_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import OpLog
-from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.timing.step_time import MicroBatchSeconds, StepTimer, product_efficiency
 
 A100, CPU = load_cluster("a100-node"), load_cluster("cpu")
@@ -208,14 +206,6 @@ def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
         for issue in (0.0, 0.01)
     ]
     assert exchange_seconds[0] == exchange_seconds[1]  # DDP has no such hooks
-
-
-def test_exchanges_of_slices_run_in_no_hook_of_fully_shard() -> None:
-    exchanges = tuple(TensorExchange(kind, 1000) for kind in ("all_gather", "reduce_scatter"))
-    sliced = [replace(s, exchanges=(exchanges, ())) for s in sections().sections]
-    costly = issuing(all_gather=0.01, reduce_scatter=0.01)
-    free = issuing(all_gather=0.0, reduce_scatter=0.0)
-    assert StepTimer(costly).pass_seconds(sliced, 2) == StepTimer(free).pass_seconds(sliced, 2)
 
 
 def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
