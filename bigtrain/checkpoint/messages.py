@@ -72,13 +72,15 @@ class SocketMessages:
         self._sends: list[tuple[int, Any]] = []
         self._expected: list[tuple[int, Tensor, Any]] = []
 
-    def room(self, nbytes: int, context: RunContext) -> HostBuffer:  # noqa: ARG002
-        """Return memory for the messages of the next round.
+    def room(self, number: int, nbytes: int, context: RunContext) -> HostBuffer:
+        """Return memory for the messages of a round.
 
         Args:
+            number: the index of the round.
             nbytes: the bytes of the messages.
             context: the context of all ranks.
         """
+        del number, context
         self._leaving.clear(nbytes)
         return self._leaving
 
@@ -158,8 +160,8 @@ class SocketMessages:
 class SharedMessages(SocketMessages):
     """The messages of one rank, in memory that all ranks share. Every rank makes the object.
 
-    Each rank has memory for its messages of one round. It fills it again when all readers have said
-    that they have read.
+    Each rank has memory for its messages of two rounds. It fills a half again when all readers have
+    said that they have read, so a rank may be one round ahead of the others.
 
     Args:
         group: a group of all ranks, which are on one host, that exchanges tensors on the CPU.
@@ -176,21 +178,25 @@ class SharedMessages(SocketMessages):
         stride = max(ends, default=0)
         if not stride:
             raise BigtrainError("the ranks have no messages")
-        memory, ranks = shared_memory(group, group.size() * stride), range(group.size())
-        self._rooms = [
-            torch.frombuffer(memory, dtype=torch.uint8, count=stride, offset=rank * stride)
-            for rank in ranks
+        memory = shared_memory(group, 2 * group.size() * stride)
+        self._halves = [
+            [
+                torch.frombuffer(memory, dtype=torch.uint8, count=stride, offset=place * stride)
+                for place in range(half * group.size(), (half + 1) * group.size())
+            ]
+            for half in (0, 1)
         ]
-        self._leaving = HostBuffer(self._rooms[self._rank])
-        self._readers: list[tuple[int, Any]] = []
+        self._readers: list[list[tuple[int, Any]]] = [[], []]
 
-    def room(self, nbytes: int, context: RunContext) -> HostBuffer:
-        """See `SocketMessages.room`. Waits until the messages of the last round were read."""
-        readers, self._readers = self._readers, []
+    def room(self, number: int, nbytes: int, context: RunContext) -> HostBuffer:
+        """See `SocketMessages.room`. Waits until the messages of two rounds before were read."""
+        half = number % 2
+        readers, self._readers[half] = self._readers[half], []
         for owner, work in readers:
             with self._needing(owner, context):
                 work.wait()
-        return super().room(nbytes, context)
+        self._leaving = HostBuffer(self._halves[half][self._rank])
+        return super().room(number, nbytes, context)
 
     def send(self, number: int, owner: int, message: Tensor, context: RunContext) -> None:
         """Say that a message is ready; see `SocketMessages.send`."""
@@ -200,7 +206,7 @@ class SharedMessages(SocketMessages):
         self._begin_send(owner, _word(), context)
         with self._needing(owner, context):
             work = dist.irecv(_word(), owner, context.group(), _READ_TAG)
-            self._readers.append((owner, work))
+            self._readers[number % 2].append((owner, work))
 
     def expect(self, number: int, sizes: Mapping[int, int], context: RunContext) -> None:
         """See `SocketMessages.expect`."""
@@ -210,11 +216,12 @@ class SharedMessages(SocketMessages):
 
     def pause(self, context: RunContext) -> None:
         """See `SocketMessages.pause`. Waits until all messages were read."""
-        self.room(0, context)
+        for half in (0, 1):
+            self.room(half, 0, context)
 
     def _message(self, number: int, source: int, owner: int) -> Tensor:
         begin, size = self._places[number][source, owner]
-        return self._rooms[source][begin : begin + size]
+        return self._halves[number % 2][source][begin : begin + size]
 
     def _was_read(self, source: int, context: RunContext) -> None:
         self._begin_send(source, _word(), context, _READ_TAG)

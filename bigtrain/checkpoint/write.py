@@ -194,7 +194,7 @@ class FileWriting:
         """Run one round; all sends have completed when it returns."""
         contribution = self._contributions.pop(number, None)
         sent = given_bytes(self._rounds[number], self._rank)[0] if contribution is None else 0
-        room = self._messages.room(sent, context)
+        room = self._messages.room(number, sent, context)
         if contribution is None:
             contribution = self._contribute(number, room)
         for owner, message in contribution.messages.items():
