@@ -44,7 +44,7 @@ from bigtrain.planner.ask import Question, open_evaluator, rank_limits
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.section_library import SectionLibrary
-from bigtrain.timing.step_time import StepTimer
+from bigtrain.timing.step_time import MicroBatchSeconds, StepTimer
 
 A100, H100 = load_cluster("a100-node"), load_cluster("h100-node")
 MPT_VOCABULARY = 50368
@@ -151,8 +151,8 @@ class FlatParameterTimer(StepTimer):
     reduction.
     """
 
-    def _traffic_seconds(self, traffic: Traffic) -> float:
-        return 0.0 if traffic.kind == "copy" else super()._traffic_seconds(traffic)
+    def _traffic_seconds(self, traffic: Traffic, slowest: MicroBatchSeconds | None = None) -> float:
+        return 0.0 if traffic.kind == "copy" else super()._traffic_seconds(traffic, slowest)
 
 
 def seconds_of(row: StepRow, library: Library, cluster: Cluster) -> dict[str, float]:
