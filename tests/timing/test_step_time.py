@@ -231,5 +231,5 @@ def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
     timer = StepTimer(Cluster.model_validate(crowded))
     step = timer.step(plan, stage_seconds, [[profile]], 0.0)
     micro_batches = plan.batch.accumulation_steps
-    sent = timer._sending(plan, [profile])
+    sent = timer._sending(plan, [profile], 0.15)
     assert step.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)
