@@ -116,8 +116,8 @@ def collective_seconds(
         calls: the number of exchanges; each adds the latency.
         after_work: whether ranks compute between two exchanges; see `LinkSpec.after_work`.
         work: the seconds that a rank computes between two exchanges; None for as many as in the
-            measurement. Ranks wait for each other as the square root of them: their computations
-            are delayed independently, and variances add up.
+            measurement. The time that ranks wait for each other grows as the square root of them
+            (`benchmarks/waiting.py`), as it does if delays are independent.
 
     Raises:
         ConfigError: the group spans several nodes, and the cluster has no link between nodes.

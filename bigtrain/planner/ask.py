@@ -325,6 +325,11 @@ def check_question(question: Question) -> None:
             f"{cluster.node.devices}, or another --cluster."
         )
     memory = question.memory.nbytes
+    if question.limit <= 0 and question.peak_option:
+        raise ConfigError(
+            f"plan: {question.peak_option}{memory} leaves nothing for tensors. Use "
+            f"{question.peak_option}1GiB; if no plan fits, the answer names the least size."
+        )
     if question.limit <= 0 and question.memory.reserved is None:
         needed = format_bytes(2 * question.memory.memory_for(0)).replace(" ", "")
         raise ConfigError(

@@ -174,6 +174,10 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
         ),
         (["--engines", "jax"], r"--engines jax: jax is not one of the planner's engines"),
         (
+            ["--at", "0"],
+            r"--at 0 leaves nothing for tensors\. Use --at 1GiB",
+        ),
+        (
             ["--at", "900GiB"],
             r"--at 900.00GiB: tensors of a rank may take .*Use --at \d+MiB or less",
         ),

@@ -223,7 +223,9 @@ def test_the_search_goes_by_what_was_timed(job, monkeypatch):
     assert after.update == pytest.approx(5 * before.update)
 
 
-def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatch, tmp_path):
+def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(
+    job, monkeypatch, tmp_path, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     setup = open_setup(job, make_plan(job, 1, "cpu"))
     work = setup.workload
@@ -243,10 +245,14 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
 
     no_script = BlockTimer(job, work.model, work.micro_batch, 2, (1, 2))
     assert no_script.seconds(bf16_parameters=False) == []  # nothing is cached and nothing is timed
-    first = timer().seconds(bf16_parameters=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr.isatty", lambda: True)
+        first = timer().seconds(bf16_parameters=False)
+    assert "timing the model's blocks on this machine" in capsys.readouterr().err
     assert first == [BlockSeconds(1, [(0.1, 0.2)], 0.3, 7), BlockSeconds(2, [(0.1, 0.2)], 0.3, 7)]
     again = timer()
     assert again.seconds(bf16_parameters=False) == first
+    assert not capsys.readouterr().err
     assert again.source == "blocks timed on this machine, 1, 2 rows, 2 at once"
     assert no_script.seconds(bf16_parameters=False) == first
     assert timer(rows=(2,)).seconds(bf16_parameters=False) == first
