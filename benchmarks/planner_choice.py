@@ -4,14 +4,15 @@
     python benchmarks/planner_choice.py --ranks 2 --shares 1.0
 
 For 1, 2 and 4 ranks a small GPT is planned under five caps, from one that just fits the smallest
-plan to one that fits the fastest. Under each cap every candidate of the space that fits by forecast
-is measured, not only those that the search evaluated. Its step is the median of `STEPS` steps of a
-real run that enforces the cap (`memory.cap`: the lowest of the caps under which it fits), its peak
-the highest tracked peak of all ranks. `chosen` is the step of the planner's plan divided by that of
-the best measured plan (1 is the best); both are measured again, in alternation, as single runs
-differ by some per cent. `rank correlation` is Spearman's, of the predicted and measured seconds of
-all plans under a cap. `wrong` counts plans that were said to fit but ran out of memory, or whose
-tracked peak exceeds the part of the cap for tensors.
+plan to one that fits the fastest. Under each cap the candidates of the space that fit by forecast
+are measured, not only those that the search evaluated. Those whose predicted step takes more than
+`NEAR` times that of the chosen plan are left out, and counted as `slower`. A plan's step is the
+median of `STEPS` steps of a real run that enforces the cap (`memory.cap`: the lowest of the caps
+under which it fits), its peak the highest tracked peak of all ranks. `chosen` is the step of the
+planner's plan divided by that of the best measured plan (1 is the best); both are measured again,
+in alternation, as single runs differ by some per cent. `rank correlation` is Spearman's, of the
+predicted and measured seconds of all measured plans under a cap. `wrong` counts plans that were
+said to fit but ran out of memory, or whose tracked peak exceeds the part of the cap for tensors.
 
 `bigtrain doctor` measures the rates on this machine, and blocks are timed on it. A single rank has
 two threads; with several ranks each has one. The figures are times: use an idle machine.
@@ -50,6 +51,7 @@ BATCH = 4
 TRACKED, WARM, STEPS, AGAIN = 2, 5, 5, 3
 SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the smallest plan's peak to the fastest one's."""
+NEAR = 1.35
 LIMIT_S = 240.0
 WORDS = [
     "model.name=gpt",
@@ -85,8 +87,13 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     return ask(question)
 
 
-def prepare(ranks: int, shares: Sequence[float]) -> list[tuple[int, int, list[dict[str, Any]]]]:
-    """Return, for each cap, its bytes for tensors and the plans that fit, the chosen one first."""
+def prepare(
+    ranks: int, shares: Sequence[float]
+) -> list[tuple[int, int, list[dict[str, Any]], int]]:
+    """Return, for each cap, its bytes for tensors and the plans that fit, the chosen one first.
+
+    The last entry of each tuple is the number of plans that were left out because of `NEAR`.
+    """
     os.environ["OMP_NUM_THREADS"] = str(threads_of(ranks))  # for the ranks that time blocks
     roomy = planned(ranks, None)
     smallest = roomy.search.smallest()
@@ -99,7 +106,9 @@ def prepare(ranks: int, shares: Sequence[float]) -> list[tuple[int, int, list[di
         answer = planned(ranks, cap)
         limit = answer.question.limit
         plans = [*answer.result.best[:1], *_fitting(answer, limit)]
-        by_cap.append((cap, limit, [_told(plan) for plan in plans]))
+        longest = NEAR * plans[0].seconds.total
+        near = [_told(plan) for plan in plans if plan.seconds.total <= longest]
+        by_cap.append((cap, limit, near, len(plans) - len(near)))
     return by_cap
 
 
@@ -182,7 +191,7 @@ def of_ranks(ranks: int, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
     if not outcome.values:
         raise RuntimeError(outcome.refused or outcome.failed)
     known: dict[str, dict[str, Any]] = {}
-    for cap, limit, plans in outcome.values[0]:
+    for cap, limit, plans, slower in outcome.values[0]:
         for plan in plans:
             if plan["key"] not in known:
                 known[plan["key"]] = measured(ranks, plan)
@@ -201,6 +210,7 @@ def of_ranks(ranks: int, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
             "rank_correlation": correlation([r for r in rows if "seconds" in r]),
             "wrong": [r["plan"] for r in rows if _is_wrong(r, limit)],
             "failed": sum("failed" in r for r in rows),
+            "slower": slower,
             "plans": rows,
         }
 
@@ -225,7 +235,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['ranks']} ranks, {row['cap_bytes'] / MIB:.0f} MiB: {row['chosen']}; best "
         f"{row['best']}; chosen over best {'-' if ratio is None else f'{ratio:.3f}'}; "
         f"rank correlation {'-' if rank is None else f'{rank:.2f}'} of {len(row['plans'])} plans, "
-        f"{len(row['wrong'])} wrong, {row['failed']} failed"
+        f"{len(row['wrong'])} wrong, {row['failed']} failed, {row['slower']} slower"
     )
 
 

@@ -40,7 +40,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
-from bigtrain.ranks.shared_buffers import SharedBuffers, add_up, can_share_memory, meet
+from bigtrain.ranks.shared_buffers import Meeting, SharedBuffers, add_up, can_share_memory
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 LARGE = 2**25
@@ -261,12 +261,13 @@ def _in_shared_memory(
     ranks, rank, length = group.size(), group.rank(), share.numel()
     gathers = kind == "shared_all_gather"
     numels = [numbers] if gathers else [numbers] * ranks
-    buffers = SharedBuffers(group, 4 * sum(numels), 1)
+    meeting = Meeting(group)
+    buffers = SharedBuffers(meeting, 4 * sum(numels), 1)
 
     def exchange() -> None:
         own, inputs = buffers.take(numels, 0 if gathers else rank, torch.float32)
         own[:1] = 0.0
-        meet(group)
+        meeting.wait()
         if not gathers:
             parts = [each[rank * length : (rank + 1) * length] for each in inputs]
             add_up(parts, share, mean=False)

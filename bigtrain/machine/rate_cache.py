@@ -113,6 +113,7 @@ def rates_fingerprint(ranks: int | None = None) -> dict[str, Any]:
         # Versions of bigtrain differ in the figures.
         "figures": [figure.name for figure in fields(MeasuredRates)],
         "exchanges": [*get_args(CommOp), *get_args(SharedOp)],
+        "waits": "counters in shared memory",  # as opposed to messages of gloo
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

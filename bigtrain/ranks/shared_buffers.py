@@ -1,18 +1,17 @@
 """Buffers in memory that all ranks of a group on one host share, instead of messages between them.
 
-The ranks write their parts, wait for each other, and read. The wait is an all-reduce of one number
-by gloo, so timeouts, lost ranks and the page on a hang work as with any other exchange.
-
-Buffers of one size are used in turn. If a rank uses at most `held` of them at once, `held` + 1 are
-enough: a rank that takes a buffer has met the others in the exchange before. Each of them had taken
-its buffer for that exchange, and then its next one was free, which `take` checks.
+The ranks write their parts, wait for each other, and read. Buffers are used in turn. A rank that
+takes a used buffer again first waits until all ranks take it, so that none of them still reads what
+it contained.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,32 +23,100 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.errors import BigtrainError
+from bigtrain.machine.rates import usable_cores
 from bigtrain.recorder.traffic_counter import TrafficCounter
+
+SPIN_S = 0.05
+"""For this many seconds a rank reads the counters of the others before it waits by gloo."""
+_LINE = 8
+"""Counters are this many numbers apart, so that no two of them are in one line of a cache."""
+
+
+class Meeting:
+    """Lets the ranks of a group wait for each other, by counters in shared memory.
+
+    A rank that arrives increases its counter and reads those of the others. If one is late, all
+    ranks wait by an all-reduce of one number, so that timeouts, lost ranks and the page on a hang
+    work as with any other exchange. On a CPU that always computes, an all-reduce alone would take
+    longer: gloo has to wake up two threads of every rank.
+
+    Every rank of the group makes the object, and then calls `wait` equally often.
+
+    Args:
+        group: a gloo group whose ranks are on one host.
+
+    Raises:
+        BigtrainError: a rank cannot open the memory of another; on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self._count = group, 0
+        ranks = group.size()
+        memory, self._lock = _shared(group, 8 * _LINE * (1 + ranks))
+        weakref.finalize(self, os.close, self._lock)
+        numbers = np.frombuffer(memory, dtype=np.int64)
+        self._by_gloo, self._arrived = numbers[:1], numbers[_LINE::_LINE]
+        # Without a core for every rank, a rank that reads counters keeps others from computing.
+        self._spin_s = SPIN_S if dist.get_world_size() <= usable_cores() else 0.0
+
+    def wait(self) -> None:
+        """Wait until all ranks have called this method equally often. Collective."""
+        self._count += 1
+        with self._locked():
+            self._arrived[self.group.rank()] = self._count
+        deadline = time.perf_counter() + self._spin_s
+        while not self._all_arrived() and time.perf_counter() < deadline:
+            os.sched_yield()
+        with self._locked():
+            # A rank that does not see all others here lets all of them wait by gloo. After the last
+            # rank has arrived, none does.
+            if not self._all_arrived():
+                self._by_gloo[0] = self._count
+            is_by_gloo = self._by_gloo[0] == self._count
+        if is_by_gloo:
+            with _disable_current_modes():
+                dist.all_reduce(torch.zeros(1), group=self.group)
+
+    def _all_arrived(self) -> bool:
+        return bool(self._arrived.min() >= self._count)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the counters. It also orders what ranks write and read on all CPUs."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
 class SharedBuffers:
-    """Buffers of one size that all ranks of a group can read and write.
+    """Buffers that all ranks of a group can read and write.
 
     Every rank of the group makes the object, and then calls its methods in the same order.
 
     Args:
-        group: a gloo group whose ranks are on one host.
-        nbytes: the bytes of a buffer.
+        meeting: lets the ranks wait for each other.
+        nbytes: the most bytes of a buffer.
         held: the most buffers that a rank uses at once.
 
     Raises:
         BigtrainError: a rank cannot open the memory of another; on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, held: int) -> None:
-        self._group, self._count = group, held + 1
+    def __init__(self, meeting: Meeting, nbytes: int, held: int) -> None:
+        self._meeting, self._count = meeting, held
         self._stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = shared_memory(group, max(1, self._count * self._stride))
+        self._memory = shared_memory(meeting.group, max(1, self._count * self._stride))
         self._users: list[weakref.ref[torch.UntypedStorage] | None] = [None] * self._count
         self._next = 0
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a buffer has at least this many bytes."""
+        return nbytes <= self._stride
+
     def take(self, numels: list[int], own: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Take the next buffer.
+        """Take the next buffer. Collective.
 
         Args:
             numels: the elements of the buffer's parts, which lie one after the other.
@@ -63,14 +130,14 @@ class SharedBuffers:
         Raises:
             BigtrainError: more than `held` buffers would be in use.
         """
-        for number in (self._next, (self._next + 1) % self._count):
-            user = self._users[number]
-            if user is not None and user() is not None:
+        user = self._users[self._next]
+        if user is not None:
+            if user() is not None:
                 raise BigtrainError(
-                    "strategy.replicate.exchange=shared_memory: more than "
-                    f"{self._count - 1} buffers of {self._stride} bytes are needed at once. Set "
-                    "strategy.replicate.exchange=sockets."
+                    f"strategy.replicate.exchange=shared_memory: more than {self._count} buffers "
+                    "are needed at once. Set strategy.replicate.exchange=sockets."
                 )
+            self._meeting.wait()
         parts, offset = [], self._next * self._stride
         for numel in numels:
             parts.append(self._part(numel, dtype, offset))
@@ -88,16 +155,10 @@ class SharedBuffers:
 def can_share_memory(group: dist.ProcessGroup) -> bool:
     """Return whether all ranks of a group can share memory, which they try. Collective."""
     try:
-        SharedBuffers(group, 1, 0)
+        shared_memory(group, 1)
     except BigtrainError:
         return False
     return True
-
-
-def meet(group: dist.ProcessGroup) -> None:
-    """Wait until all ranks of the group have called this function."""
-    with _disable_current_modes():
-        dist.all_reduce(torch.zeros(1), group=group)
 
 
 def add_up(parts: Sequence[Tensor], total: Tensor, *, mean: bool) -> None:
@@ -138,7 +199,17 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> mmap.mmap:
 
     It belongs to no file, so nothing is left behind when the processes end, and limits of /dev/shm
     do not apply.
+
+    Raises:
+        BigtrainError: a rank cannot open the memory of another; on all ranks.
     """
+    memory, descriptor = _shared(group, nbytes)
+    os.close(descriptor)
+    return memory
+
+
+def _shared(group: dist.ProcessGroup, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Return memory as `shared_memory` does, and its open descriptor."""
     said: list[tuple[int, int] | None] = [None]
     problem: str | None = None
     descriptor = -1
@@ -162,11 +233,11 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> mmap.mmap:
                 problem = str(error)
         failed = torch.tensor([float(memory is None)])
         dist.all_reduce(failed, group=group)  # also keeps the first rank's descriptor open so long
-    if descriptor >= 0:
-        os.close(descriptor)
     if memory is None or failed.item():
+        if descriptor >= 0:
+            os.close(descriptor)
         raise BigtrainError(
             f"the ranks cannot share memory ({problem or 'another rank could not open it'}). They "
             "need Linux, one host, and one user. Set strategy.replicate.exchange=sockets."
         )
-    return memory
+    return memory, descriptor

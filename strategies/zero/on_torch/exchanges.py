@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.ranks.shared_buffers import SharedBuffers, add_up, counted, meet
+from bigtrain.ranks.shared_buffers import Meeting, SharedBuffers, add_up, counted
 from bigtrain.recorder.traffic_counter import TrafficCounter
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -75,26 +75,25 @@ class _GlooReduceScatter(_Gloo):
 
 
 class _Shared:
-    """Exchanges in shared memory, whose buffers are made when a size is first used.
+    """Exchanges in shared memory. The buffers are made anew whenever a larger size is first used.
 
     Args:
-        group: the ranks, which are on one host.
-        held: the most buffers of one size that are in use at once.
+        meeting: lets the ranks, which are on one host, wait for each other.
+        held: the most buffers that are in use at once.
         counter: counts the exchanged bytes of this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, held: int, counter: TrafficCounter) -> None:
-        self._group, self._held, self._counter = group, held, counter
-        self._buffers: dict[int, SharedBuffers] = {}
+    def __init__(self, meeting: Meeting, held: int, counter: TrafficCounter) -> None:
+        self._meeting, self._held, self._counter = meeting, held, counter
+        self._group = meeting.group
+        self._buffers: SharedBuffers | None = None
 
     def _take(self, numels: list[int], own: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         nbytes = sum(numels) * dtype.itemsize
-        buffers = self._buffers.get(nbytes)
-        if buffers is None:
-            with self._counter.aside():
-                buffers = SharedBuffers(self._group, nbytes, self._held)
-            self._buffers[nbytes] = buffers
-        return buffers.take(numels, own, dtype)
+        with self._counter.aside():
+            if self._buffers is None or not self._buffers.has_room(nbytes):
+                self._buffers = SharedBuffers(self._meeting, nbytes, self._held)
+            return self._buffers.take(numels, own, dtype)
 
 
 class _SharedAllGather(_Shared):
@@ -117,7 +116,7 @@ class _SharedAllGather(_Shared):
         """Wait until all ranks have written their shards."""
         del input_tensor, async_op
         with counted(self._counter, "all_gather", group.size(), output_tensor.nbytes):
-            meet(group)
+            self._meeting.wait()
         return None
 
 
@@ -125,16 +124,14 @@ class _SharedReduceScatter(_Shared):
     """A reduce-scatter of inputs that all ranks can read.
 
     Args:
-        group: see `_Shared`.
+        meeting: see `_Shared`.
         counter: see `_Shared`.
         gloo: reduces gradients of other dtypes than `_SUMMED`.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, counter: TrafficCounter, gloo: _GlooReduceScatter
-    ) -> None:
+    def __init__(self, meeting: Meeting, counter: TrafficCounter, gloo: _GlooReduceScatter) -> None:
         # fully_shard frees an input before it allocates the next one.
-        super().__init__(group, 1, counter)
+        super().__init__(meeting, 1, counter)
         self._gloo = gloo
 
     _inputs: list[Tensor] | None = None
@@ -173,7 +170,7 @@ class _SharedReduceScatter(_Shared):
             )
         inputs, self._inputs = self._inputs, None
         with counted(self._counter, "reduce_scatter", group.size(), input_tensor.nbytes):
-            meet(group)
+            self._meeting.wait()
         length, rank = output_tensor.numel(), group.rank()
         with _disable_current_modes():
             parts = [each[rank * length : (rank + 1) * length] for each in inputs]
@@ -205,9 +202,11 @@ class Exchanges:
         self._gather: Any = _GlooAllGather(meter)
         self._reduce: Any = gloo
         if shared_memory and group.size() > 1:
+            with counter.aside():
+                meeting = Meeting(group)
             # fully_shard frees an output when it gathers the next unit.
-            self._gather = _SharedAllGather(group, max(2, prefetch + 1), counter)
-            self._reduce = _SharedReduceScatter(group, counter, gloo)
+            self._gather = _SharedAllGather(meeting, max(2, prefetch + 1), counter)
+            self._reduce = _SharedReduceScatter(meeting, counter, gloo)
 
     def attach(self, unit: FSDPModule) -> None:
         """Let a unit exchange by them."""

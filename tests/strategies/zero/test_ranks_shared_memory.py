@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.odd_nets import WIDTH, Empty
 from support.parity import adamw
@@ -25,7 +31,7 @@ from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.shared_buffers import SharedBuffers, add_up, meet
+from bigtrain.ranks.shared_buffers import Meeting, SharedBuffers, add_up, shared_memory
 
 EXCHANGE = "strategy.replicate.exchange"
 ROWS, LENGTH, WORDS, STEPS = 8, 16, 64, 4
@@ -226,11 +232,12 @@ def test_a_lost_rank_ends_the_others() -> None:
 def turns(context: RunContext) -> tuple[list[list[float]], str]:
     group = context.group()
     assert group is not None
-    buffers, seen = SharedBuffers(group, 4 * 2 * 3, 1), []
+    meeting, seen = Meeting(group), []
+    buffers = SharedBuffers(meeting, 4 * 2 * 3, 1)
     for turn in range(5):
         own, parts = buffers.take([3, 3], context.rank, torch.float32)
         own.fill_(10 * turn + context.rank)
-        meet(group)
+        meeting.wait()
         seen.append([float(part[0]) for part in parts])
         del own, parts
     held = buffers.take([6], 0, torch.float32)
@@ -243,7 +250,68 @@ def turns(context: RunContext) -> tuple[list[list[float]], str]:
 def test_buffers_are_used_in_turn_and_never_while_in_use() -> None:
     for seen, message in run_ranks(turns, 2):
         assert seen == [[10 * turn, 10 * turn + 1] for turn in range(5)]
-        assert "more than 1 buffers of 4096 bytes are needed at once. Set" in message
+        assert "more than 1 buffers are needed at once. Set" in message
+
+
+def write_and_read(context: RunContext, spin_s: float, waits: int) -> tuple[list[float], int]:
+    """Write into shared memory, wait, and read what the others wrote; return it with the count."""
+    group = context.group()
+    assert group is not None
+    meeting, seen, by_gloo = Meeting(group), [], []
+    meeting._spin_s = spin_s
+    memory = np.frombuffer(shared_memory(group, 8 * 64), dtype=np.float64)
+    generator = random.Random(context.rank)
+
+    def counted_all_reduce(*arguments: Any, **options: Any) -> Any:
+        by_gloo.append(1)
+        return all_reduce(*arguments, **options)
+
+    all_reduce = dist.all_reduce
+    with patch.object(dist, "all_reduce", counted_all_reduce):
+        for turn in range(waits):
+            time.sleep(generator.choice([0, 0, 0.001, 0.004]))
+            memory[context.rank] = turn
+            meeting.wait()
+            seen.append(float(memory[: context.world_size].sum()) / context.world_size)
+            meeting.wait()
+    return seen, len(by_gloo)
+
+
+@pytest.mark.parametrize(("ranks", "spin_s"), [(2, 1.0), (2, 0.001), (2, 0.0), (3, 0.001)])
+def test_no_rank_reads_before_all_have_written(ranks: int, spin_s: float) -> None:
+    """Ranks that are late by up to 4 ms wait by counters, by gloo, or by both in turn."""
+    results = run_ranks(partial(write_and_read, spin_s=spin_s, waits=200), ranks)
+    assert all(seen == [float(turn) for turn in range(200)] for seen, _ in results)
+    counts = {count for _, count in results}
+    assert len(counts) == 1, "all ranks wait by gloo, or none"
+    assert (counts == {0}) == (spin_s == 1.0)
+
+
+def wait_in_vain(context: RunContext, ends: bool) -> str:
+    """Wait for rank 1, which ends or comes too late."""
+    group = context.group()
+    assert group is not None
+    meeting = Meeting(group)
+    if context.rank == 1:
+        if ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(6)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        meeting.wait()
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_reported_as_by_gloo() -> None:
+    message, _ = run_ranks(wait_in_vain, 2, True, timeout=2.0, killed=(1,))
+    assert "onnection" in message
+
+
+def test_a_hang_ends_with_a_page(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(wait_in_vain, 2, False, timeout=2.0)
+    said = capfd.readouterr().err
+    assert "rank 0 waits for an exchange (all_gather in shared memory) for 2 s; rank 1" in said
 
 
 def test_sums_are_in_the_order_of_the_ranks() -> None:
