@@ -48,7 +48,7 @@ from bigtrain.units import MIB
 
 GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 512}
 BATCH = 4
-TRACKED, WARM, STEPS, AGAIN = 2, 5, 5, 3
+TRACKED, WARM, STEPS, AGAIN = 2, 5, 5, 7
 SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the smallest plan's peak to the fastest one's."""
 NEAR = 1.35
@@ -167,8 +167,10 @@ def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
 
 def measured(ranks: int, plan: dict[str, Any]) -> dict[str, Any]:
     """Run a plan; return the highest tracked peak, and the median of the slowest ranks' steps."""
-    pp = plan["job"].mesh.pp
-    task = forked.Task(plan["plan"], nothing, train, (plan["job"],), ranks, pp, LIMIT_S)
+    mesh = plan["job"].mesh
+    task = forked.Task(
+        plan["plan"], nothing, train, (plan["job"],), ranks, mesh.pp or 1, LIMIT_S, tp=mesh.tp or 1
+    )
     (outcome,) = forked.run_all([task], ranks)
     if not outcome.values:
         return {"failed": outcome.refused or outcome.failed}

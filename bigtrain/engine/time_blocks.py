@@ -192,7 +192,10 @@ def main(arguments: list[str]) -> int:
 
 
 def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[BlockSeconds]:
-    """Time one micro-batch size after the other while there is time and memory. Collective.
+    """Time all micro-batch sizes for which there is time and memory. Collective.
+
+    Steps of all sizes alternate. So a moment at which the machine is slow affects all of them, and
+    hardly their order.
 
     Args:
         job: the job whose model is timed.
@@ -214,18 +217,23 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
     stopwatch = BlockStopwatch(model, names, context.device)
     runner = _runner(workload, plan, context)
     began = time.perf_counter()
-    timed: list[BlockSeconds] = []
+    timings: list[_SizeTiming] = []
     before = _resident_bytes()
     for rows in wanted.rows:
         # Twice as many rows take about twice the memory of the sizes so far, on every rank.
-        growth = 2 * (_resident_bytes() - before) if timed else 0
+        growth = 2 * (_resident_bytes() - before) if timings else 0
         free = free_host_bytes() or 0
         tight = context.device.type == "cpu" and growth * context.world_size > FREE_SHARE * free
-        late = time.perf_counter() - began > wanted.seconds
-        if max(context.all_gather_numbers(float(timed != [] and (tight or late)))):
+        planned = sum(timing.planned_seconds for timing in timings)
+        late = time.perf_counter() - began + planned > wanted.seconds
+        if max(context.all_gather_numbers(float(timings != [] and (tight or late)))):
             break
-        timed.append(_time_size(runner, workload, stopwatch, rows, context))
-    return timed
+        timings.append(_SizeTiming(runner, workload, stopwatch, rows, context))
+    for turn in range(max(timing.times for timing in timings)):
+        for timing in timings:
+            if turn < timing.times:
+                timing.repeat()
+    return [timing.result() for timing in timings]
 
 
 def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
@@ -269,31 +277,57 @@ def _runner(workload: Workload, plan: Plan, context: RunContext) -> LoopRunner:
     )
 
 
-def _time_size(
-    runner: LoopRunner,
-    workload: Workload,
-    stopwatch: BlockStopwatch,
-    rows: int,
-    context: RunContext,
-) -> BlockSeconds:
-    """Time micro-batches of one size on all ranks at once. Collective."""
-    batch = resize_micro_batch(workload.micro_batch, rows)
-    # The first step allocates memory that later steps reuse, so it only decides their number.
-    seconds = _repeat(runner, stopwatch, batch, 1)[0]
-    step_seconds = 2 * (sum(map(sum, seconds[0])) + seconds[1])
-    times = round(min(context.all_gather_numbers(repetitions(step_seconds))))
-    context.barrier()
-    repeated = _repeat(runner, stopwatch, batch, times)
-    by_section = zip(*(pairs for pairs, _ in repeated), strict=True)
-    sections = [_medians(pairs) for pairs in by_section]
-    update = statistics.median(seconds for _, seconds in repeated)
-    flat = [*(number for pair in sections for number in pair), update]
-    means = [sum(context.all_gather_numbers(number)) / context.world_size for number in flat]
-    pairs = list(zip(means[:-1:2], means[1::2], strict=True))
-    trained = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
-    context.barrier()
-    shares = _block_shares(runner, workload.model, stopwatch.names, batch, times)
-    return BlockSeconds(rows, pairs, means[-1], trained, shares)
+class _SizeTiming:
+    """Times micro-batches of one size on all ranks at once. All methods are collective.
+
+    Args:
+        runner: runs the steps.
+        workload: the model and an example micro-batch.
+        stopwatch: records the seconds of the blocks.
+        rows: the rows of a micro-batch.
+        context: this rank's context.
+    """
+
+    def __init__(
+        self,
+        runner: LoopRunner,
+        workload: Workload,
+        stopwatch: BlockStopwatch,
+        rows: int,
+        context: RunContext,
+    ) -> None:
+        self._runner, self._stopwatch, self._context = runner, stopwatch, context
+        self._rows, self._model = rows, workload.model
+        self._batch = resize_micro_batch(workload.micro_batch, rows)
+        # The first step allocates memory that later steps reuse, so it only decides their number.
+        sections, update = _step_seconds(runner, stopwatch, self._batch)
+        step_seconds = 2 * (sum(map(sum, sections)) + update)
+        self.times = round(min(context.all_gather_numbers(repetitions(step_seconds))))
+        """The number of repetitions."""
+        self.planned_seconds = self.times * step_seconds
+        """The seconds that the repetitions will take, without those of the variants of a block."""
+        self._seconds: list[tuple[list[tuple[float, float]], float]] = []
+        self._variants = _Variants(runner, workload.model, stopwatch.names, self._batch)
+        self._variants.repeat()  # the first repetition does not count
+
+    def repeat(self) -> None:
+        """Time a step and the variants of a block once."""
+        self._context.barrier()
+        self._seconds.append(_step_seconds(self._runner, self._stopwatch, self._batch))
+        self._context.barrier()
+        self._variants.repeat()
+
+    def result(self) -> BlockSeconds:
+        """Return the medians of the repetitions, as means over the ranks."""
+        by_section = zip(*(pairs for pairs, _ in self._seconds), strict=True)
+        sections = [_medians(pairs) for pairs in by_section]
+        update = statistics.median(seconds for _, seconds in self._seconds)
+        flat = [*(number for pair in sections for number in pair), update]
+        ranks = self._context.world_size
+        means = [sum(self._context.all_gather_numbers(number)) / ranks for number in flat]
+        pairs = list(zip(means[:-1:2], means[1::2], strict=True))
+        trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        return BlockSeconds(self._rows, pairs, means[-1], trained, self._variants.shares())
 
 
 def repetitions(step_seconds: float) -> int:
@@ -306,60 +340,74 @@ def repetitions(step_seconds: float) -> int:
     return max(least, min(most, round(SECONDS_A_SIZE / step_seconds)))
 
 
-def _repeat(
-    runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any, times: int
-) -> list[tuple[list[tuple[float, float]], float]]:
-    """Run steps of two micro-batches and an update, and return the seconds of each step.
+def _step_seconds(
+    runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any
+) -> tuple[list[tuple[float, float]], float]:
+    """Run a step of two micro-batches and an update, and return its seconds.
 
     The seconds are those of the second micro-batch. It adds its gradients to those of the first,
     as every micro-batch of a step but the first does.
     """
-    seconds = []
-    for _ in range(times):
-        runner.begin_step()
-        for _ in range(2):
-            stopwatch.start()
-            _pass(runner, stopwatch, batch)
-        runner.update()
-        stopwatch.note("updated")
-        seconds.append(stopwatch.sections())
-    return seconds
+    runner.begin_step()
+    for _ in range(2):
+        stopwatch.start()
+        _pass(runner, stopwatch, batch)
+    runner.update()
+    stopwatch.note("updated")
+    return stopwatch.sections()
 
 
-def _block_shares(
-    runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
-) -> dict[BlockVariant, tuple[float, float]]:
-    """Return `BlockSeconds.shares`, measured on the block in the middle of the model.
+class _Variants:
+    """Times the variants of the block in the middle of the model; see `BlockSeconds.shares`.
 
-    Variants that the block cannot run are left out.
+    A model with a single block has none.
+
+    Args:
+        runner: runs the model once, to find the block's inputs.
+        model: the model.
+        names: the names of the blocks.
+        batch: a micro-batch.
     """
-    if len(names) < 2:
-        return {}
-    block = model.get_submodule(names[len(names) // 2])
-    calls: list[tuple[Any, Any]] = []
-    hook = block.register_forward_pre_hook(
-        lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
-    with torch.no_grad():
-        runner.forward_loss(runner.place_batch(batch))
-    hook.remove()
-    taken: dict[BlockVariant, list[tuple[float, ...]]] = {}
-    for _ in range(1 + times):
+
+    def __init__(
+        self, runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any
+    ) -> None:
+        self._model, self._times = model, 0
+        self._taken: dict[BlockVariant, list[tuple[float, ...]]] = {}
+        self._calls: list[tuple[Any, Any]] = []
+        if len(names) < 2:
+            return
+        self._block = model.get_submodule(names[len(names) // 2])
+        hook = self._block.register_forward_pre_hook(
+            lambda _module, args, kwargs: self._calls.append((args, kwargs)), with_kwargs=True
+        )
+        with torch.no_grad():
+            runner.forward_loss(runner.place_batch(batch))
+        hook.remove()
+
+    def repeat(self) -> None:
+        """Time each variant once, beside a block that saves all activations."""
+        if not self._calls:
+            return
+        self._times += 1
         for variant in get_args(BlockVariant):
             with suppress(Exception):  # the user's code may raise anything
-                plain = _variant_seconds(block, None, *calls[0])
-                seconds = _variant_seconds(block, variant, *calls[0])
+                plain = _variant_seconds(self._block, None, *self._calls[0])
+                seconds = _variant_seconds(self._block, variant, *self._calls[0])
                 base = plain[1:] * 2 if variant == "split" else plain
                 shares = tuple(a / b for a, b in zip(seconds, base, strict=True))
-                taken.setdefault(variant, []).append(shares)
-    model.zero_grad()
-    medians = {}
-    for variant, measured in taken.items():
-        if len(measured) <= times:  # at least one repetition has failed
-            continue
-        first, second = (statistics.median(shares) for shares in zip(*measured[1:], strict=True))
-        medians[variant] = first, second
-    return medians
+                self._taken.setdefault(variant, []).append(shares)
+        self._model.zero_grad()
+
+    def shares(self) -> dict[BlockVariant, tuple[float, float]]:
+        """Return the medians, without the first repetition and variants that failed in one."""
+        medians = {}
+        for variant, measured in self._taken.items():
+            if len(measured) < self._times:
+                continue
+            first, second = (statistics.median(each) for each in zip(*measured[1:], strict=True))
+            medians[variant] = first, second
+        return medians
 
 
 def _variant_seconds(
