@@ -261,8 +261,8 @@ def _in_shared_memory(
     ranks, rank, length = group.size(), group.rank(), share.numel()
     gathers = kind == "shared_all_gather"
     numels = [numbers] if gathers else [numbers] * ranks
-    meeting = Meeting(group)
-    buffers = SharedBuffers(meeting, 4 * sum(numels), 1)
+    meeting = Meeting(group, usable_cores())
+    buffers = SharedBuffers(meeting)
 
     def exchange() -> None:
         own, inputs = buffers.take(numels, 0 if gathers else rank, torch.float32)

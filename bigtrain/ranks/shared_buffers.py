@@ -1,8 +1,7 @@
 """Buffers in memory that all ranks of a group on one host share, instead of messages between them.
 
-The ranks write their parts, wait for each other, and read. Buffers are used in turn. A rank that
-takes a used buffer again first waits until all ranks take it, so that none of them still reads what
-it contained.
+The ranks write their parts, wait for each other, and read. A buffer is used again once all ranks
+have said that they no longer need what it contains.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 
 import numpy as np
 import torch
@@ -23,13 +25,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.errors import BigtrainError
-from bigtrain.machine.rates import usable_cores
 from bigtrain.recorder.traffic_counter import TrafficCounter
 
 SPIN_S = 0.05
 """For this many seconds a rank reads the counters of the others before it waits by gloo."""
+MAX_BUFFERS = 16
+"""The most buffers that are in use at once; each needs a bit of a number in shared memory."""
 _LINE = 8
-"""Counters are this many numbers apart, so that no two of them are in one line of a cache."""
+"""The numbers of a rank are this many, so that those of two ranks are not in one line of a cache:
+its counter, and the number that it shows the others at an odd and at an even meeting."""
 
 
 class Meeting:
@@ -44,26 +48,37 @@ class Meeting:
 
     Args:
         group: a gloo group whose ranks are on one host.
+        cores: the cores that the ranks of this host may use. Without a core for every rank, a rank
+            that reads counters would keep others from computing, so all ranks wait by gloo.
 
     Raises:
         BigtrainError: a rank cannot open the memory of another; on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, cores: int) -> None:
         self.group, self._count = group, 0
-        ranks = group.size()
-        memory, self._lock = _shared(group, 8 * _LINE * (1 + ranks))
+        memory, self._lock = _shared(group, 8 * _LINE * (1 + group.size()))
         weakref.finalize(self, os.close, self._lock)
-        numbers = np.frombuffer(memory, dtype=np.int64)
-        self._by_gloo, self._arrived = numbers[:1], numbers[_LINE::_LINE]
-        # Without a core for every rank, a rank that reads counters keeps others from computing.
-        self._spin_s = SPIN_S if dist.get_world_size() <= usable_cores() else 0.0
+        numbers = np.frombuffer(memory, dtype=np.int64).reshape(-1, _LINE)
+        self._by_gloo, self._arrived, self._shown = numbers[:1, 0], numbers[1:, 0], numbers[1:, 1:3]
+        self._spin_s = SPIN_S if dist.get_world_size() <= cores else 0.0
 
-    def wait(self) -> None:
-        """Wait until all ranks have called this method equally often. Collective."""
+    def wait(self, shown: int = 0) -> list[int]:
+        """Wait until all ranks have called this method equally often. Collective.
+
+        Args:
+            shown: a number that all ranks get.
+
+        Returns:
+            The numbers of all ranks, by rank.
+        """
         self._count += 1
+        rank, numbers = self.group.rank(), self._shown[:, self._count % 2]
         with self._locked():
-            self._arrived[self.group.rank()] = self._count
+            # These numbers are overwritten at the meeting after the next. By then all ranks have
+            # read them, because all have come to the next meeting.
+            numbers[rank] = shown
+            self._arrived[rank] = self._count
         deadline = time.perf_counter() + self._spin_s
         while not self._all_arrived() and time.perf_counter() < deadline:
             os.sched_yield()
@@ -76,6 +91,8 @@ class Meeting:
         if is_by_gloo:
             with _disable_current_modes():
                 dist.all_reduce(torch.zeros(1), group=self.group)
+        with self._locked():
+            return [int(number) for number in numbers]
 
     def _all_arrived(self) -> bool:
         return bool(self._arrived.min() >= self._count)
@@ -90,33 +107,36 @@ class Meeting:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
+@dataclass
+class _Buffer:
+    """A buffer."""
+
+    memory: mmap.mmap
+    user: weakref.ref[torch.UntypedStorage] | None = None
+    """The storage of this rank's part, as long as it exists."""
+
+    @property
+    def is_free(self) -> bool:
+        return self.user is None or self.user() is None
+
+
 class SharedBuffers:
     """Buffers that all ranks of a group can read and write.
 
-    Every rank of the group makes the object, and then calls its methods in the same order.
+    They are made when they are needed, and made anew when a larger one is needed.
+
+    Every rank of the group makes the object, and then calls `take` with the same sizes.
 
     Args:
         meeting: lets the ranks wait for each other.
-        nbytes: the most bytes of a buffer.
-        held: the most buffers that a rank uses at once.
-
-    Raises:
-        BigtrainError: a rank cannot open the memory of another; on all ranks.
     """
 
-    def __init__(self, meeting: Meeting, nbytes: int, held: int) -> None:
-        self._meeting, self._count = meeting, held
-        self._stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = shared_memory(meeting.group, max(1, self._count * self._stride))
-        self._users: list[weakref.ref[torch.UntypedStorage] | None] = [None] * self._count
-        self._next = 0
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a buffer has at least this many bytes."""
-        return nbytes <= self._stride
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._nbytes = meeting, 0
+        self._buffers: list[_Buffer] = []
 
     def take(self, numels: list[int], own: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Take the next buffer. Collective.
+        """Take a buffer that no rank uses. Collective.
 
         Args:
             numels: the elements of the buffer's parts, which lie one after the other.
@@ -125,31 +145,44 @@ class SharedBuffers:
 
         Returns:
             The own part, and all parts. The buffer is in use until the storage of the own part is
-            freed.
+            freed on every rank.
 
         Raises:
-            BigtrainError: more than `held` buffers would be in use.
+            BigtrainError: a rank cannot open the memory of another, or more than `MAX_BUFFERS`
+                buffers would be in use; on all ranks.
         """
-        user = self._users[self._next]
-        if user is not None:
-            if user() is not None:
-                raise BigtrainError(
-                    f"strategy.replicate.exchange=shared_memory: more than {self._count} buffers "
-                    "are needed at once. Set strategy.replicate.exchange=sockets."
-                )
-            self._meeting.wait()
-        parts, offset = [], self._next * self._stride
+        nbytes = sum(numels) * dtype.itemsize
+        if nbytes > self._nbytes:
+            self._nbytes, self._buffers = nbytes, []
+        buffer = self._free_buffer()
+        parts, offset = [], 0
         for numel in numels:
-            parts.append(self._part(numel, dtype, offset))
+            parts.append(_part(buffer.memory, numel, dtype, offset))
             offset += numel * dtype.itemsize
-        self._users[self._next] = weakref.ref(parts[own].untyped_storage())
-        self._next = (self._next + 1) % self._count
+        buffer.user = weakref.ref(parts[own].untyped_storage())
         return parts[own], parts
 
-    def _part(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
-        if not numel:  # a unit whose parameters have no elements; torch refuses to read none
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+    def _free_buffer(self) -> _Buffer:
+        """Return the first buffer that is free on all ranks, or a new one."""
+        free = sum(1 << number for number, each in enumerate(self._buffers) if each.is_free)
+        free = reduce(and_, self._meeting.wait(free))
+        for number, buffer in enumerate(self._buffers):
+            if free & 1 << number:
+                return buffer
+        if len(self._buffers) == MAX_BUFFERS:
+            raise BigtrainError(
+                f"strategy.replicate.exchange=shared_memory: more than {MAX_BUFFERS} buffers are "
+                "needed at once. Set strategy.replicate.exchange=sockets."
+            )
+        memory = shared_memory(self._meeting.group, max(1, self._nbytes))
+        self._buffers.append(_Buffer(memory))
+        return self._buffers[-1]
+
+
+def _part(memory: mmap.mmap, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
+    if not numel:  # a unit whose parameters have no elements; torch refuses to read none
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
 
 def can_share_memory(group: dist.ProcessGroup) -> bool:

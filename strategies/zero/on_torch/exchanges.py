@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.errors import BigtrainError
+from bigtrain.machine.rates import usable_cores
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.ranks.shared_buffers import Meeting, SharedBuffers, add_up, counted
 from bigtrain.recorder.traffic_counter import TrafficCounter
@@ -75,24 +76,19 @@ class _GlooReduceScatter(_Gloo):
 
 
 class _Shared:
-    """Exchanges in shared memory. The buffers are made anew whenever a larger size is first used.
+    """Exchanges in shared memory.
 
     Args:
         meeting: lets the ranks, which are on one host, wait for each other.
-        held: the most buffers that are in use at once.
         counter: counts the exchanged bytes of this rank.
     """
 
-    def __init__(self, meeting: Meeting, held: int, counter: TrafficCounter) -> None:
-        self._meeting, self._held, self._counter = meeting, held, counter
-        self._group = meeting.group
-        self._buffers: SharedBuffers | None = None
+    def __init__(self, meeting: Meeting, counter: TrafficCounter) -> None:
+        self._meeting, self._counter = meeting, counter
+        self._group, self._buffers = meeting.group, SharedBuffers(meeting)
 
     def _take(self, numels: list[int], own: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        nbytes = sum(numels) * dtype.itemsize
         with self._counter.aside():
-            if self._buffers is None or not self._buffers.has_room(nbytes):
-                self._buffers = SharedBuffers(self._meeting, nbytes, self._held)
             return self._buffers.take(numels, own, dtype)
 
 
@@ -130,8 +126,7 @@ class _SharedReduceScatter(_Shared):
     """
 
     def __init__(self, meeting: Meeting, counter: TrafficCounter, gloo: _GlooReduceScatter) -> None:
-        # fully_shard frees an input before it allocates the next one.
-        super().__init__(meeting, 1, counter)
+        super().__init__(meeting, counter)
         self._gloo = gloo
 
     _inputs: list[Tensor] | None = None
@@ -185,7 +180,6 @@ class Exchanges:
         meter: the meter of the run.
         group: the ranks that share parameters.
         shared_memory: whether they exchange in shared memory.
-        prefetch: the number of units that are gathered ahead.
         counter: counts the exchanged bytes of this rank.
     """
 
@@ -196,16 +190,14 @@ class Exchanges:
         counter: TrafficCounter,
         *,
         shared_memory: bool,
-        prefetch: int,
     ) -> None:
         gloo = _GlooReduceScatter(meter)
         self._gather: Any = _GlooAllGather(meter)
         self._reduce: Any = gloo
         if shared_memory and group.size() > 1:
             with counter.aside():
-                meeting = Meeting(group)
-            # fully_shard frees an output when it gathers the next unit.
-            self._gather = _SharedAllGather(meeting, max(2, prefetch + 1), counter)
+                meeting = Meeting(group, usable_cores())
+            self._gather = _SharedAllGather(meeting, counter)
             self._reduce = _SharedReduceScatter(meeting, counter, gloo)
 
     def attach(self, unit: FSDPModule) -> None:

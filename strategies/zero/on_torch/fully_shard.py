@@ -383,8 +383,7 @@ class FullySharded(Zero):
                         "for which they need Linux and one user. Leave it out."
                     )
                 shared = False
-        prefetch = 1 if self.prefetch is None else self.prefetch
-        return Exchanges(assembly.meter, group, counter, shared_memory=shared, prefetch=prefetch)
+        return Exchanges(assembly.meter, group, counter, shared_memory=shared)
 
 
 def _in_order(root: nn.Module, names: Sequence[str]) -> list[str]:

@@ -31,7 +31,13 @@ from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.shared_buffers import Meeting, SharedBuffers, add_up, shared_memory
+from bigtrain.ranks.shared_buffers import (
+    MAX_BUFFERS,
+    Meeting,
+    SharedBuffers,
+    add_up,
+    shared_memory,
+)
 
 EXCHANGE = "strategy.replicate.exchange"
 ROWS, LENGTH, WORDS, STEPS = 8, 16, 64, 4
@@ -229,35 +235,47 @@ def test_a_lost_rank_ends_the_others() -> None:
     assert "ended with exit status 1" in str(caught.value)
 
 
-def turns(context: RunContext) -> tuple[list[list[float]], str]:
+def turns(context: RunContext) -> tuple[list[list[float]], list[int], str]:
+    """Take buffers of two sizes in turn, then several at once, one of which only rank 0 holds."""
     group = context.group()
     assert group is not None
-    meeting, seen = Meeting(group), []
-    buffers = SharedBuffers(meeting, 4 * 2 * 3, 1)
+    meeting, seen = Meeting(group, 2), []
+    buffers = SharedBuffers(meeting)
     for turn in range(5):
-        own, parts = buffers.take([3, 3], context.rank, torch.float32)
+        size = 3 + turn % 2
+        own, parts = buffers.take([size, size], context.rank, torch.float32)
         own.fill_(10 * turn + context.rank)
         meeting.wait()
         seen.append([float(part[0]) for part in parts])
         del own, parts
-    held = buffers.take([6], 0, torch.float32)
+    counts = [len(buffers._buffers)]
+    held = [buffers.take([6], 0, torch.float32)[0] for _ in range(2)]
+    if context.rank:
+        del held[0]
+    counts.append(len(buffers._buffers))
+    third = buffers.take([6], 0, torch.float32)[0]
+    third.fill_(7.0)
+    held[-1].fill_(8.0)
+    meeting.wait()
+    assert float(third[0]) == 7.0, "a buffer that another rank uses was taken"
+    counts.append(len(buffers._buffers))
     with pytest.raises(BigtrainError) as caught:
-        buffers.take([6], 0, torch.float32)
-    del held
-    return seen, str(caught.value)
+        held += [buffers.take([6], 0, torch.float32)[0] for _ in range(MAX_BUFFERS)]
+    return seen, counts, str(caught.value)
 
 
-def test_buffers_are_used_in_turn_and_never_while_in_use() -> None:
-    for seen, message in run_ranks(turns, 2):
+def test_buffers_are_used_again_and_never_while_a_rank_uses_them() -> None:
+    for seen, counts, message in run_ranks(turns, 2):
         assert seen == [[10 * turn, 10 * turn + 1] for turn in range(5)]
-        assert "more than 1 buffers are needed at once. Set" in message
+        assert counts == [1, 2, 3]
+        assert "more than 16 buffers are needed at once. Set" in message
 
 
 def write_and_read(context: RunContext, spin_s: float, waits: int) -> tuple[list[float], int]:
     """Write into shared memory, wait, and read what the others wrote; return it with the count."""
     group = context.group()
     assert group is not None
-    meeting, seen, by_gloo = Meeting(group), [], []
+    meeting, seen, by_gloo = Meeting(group, 4), [], []
     meeting._spin_s = spin_s
     memory = np.frombuffer(shared_memory(group, 8 * 64), dtype=np.float64)
     generator = random.Random(context.rank)
@@ -271,7 +289,9 @@ def write_and_read(context: RunContext, spin_s: float, waits: int) -> tuple[list
         for turn in range(waits):
             time.sleep(generator.choice([0, 0, 0.001, 0.004]))
             memory[context.rank] = turn
-            meeting.wait()
+            assert meeting.wait(10 * turn + context.rank) == [
+                10 * turn + rank for rank in range(context.world_size)
+            ]
             seen.append(float(memory[: context.world_size].sum()) / context.world_size)
             meeting.wait()
     return seen, len(by_gloo)
@@ -291,7 +311,7 @@ def wait_in_vain(context: RunContext, ends: bool) -> str:
     """Wait for rank 1, which ends or comes too late."""
     group = context.group()
     assert group is not None
-    meeting = Meeting(group)
+    meeting = Meeting(group, 2)
     if context.rank == 1:
         if ends:
             os.kill(os.getpid(), signal.SIGKILL)
