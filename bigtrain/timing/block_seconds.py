@@ -306,6 +306,7 @@ class BlockTimer:
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [device_fingerprint(device_type_of(self.job)), usable_cores(), self._copies],
             "threads": str(threads),
+            "order": "sizes in alternation",  # as opposed to one size after the other
             "allocator": allocator_of_ranks(os.environ),
         }
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
