@@ -304,11 +304,12 @@ class _SizeTiming:
         step_seconds = 2 * (sum(map(sum, sections)) + update)
         self.times = round(min(context.all_gather_numbers(repetitions(step_seconds))))
         """The number of repetitions."""
-        self.planned_seconds = self.times * step_seconds
-        """The seconds that the repetitions will take, without those of the variants of a block."""
         self._seconds: list[tuple[list[tuple[float, float]], float]] = []
         self._variants = _Variants(runner, workload.model, stopwatch.names, self._batch)
+        began = time.perf_counter()
         self._variants.repeat()  # the first repetition does not count
+        self.planned_seconds = self.times * (step_seconds + time.perf_counter() - began)
+        """The seconds that the repetitions will take."""
 
     def repeat(self) -> None:
         """Time a step and the variants of a block once."""
