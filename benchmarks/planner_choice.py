@@ -52,6 +52,7 @@ TRACKED, WARM, STEPS, AGAIN = 2, 5, 5, 7
 SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the smallest plan's peak to the fastest one's."""
 NEAR = 1.35
+"""A plan beyond it is the best only if its forecast is 35 % too high beside the chosen plan's."""
 LIMIT_S = 240.0
 WORDS = [
     "model.name=gpt",

@@ -261,7 +261,7 @@ def _in_shared_memory(
     ranks, rank, length = group.size(), group.rank(), share.numel()
     gathers = kind == "shared_all_gather"
     numels = [numbers] if gathers else [numbers] * ranks
-    meeting = Meeting(group, usable_cores())
+    meeting = Meeting(group, spins=ranks <= usable_cores())
     buffers = SharedBuffers(meeting)
 
     def exchange() -> None:

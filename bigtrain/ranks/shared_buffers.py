@@ -30,7 +30,7 @@ from bigtrain.recorder.traffic_counter import TrafficCounter
 SPIN_S = 0.05
 """For this many seconds a rank reads the counters of the others before it waits by gloo."""
 MAX_BUFFERS = 16
-"""The most buffers that are in use at once; each needs a bit of a number in shared memory."""
+"""The most buffers of a `SharedBuffers`: each has a bit in a number that ranks show each other."""
 _LINE = 8
 """The numbers of a rank are this many, so that those of two ranks are not in one line of a cache:
 its counter, and the number that it shows the others at an odd and at an even meeting."""
@@ -41,27 +41,26 @@ class Meeting:
 
     A rank that arrives increases its counter and reads those of the others. If one is late, all
     ranks wait by an all-reduce of one number, so that timeouts, lost ranks and the page on a hang
-    work as with any other exchange. On a CPU that always computes, an all-reduce alone would take
-    longer: gloo has to wake up two threads of every rank.
+    work as with any other exchange. An all-reduce takes some milliseconds while all cores compute.
 
     Every rank of the group makes the object, and then calls `wait` equally often.
 
     Args:
         group: a gloo group whose ranks are on one host.
-        cores: the cores that the ranks of this host may use. Without a core for every rank, a rank
-            that reads counters would keep others from computing, so all ranks wait by gloo.
+        spins: whether a rank reads the counters of late ranks before it waits by gloo. Unless every
+            rank of the host has a core, it would keep others from computing.
 
     Raises:
         BigtrainError: a rank cannot open the memory of another; on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, cores: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, spins: bool) -> None:
         self.group, self._count = group, 0
         memory, self._lock = _shared(group, 8 * _LINE * (1 + group.size()))
         weakref.finalize(self, os.close, self._lock)
         numbers = np.frombuffer(memory, dtype=np.int64).reshape(-1, _LINE)
         self._by_gloo, self._arrived, self._shown = numbers[:1, 0], numbers[1:, 0], numbers[1:, 1:3]
-        self._spin_s = SPIN_S if dist.get_world_size() <= cores else 0.0
+        self._spin_s = SPIN_S if spins else 0.0
 
     def wait(self, shown: int = 0) -> list[int]:
         """Wait until all ranks have called this method equally often. Collective.

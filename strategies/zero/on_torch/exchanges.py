@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.errors import BigtrainError
-from bigtrain.machine.rates import usable_cores
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.ranks.shared_buffers import Meeting, SharedBuffers, add_up, counted
 from bigtrain.recorder.traffic_counter import TrafficCounter
@@ -180,6 +179,7 @@ class Exchanges:
         meter: the meter of the run.
         group: the ranks that share parameters.
         shared_memory: whether they exchange in shared memory.
+        spins: see `Meeting`.
         counter: counts the exchanged bytes of this rank.
     """
 
@@ -190,13 +190,14 @@ class Exchanges:
         counter: TrafficCounter,
         *,
         shared_memory: bool,
+        spins: bool,
     ) -> None:
         gloo = _GlooReduceScatter(meter)
         self._gather: Any = _GlooAllGather(meter)
         self._reduce: Any = gloo
         if shared_memory and group.size() > 1:
             with counter.aside():
-                meeting = Meeting(group, usable_cores())
+                meeting = Meeting(group, spins=spins)
             self._gather = _SharedAllGather(meeting, counter)
             self._reduce = _SharedReduceScatter(meeting, counter, gloo)
 

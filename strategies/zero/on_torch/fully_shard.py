@@ -45,6 +45,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, comm_units
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError, as_word
+from bigtrain.machine.rates import usable_cores
 from bigtrain.models.blocks import modules_outside
 from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
@@ -383,7 +384,8 @@ class FullySharded(Zero):
                         "for which they need Linux and one user. Leave it out."
                     )
                 shared = False
-        return Exchanges(assembly.meter, group, counter, shared_memory=shared)
+        spins = assembly.context.local_world_size <= usable_cores()
+        return Exchanges(assembly.meter, group, counter, shared_memory=shared, spins=spins)
 
 
 def _in_order(root: nn.Module, names: Sequence[str]) -> list[str]:
