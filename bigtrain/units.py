@@ -29,26 +29,34 @@ MOST_BYTES = 2**60
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, option: str = "") -> int:
     """Read '2GiB', '512MiB', '80GB' or a plain number as bytes.
+
+    Args:
+        text: the text.
+        option: the option whose value it is, for messages, such as `--at`.
 
     Raises:
         ConfigError: the text is not a size, or it means more than an exbibyte.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        return _bounded(text)
+        return _bounded(text, option)
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(f"{text!r} is not a size in bytes. Write it like 2GiB, 512MiB or 80GB.")
-    return _bounded(float(match[1]) * factor)
+        raise ConfigError(
+            f"{option}{' ' if option else ''}{text!r} is not a size in bytes. "
+            "Write it like 2GiB, 512MiB or 80GB."
+        )
+    return _bounded(float(match[1]) * factor, option)
 
 
-def _bounded(size: int | float) -> int:
+def _bounded(size: int | float, option: str) -> int:
     """Return the size as an integer; refuse sizes that the kernel or torch cannot represent."""
     if size > MOST_BYTES:
         raise ConfigError(
-            f"a size has at most {MOST_BYTES // TIB} TiB. Write it like 2GiB or 1TiB."
+            f"{option + ': ' if option else ''}a size has at most {MOST_BYTES // TIB} TiB. Write "
+            "it like 2GiB or 1TiB."
         )
     return int(size)
 

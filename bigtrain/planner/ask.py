@@ -359,10 +359,10 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
     """
     if cap is not None:
         non_tensor = non_tensor_reserve(cluster.device.kind, cluster.device.name)
-        limit = Limit(parse_bytes(cap), non_tensor_bytes=non_tensor)
+        limit = Limit(parse_bytes(cap, "--cap"), non_tensor_bytes=non_tensor)
         reserve = format_bytes(limit.nbytes - limit.for_tensors)
         return limit, f"of the cap {reserve} are reserved for memory other than tensors"
-    size = parse_bytes(memory) if memory is not None else cluster.device.memory
+    size = parse_bytes(memory, "--memory") if memory is not None else cluster.device.memory
     reserved = cluster.device.reserved
     line = f"{format_bytes(reserved)} are reserved for memory other than tensors"
     return Limit(size, reserved), line

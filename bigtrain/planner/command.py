@@ -113,7 +113,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
     described = cluster.device if options.cluster else None
     margins_by_engine, why = engine_margins(engines, described)
     if options.frontier or options.at is not None:
-        at = None if options.at is None else parse_bytes(options.at)
+        at = None if options.at is None else parse_bytes(options.at, "--at")
         memory, margins_by_engine = limit_on_peaks(memory, margins_by_engine, "--at ", at)
     samples = options.global_batch_size
     if samples is None:

@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
             file cannot be written.
     """
     options = peak_check_arguments(arguments)
-    limit = None if options.peak is None else parse_bytes(options.peak)
+    limit = None if options.peak is None else parse_bytes(options.peak, "--peak")
     earlier = None if options.against is None else SavedForecast.read(options.against)
     job = load_job(options.job, options.strategy, options.overrides)
     plan = make_plan(job, options.num_ranks, device_type_of(job))

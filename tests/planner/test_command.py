@@ -160,7 +160,7 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
             ["--cap", "1KiB"],
             r"--cap 1024 \(1.0 KiB\) leaves nothing .* --cap 538\.9MiB or more",
         ),
-        (["--memory", "lots"], r"'lots' is not a size in bytes"),
+        (["--memory", "lots"], r"--memory 'lots' is not a size in bytes"),
         (["--global-batch-size", "0"], r"--global-batch-size 0: at least 1 sample"),
         (
             ["--devices", "64", "--global-batch-size", "3"],
@@ -181,7 +181,7 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
             ["--at", "900GiB"],
             r"--at 900.00GiB: tensors of a rank may take .*Use --at \d+MiB or less",
         ),
-        (["--at", "much"], r"'much' is not a size in bytes"),
+        (["--at", "much"], r"--at 'much' is not a size in bytes"),
         (["--picture", "front.pdf"], r"--picture front.pdf: name a file that ends in"),
         (["model.name=nothing"], r"nothing"),
         (["train.stepz=3"], r"train.stepz"),
