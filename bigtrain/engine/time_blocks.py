@@ -58,12 +58,13 @@ from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds, BlockVaria
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 SCRIPT = Path(__file__)
-REPEATS = (3, 9)
-"""The least and the most repetitions of a step with one micro-batch size."""
-SECONDS_A_SIZE = 1.0
+MOST_REPEATS = 9
+"""The most repetitions of a step with one micro-batch size."""
+SECONDS_A_SIZE = 2.0
 """The seconds that the repetitions of one micro-batch size should take together."""
-SLOW_STEP_S = 4.0
-"""A step of more seconds is repeated only once, because a user waits for it."""
+LONG_STEP_S = 1.0
+"""At a size with longer steps no variants are timed: they take about as long as the steps, and a
+size of half as many rows has the same shares within some per cent."""
 FREE_SHARE = 0.5
 """The largest share of the host's free memory that all ranks together may use."""
 
@@ -225,10 +226,12 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
         free = free_host_bytes() or 0
         tight = context.device.type == "cpu" and growth * context.world_size > FREE_SHARE * free
         planned = sum(timing.planned_seconds for timing in timings)
+        planned += 4 * timings[-1].step_seconds if timings else 0  # twice as long, and two of them
         late = time.perf_counter() - began + planned > wanted.seconds
         if max(context.all_gather_numbers(float(timings != [] and (tight or late)))):
             break
-        timings.append(_SizeTiming(runner, workload, stopwatch, rows, context))
+        smaller = timings[-1] if timings else None
+        timings.append(_SizeTiming(runner, workload, stopwatch, rows, context, smaller))
     for turn in range(max(timing.times for timing in timings)):
         for timing in timings:
             if turn < timing.times:
@@ -286,6 +289,7 @@ class _SizeTiming:
         stopwatch: records the seconds of the blocks.
         rows: the rows of a micro-batch.
         context: this rank's context.
+        smaller: the timing of the next smaller size; None if there is none.
     """
 
     def __init__(
@@ -295,19 +299,25 @@ class _SizeTiming:
         stopwatch: BlockStopwatch,
         rows: int,
         context: RunContext,
+        smaller: "_SizeTiming | None",
     ) -> None:
         self._runner, self._stopwatch, self._context = runner, stopwatch, context
         self._rows, self._model = rows, workload.model
         self._batch = resize_micro_batch(workload.micro_batch, rows)
         # The first step allocates memory that later steps reuse, so it only decides their number.
         sections, update = _step_seconds(runner, stopwatch, self._batch)
-        step_seconds = 2 * (sum(map(sum, sections)) + update)
-        self.times = round(min(context.all_gather_numbers(repetitions(step_seconds))))
+        step_seconds = max(context.all_gather_numbers(2 * (sum(map(sum, sections)) + update)))
+        self.step_seconds = step_seconds
+        """The seconds of the first step."""
+        self.times = repetitions(step_seconds)
         """The number of repetitions."""
         self._seconds: list[tuple[list[tuple[float, float]], float]] = []
-        self._variants = _Variants(runner, workload.model, stopwatch.names, self._batch)
+        self._smaller = smaller if step_seconds > LONG_STEP_S else None
         began = time.perf_counter()
-        self._variants.repeat()  # the first repetition does not count
+        self._variants: _Variants | None = None
+        if self._smaller is None:
+            self._variants = _Variants(runner, workload.model, stopwatch.names, self._batch)
+            self._variants.repeat()  # the first repetition does not count
         self.planned_seconds = self.times * (step_seconds + time.perf_counter() - began)
         """The seconds that the repetitions will take."""
 
@@ -315,8 +325,9 @@ class _SizeTiming:
         """Time a step and the variants of a block once."""
         self._context.barrier()
         self._seconds.append(_step_seconds(self._runner, self._stopwatch, self._batch))
-        self._context.barrier()
-        self._variants.repeat()
+        if self._variants is not None:
+            self._context.barrier()
+            self._variants.repeat()
 
     def result(self) -> BlockSeconds:
         """Return the medians of the repetitions, as means over the ranks."""
@@ -328,7 +339,13 @@ class _SizeTiming:
         means = [sum(self._context.all_gather_numbers(number)) / ranks for number in flat]
         pairs = list(zip(means[:-1:2], means[1::2], strict=True))
         trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
-        return BlockSeconds(self._rows, pairs, means[-1], trained, self._variants.shares())
+        return BlockSeconds(self._rows, pairs, means[-1], trained, self._shares())
+
+    def _shares(self) -> dict[BlockVariant, tuple[float, float]]:
+        """Return the shares of the variants, which may be those of the next smaller size."""
+        if self._smaller is not None:
+            return self._smaller._shares()
+        return {} if self._variants is None else self._variants.shares()
 
 
 def repetitions(step_seconds: float) -> int:
@@ -337,8 +354,7 @@ def repetitions(step_seconds: float) -> int:
     Args:
         step_seconds: the seconds of the first step.
     """
-    least, most = (1 if step_seconds > SLOW_STEP_S else REPEATS[0]), REPEATS[1]
-    return max(least, min(most, round(SECONDS_A_SIZE / step_seconds)))
+    return max(1, min(MOST_REPEATS, round(SECONDS_A_SIZE / step_seconds)))
 
 
 def _step_seconds(

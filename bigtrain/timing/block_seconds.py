@@ -42,8 +42,8 @@ from bigtrain.timing.step_time import StepTimer, TimedParts
 BLOCKS = Cache("blocks", indent=None)
 MAX_SIZES = 6
 """The most micro-batch sizes that are timed; the slowdowns of other sizes are interpolated."""
-SECONDS_ALLOWED = 15.0
-"""After this many seconds of timing, no further micro-batch size is timed."""
+SECONDS_ALLOWED = 30.0
+"""A micro-batch size is timed if the timing is expected to end within this many seconds."""
 TIMEOUT_S = 180.0
 """After this many seconds the ranks that time blocks are stopped, and a process that waits for them
 gives up."""
@@ -68,7 +68,7 @@ class BlockRequest:
     bf16_parameters: bool
     """See `Plan.bf16_parameters`."""
     seconds: float
-    """After this many seconds, no further size is timed."""
+    """A size is timed if the timing is expected to end within this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class BlockTimer:
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [device_fingerprint(device_type_of(self.job)), usable_cores(), self._copies],
             "threads": str(threads),
-            "order": "sizes in alternation",  # as opposed to one size after the other
+            "order": "sizes in alternation, two seconds each",  # changes with the way
             "allocator": allocator_of_ranks(os.environ),
         }
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
