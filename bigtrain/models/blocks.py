@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, did_you_mean
@@ -19,8 +20,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A container (ModuleList, ModuleDict, Sequential) is repeated if at least two of its children are
     of one class and each has parameters and children of its own. The children of a repeated
-    container that have parameters and children are blocks. If a child is a repeated container as
-    well (a stage of a vision model), its children are blocks instead.
+    container that have parameters and children are blocks. If a child is a stage of a vision model,
+    its blocks take its place. A stage is a repeated container, or a module around a chain of blocks
+    (see `_chains_of_stages`), as in Swin and ConvNeXt of timm and transformers.
 
     In a model without repeated containers, the blocks are its direct children with parameters. In
     place of a child without a forward pass (a list, a dict, a plain `nn.Module()`), its own
@@ -152,17 +154,81 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    children = [(f"{path}.{name}".lstrip("."), c) for name, c in module.named_children()]
     if isinstance(module, _CONTAINERS) and _is_repeated(module):
-        for name, child in children:
-            inside = list(_repeated(name, child)) if isinstance(child, _CONTAINERS) else []
-            if inside:  # a stage of several blocks
-                yield from inside
-            elif _is_composite(child):
-                yield name, child
+        yield from _blocks_in(path, module)
         return
-    for name, child in children:
+    for name, child in _named_children(path, module):
         yield from _repeated(name, child)
+
+
+def _blocks_in(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks of a container of blocks, of stages, or of both."""
+    children = _named_children(path, container)
+    chains = _chains_of_stages(children)
+    for name, child in children:
+        inside: list[tuple[str, nn.Module]] = []
+        if name in chains:
+            inside = list(_blocks_in(*chains[name]))
+        elif isinstance(child, _CONTAINERS):
+            inside = list(_repeated(name, child))
+        if inside:
+            yield from inside
+        elif _is_composite(child):
+            yield name, child
+
+
+def _named_children(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+
+
+def _chains_of_stages(
+    children: Sequence[tuple[str, nn.Module]],
+) -> dict[str, tuple[str, nn.Module]]:
+    """Return the chain of blocks inside each stage, as (name, container), by the stage's name.
+
+    Layers with a list of experts look like stages. But stages differ in width, so that no block of
+    one has the parameter shapes of a block of another; experts of different layers have the same.
+    """
+    chains = {name: chain for name, child in children if (chain := _chain_inside(name, child))}
+    if len(chains) < 2:
+        return {}
+    by_stage = [
+        {tuple(map(_shape, block.parameters())) for block in chain.children()}
+        for _, chain in chains.values()
+    ]
+    return chains if len(set.union(*by_stage)) == sum(map(len, by_stage)) else {}
+
+
+def _chain_inside(path: str, stage: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the chain of blocks in a stage with its own forward pass, and the chain's name.
+
+    The chain is the only ModuleList or Sequential in the stage that has composite modules, and it
+    holds more than half of the stage's parameters. Each of its modules has at least two matrices:
+    a module with one is a layer with its norm.
+    """
+    if isinstance(stage, _CONTAINERS):
+        return None
+    lists = [
+        (f"{path}.{name}", child)
+        for name, child in stage.named_children()
+        if isinstance(child, nn.ModuleList | nn.Sequential)
+        and any(_is_composite(inner) for inner in child.children())
+    ]
+    if len(lists) != 1:
+        return None
+    ((name, chain),) = lists
+    is_most = 2 * _num_elements(chain) > _num_elements(stage)
+    matrices = (sum(len(_shape(p)) > 1 for p in block.parameters()) for block in chain.children())
+    return (name, chain) if is_most and min(matrices) > 1 else None
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(_shape(parameter).numel() for parameter in module.parameters())
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter; DeepSpeed's stage 3 empties it between its uses."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
