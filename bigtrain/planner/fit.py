@@ -247,7 +247,8 @@ class StageFitter:
         for index, section in enumerate(self._all):
             for tensor in section.tensors:
                 # Outside of the blocks, tensors of equal name are one tied parameter.
-                key = tensor.name if not section.name else f"{index} {tensor.name}"
+                is_outside = tensor.is_between or not section.name
+                key = tensor.name if is_outside else f"{index} {tensor.name}"
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(index, last)}
         saved = [(s.passes[0].saved, [min(index, last)]) for index, s in enumerate(smallest)]

@@ -126,7 +126,7 @@ def _frozen_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int], ...]:
 
 def _name_in_stage(section: Section, tensor: SectionTensor) -> str:
     """Return a name that differs between tensors of several blocks; tied tensors share one."""
-    return f"{section.name} {tensor.name}".strip()
+    return tensor.name if tensor.is_between else f"{section.name} {tensor.name}".strip()
 
 
 def with_split_backward(
@@ -217,14 +217,22 @@ def count_parameters(sections: Sequence[Section], *, trained: bool = False) -> i
 
 def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:
     """Return each tensor once; tensors outside of blocks are equal if their names are."""
-    outside = {t.name: t for s in sections if not s.name for t in s.tensors}
-    return [*outside.values(), *(t for s in sections if s.name for t in s.tensors)]
+    outside = {t.name: t for t in _outside(sections)}
+    return [
+        *outside.values(),
+        *(t for s in sections if s.name for t in s.tensors if not t.is_between),
+    ]
+
+
+def _outside(sections: Sequence[Section]) -> list[SectionTensor]:
+    """Return the tensors outside of blocks; one that several sections use occurs several times."""
+    return [t for s in sections for t in s.tensors if t.is_between or not s.name]
 
 
 def _rest(
     sections: Sequence[Section], tensors: Sequence[SectionTensor], first: Timeline, stop: int
 ) -> BlockTicks:
-    outside = {t.name for s in sections if not s.name for t in s.tensors}
+    outside = {t.name for t in _outside(sections)}
     own_parameters = [t for t in tensors if t.name in outside and not t.is_buffer]
     own_parameters = list({t.name: t for t in own_parameters}.values())
     backward_start = first.phases[1][0] - 1

@@ -7,6 +7,7 @@ after another is a single section.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -324,7 +325,8 @@ class SectionSplitter:
         visit = None
         if self.order and 0 < position <= len(self.order):
             moments = self._moments(self.order[position - 1], pass_number)
-            parameters = [t for t in tensors[position] if not t.is_buffer]
+            of_block = [t for t in tensors[position] if not t.is_between]
+            parameters = [t for t in of_block if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
             offset = forward_window.length - backward_window.begin
             visit = BlockTicks(
@@ -363,46 +365,45 @@ class SectionSplitter:
                 parameter.requires_grad,
                 str(parameter.dtype),
             )
-            for index in self._places(name, blocks, len(windows)):
-                tensors_of_section[index].append(
-                    SectionTensor(*description, False, sum(sizes), counts, name in left_out)
-                )
+            tensor = SectionTensor(*description, False, sum(sizes), counts, name in left_out)
+            for index, is_between in self._places(name, blocks, len(windows)):
+                tensors_of_section[index].append(replace(tensor, is_between=is_between))
         for name, buffer in model.named_buffers():
             size = buffer.numel() * buffer.element_size()
-            for index in self._places(name, blocks, len(windows)):
-                tensors_of_section[index].append(
-                    SectionTensor(name, tuple(buffer.shape), size, is_buffer=True)
-                )
+            tensor = SectionTensor(name, tuple(buffer.shape), size, is_buffer=True)
+            for index, is_between in self._places(name, blocks, len(windows)):
+                tensors_of_section[index].append(replace(tensor, is_between=is_between))
         return [tuple(names) for names in tensors_of_section]
 
-    def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[int]:
-        """Return the indices of the sections to which a tensor belongs.
+    def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[tuple[int, bool]]:
+        """Return the sections to which a tensor belongs, each as (index, whether `is_between`).
 
-        A tensor outside of all blocks belongs to the part before the blocks, the part after them,
-        or both, depending on where it is used in the first forward pass.
+        A tensor outside of all blocks belongs to each section in which the first forward pass uses
+        it: the part before the blocks, the part after them, or a block and what follows it.
         """
         for block, index in blocks.items():
             if name.startswith(f"{block}."):
-                return [index]
+                return [(index, False)]
         if not self.order:
-            return [0]
+            return [(0, False)]
         begins, ends, backward_start = self._first_forward
         ticks = [tick for tick in self._notes.used.get(name, ()) if tick <= backward_start]
-        places = {
-            0 if tick <= begins else sections - 1 for tick in ticks if not begins < tick < ends
-        }
-        return sorted(places) or [0]
+        places = {sections - 1 if tick > ends else bisect_left(begins, tick) for tick in ticks}
+        if len(begins) < len(self.order):  # that pass left blocks out, so sections do not match
+            places &= {0, sections - 1}
+        return [(index, 0 < index < sections - 1) for index in sorted(places)] or [(0, False)]
 
     @cached_property
-    def _first_forward(self) -> tuple[int, int, int]:
-        """Three ticks of the first forward pass.
+    def _first_forward(self) -> tuple[list[int], int, int]:
+        """Ticks of the first forward pass.
 
-        At these ticks the first block begins, the last block ends, and the pass ends.
+        Those at which the blocks of `order` begin, if the pass calls them; at which the last block
+        ends; and at which the pass ends.
         """
         backward_start = next(t for t, phase in self._run.timeline.phases if phase == "backward")
-        every = [self._run.ticks.ticks(name, 0, backward_start) for name in self._notes.names]
-        begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))
-        ends = max(tick for ticks in every for tick in ticks.get("forward ends", ()))
+        called = {n: self._run.ticks.ticks(n, 0, backward_start) for n in self._notes.names}
+        begins = [ticks[0] for n in self.order if (ticks := called[n].get("forward begins"))]
+        ends = max(tick for ticks in called.values() for tick in ticks.get("forward ends", ()))
         return begins, ends, backward_start
 
 

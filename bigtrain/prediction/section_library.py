@@ -261,7 +261,8 @@ class SectionLibrary:
     def _full_depth(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
         """Return the part before the blocks, every block in order, and the part after them."""
         _, stands_for = self._runs.shortened(cut=cut)
-        places = {section.name: index for index, section in enumerate(recorded.sections)}
+        sections = [self._with_original_names(section) for section in recorded.sections]
+        places = {section.name: index for index, section in enumerate(sections)}
         ordered = [
             (places[stands_for[name]], place, name)
             for place, name in enumerate(self._named)
@@ -269,17 +270,17 @@ class SectionLibrary:
         ]
         ordered.sort(key=lambda block: block[0])
         blocks = [
-            replace(recorded.sections[index], name=name, place=place)
+            replace(sections[index], name=name, place=place)
             for index, place, name in ordered
             if index
         ]
-        return (
-            self._with_original_names(recorded.sections[0]),
-            *blocks,
-            self._with_original_names(recorded.sections[-1]),
-        )
+        return (sections[0], *blocks, sections[-1])
 
     def _with_original_names(self, section: Section) -> Section:
         """Return the section with the original names of tied tensors that were copied."""
-        tensors = (replace(t, name=self._runs.aliases.get(t.name, t.name)) for t in section.tensors)
+        aliases = self._runs.aliases
+        tensors = (
+            replace(t, name=aliases.get(t.name, t.name)) if t.is_between or not section.name else t
+            for t in section.tensors
+        )
         return replace(section, tensors=tuple(tensors))

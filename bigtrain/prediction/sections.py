@@ -108,6 +108,8 @@ class SectionTensor:
     """The part of `state_bytes` that is single numbers, such as step counts."""
     is_left_out: bool = False
     """See `BlockTicks.left_out`."""
+    is_between: bool = False
+    """Whether it belongs to no block, and is used between the section's block and the next one."""
 
     @property
     def numbers(self) -> int:

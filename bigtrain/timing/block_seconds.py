@@ -303,6 +303,7 @@ class BlockTimer:
         parts = {
             "figures": [figure.name for kind in (BlockSeconds, _Kept) for figure in fields(kind)],
             "model": [job["model"], repr(self.model), tensors, batch],
+            "blocks": [name for name, _ in independent_blocks(self.model)],
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [device_fingerprint(device_type_of(self.job)), usable_cores(), self._copies],
             "threads": str(threads),

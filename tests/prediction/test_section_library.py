@@ -73,6 +73,36 @@ class ByNumber(nn.Module):
         return self.head(x)
 
 
+class Stage(nn.Module):
+    """Residual blocks of one width, and a layer that widens."""
+
+    def __init__(self, width: int, following: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+                for _ in range(4)
+            )
+        )
+        self.widen = nn.Linear(width, following)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.widen(x)
+
+
+class Staged(nn.Module):
+    """Stages of different widths, with layers between their blocks that belong to no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(Stage(8, 16), Stage(16, 32), Stage(32, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(x)
+
+
 class Twice(ByNumber):
     """Runs through its blocks twice, so that they are not sections."""
 
@@ -109,6 +139,7 @@ MODELS: dict[str, Any] = {
     "gpt in chunks": (gpt, tokens(2), CHUNKED),
     "images": (Images, floats(4, 3, 12, 12), PLAIN),
     "by number": (ByNumber, floats(4, 16), PLAIN),
+    "staged": (Staged, floats(4, 8), PLAIN),
     "twice": (Twice, floats(4, 16), PLAIN),
 }
 WORDS: dict[str, dict[str, Any]] = {
@@ -174,25 +205,31 @@ def test_other_sizes_are_read_off_two_runs(name, rows):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "at"),
+    ("name", "strategy", "ranks", "at"),
     [
-        ("1f1b", 2, ["blocks.3"]),
-        ("gpipe", 2, ["blocks.1"]),
-        ("interleaved_1f1b", 2, ["blocks.2", "blocks.3", "blocks.5"]),
-        ("1f1b_zero1", 4, ["blocks.2"]),
-        ("layer_split", 2, ["blocks.5"]),
+        ("gpt", "1f1b", 2, ["blocks.3"]),
+        ("gpt", "gpipe", 2, ["blocks.1"]),
+        ("gpt", "interleaved_1f1b", 2, ["blocks.2", "blocks.3", "blocks.5"]),
+        ("gpt", "1f1b_zero1", 4, ["blocks.2"]),
+        ("gpt", "layer_split", 2, ["blocks.5"]),
+        ("staged", "1f1b", 2, ["stages.1.blocks.1"]),
+        ("staged", "1f1b", 2, ["stages.2.blocks.0"]),
+        ("staged", "1f1b_fsdp", 4, ["stages.1.blocks.1"]),
+        ("staged", "interleaved_1f1b", 2, [f"stages.{i}.blocks.2" for i in range(3)]),
     ],
 )
-def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, at):
+def test_a_stage_put_together_is_forecast_as_one_that_was_cut(name, strategy, ranks, at):
+    make, example, loss = MODELS[name]
     keys = {"train.global_batch_size": 8 * ranks, "train.micro_batch_size": 1, "mesh.pp": 2}
     plan = make_plan(job_from_keys(strategy, {**keys, "strategy.cut.at": at}), ranks, "cpu")
     with torch.device("meta"):
-        model = gpt()
+        model = make()
     optimizer = optimizer_factory(job_from_keys(strategy, keys).optim, 0)
-    workload = Workload(model, tokens(1), PLAIN, optimizer)
+    example = resize_micro_batch(example, 1)
+    workload = Workload(model, example, loss, optimizer)
     resolved = resolve_plan(plan, workload)
     assert resolved.layout is not None
-    body = SectionLibrary(model, tokens(1), lambda *_: PLAIN, optimizer, CPU).model_sections(
+    body = SectionLibrary(model, example, lambda *_: loss, optimizer, CPU).model_sections(
         plan, 1, "keep", cut=True
     )
     names = [section.name for section in body.sections]
