@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.models.parameters import whole_shape
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -193,7 +193,7 @@ def _chains_of_stages(
     if len(chains) < 2:
         return {}
     by_stage = [
-        {tuple(map(_shape, block.parameters())) for block in chain.children()}
+        {tuple(map(whole_shape, block.parameters())) for block in chain.children()}
         for _, chain in chains.values()
     ]
     return chains if len(set.union(*by_stage)) == sum(map(len, by_stage)) else {}
@@ -218,17 +218,14 @@ def _chain_inside(path: str, stage: nn.Module) -> tuple[str, nn.Module] | None:
         return None
     ((name, chain),) = lists
     is_most = 2 * _num_elements(chain) > _num_elements(stage)
-    matrices = (sum(len(_shape(p)) > 1 for p in block.parameters()) for block in chain.children())
+    matrices = (
+        sum(len(whole_shape(p)) > 1 for p in block.parameters()) for block in chain.children()
+    )
     return (name, chain) if is_most and min(matrices) > 1 else None
 
 
 def _num_elements(module: nn.Module) -> int:
-    return sum(_shape(parameter).numel() for parameter in module.parameters())
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter; DeepSpeed's stage 3 empties it between its uses."""
-    return getattr(parameter, "ds_shape", parameter.shape)
+    return sum(whole_shape(parameter).numel() for parameter in module.parameters())
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -25,6 +25,11 @@ def names_of(model: nn.Module) -> list[str]:
     return [*(n for n, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())]
 
 
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of the whole parameter; DeepSpeed's stage 3 empties it between its uses."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def bf16_parameter_names(model: nn.Module) -> list[str]:
     """Return the names of fp32 parameters that layers can use in bf16, including frozen parameters.
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torchvision
 from support import hub_models
-from torch import Tensor, nn
+from support.nets import ResidualStage
+from torch import nn
 
 from bigtrain.models.blocks import find_blocks, modules_outside
 
@@ -87,40 +88,26 @@ def test_layers_of_transformers_stay_whole(family):
     assert names(model) == outermost
 
 
-class Staged(nn.Module):
-    """A stage: residual blocks of two layers, and a layer that changes the width."""
-
-    def __init__(self, width: int, following: int, depth: int) -> None:
-        super().__init__()
-        blocks = [
-            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
-            for _ in range(depth)
-        ]
-        self.blocks = nn.ModuleList(blocks)
-        self.down = nn.Linear(width, following)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.down(x)
-
-
 def test_layers_with_experts_stay_whole():
     """They look like stages, but their shapes are the same."""
-    model = nn.Sequential(*(Staged(8, 8, 2) for _ in range(3)))
+    model = nn.Sequential(*(ResidualStage(8, 8, 2) for _ in range(3)))
     assert names(model) == ["0", "1", "2"]
 
 
 def test_stages_have_their_own_widths():
     widths = (4, 8, 16, 4)
-    model = nn.Sequential(*(Staged(a, b, 2) for a, b in zip(widths, widths[1:], strict=False)))
+    model = nn.Sequential(
+        *(ResidualStage(a, b, 2) for a, b in zip(widths, widths[1:], strict=False))
+    )
     assert names(model) == [f"{i}.blocks.{j}" for i in range(3) for j in range(2)]
     assert [name for name, _ in modules_outside(model)] == ["0.down", "1.down", "2.down"]
 
 
 def test_parameters_that_deepspeed_has_emptied_count_with_their_shapes():
     widths = (4, 8, 16, 4)
-    model = nn.Sequential(*(Staged(a, b, 2) for a, b in zip(widths, widths[1:], strict=False)))
+    model = nn.Sequential(
+        *(ResidualStage(a, b, 2) for a, b in zip(widths, widths[1:], strict=False))
+    )
     before = names(model)
     for parameter in model.parameters():
         parameter.ds_shape = parameter.shape

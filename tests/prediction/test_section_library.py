@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.nets import StagedResidual
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -73,36 +74,6 @@ class ByNumber(nn.Module):
         return self.head(x)
 
 
-class Stage(nn.Module):
-    """Residual blocks of one width, and a layer that widens."""
-
-    def __init__(self, width: int, following: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
-                for _ in range(4)
-            )
-        )
-        self.widen = nn.Linear(width, following)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.widen(x)
-
-
-class Staged(nn.Module):
-    """Stages of different widths, with layers between their blocks that belong to no block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.Sequential(Stage(8, 16), Stage(16, 32), Stage(32, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stages(x)
-
-
 class Twice(ByNumber):
     """Runs through its blocks twice, so that they are not sections."""
 
@@ -139,7 +110,7 @@ MODELS: dict[str, Any] = {
     "gpt in chunks": (gpt, tokens(2), CHUNKED),
     "images": (Images, floats(4, 3, 12, 12), PLAIN),
     "by number": (ByNumber, floats(4, 16), PLAIN),
-    "staged": (Staged, floats(4, 8), PLAIN),
+    "staged": (StagedResidual, floats(4, 8), PLAIN),
     "twice": (Twice, floats(4, 16), PLAIN),
 }
 WORDS: dict[str, dict[str, Any]] = {

@@ -192,3 +192,34 @@ class DeepResidual(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)
+
+
+class ResidualStage(nn.Module):
+    """A stage: residual blocks of two layers, and a layer that changes the width."""
+
+    def __init__(self, width: int, following: int, depth: int) -> None:
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.blocks = nn.Sequential(*blocks)
+        self.down = nn.Linear(width, following)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.down(x)
+
+
+class StagedResidual(nn.Module):
+    """Stages of different widths, with layers between their blocks that belong to no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 16, 32, 5)
+        stages = (ResidualStage(a, b, 4) for a, b in zip(widths, widths[1:], strict=False))
+        self.stages = nn.Sequential(*stages)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(x)

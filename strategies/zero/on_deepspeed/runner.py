@@ -21,8 +21,9 @@ from bigtrain.core.replicas import broadcast_buffers
 from bigtrain.core.state import check_shapes, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
+from bigtrain.models.parameters import whole_shape
 from bigtrain.strategies.deepspeed_adapter import after_gathering
-from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate, shape_of
+from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
 
 
@@ -165,7 +166,7 @@ class DeepSpeedRunner(LoopRunner):
         first = {id(p): n for n, p in parameters.items()}
         tied = {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
         shapes = {
-            name: shape_of(parameters[tied[name]] if name in tied else tensor)
+            name: whole_shape(parameters[tied[name]] if name in tied else tensor)
             for name, tensor in current.items()
         }
         check_shapes(shapes, set(current), saved)

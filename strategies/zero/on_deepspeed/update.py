@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigtrain.models.parameters import whole_shape
 from bigtrain.optim.update import is_elementwise, optimizer_tensors, steps_on_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine
@@ -89,7 +90,7 @@ class DeepSpeedUpdate:
         parameter = self.parameters[name]
         gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
         flat_slice, shard = self.shards.slices.get(id(parameter)), torch.empty(0)
-        whole_gradient = torch.zeros(shape_of(parameter), device=self.shards.pieces[0].device)
+        whole_gradient = torch.zeros(whole_shape(parameter), device=self.shards.pieces[0].device)
         if flat_slice is not None and gradient is not None:
             shard = flat_slice.of(gradient)
             flat_slice.of_parameter(whole_gradient).copy_(shard)
@@ -135,7 +136,7 @@ class DeepSpeedUpdate:
 
     def _sharded(self, parameter: nn.Parameter, flat: Tensor) -> StateTensor:
         """Return this rank's elements of a parameter, from a tensor laid out like its piece."""
-        flat_slice, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
+        flat_slice, shape = self.shards.slices.get(id(parameter)), whole_shape(parameter)
         if flat_slice is None:
             return StateTensor(torch.float32, shape, (), lambda: torch.empty(0))
 
@@ -149,7 +150,7 @@ class DeepSpeedUpdate:
         parameter = self.parameters[name]
         piece = self.shards.pieces[self.shards.piece_of[id(parameter)]]
         slots = self.optimizer.state[piece]
-        if is_elementwise(key, saved, shape_of(parameter)):
+        if is_elementwise(key, saved, whole_shape(parameter)):
             if key not in slots:
                 slots[key] = torch.zeros_like(piece.detach())
             flat_slice = self.shards.slices.get(id(parameter))
@@ -183,18 +184,13 @@ class DeepSpeedUpdate:
         self._built.closing.close()
 
 
-def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the whole shape of a parameter, which may be sharded."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _extent_of(flat_slice: ShardSlice) -> Extent:
     return Extent(flat_slice.start, flat_slice.length)
 
 
 def _frozen(parameter: Any, dtype: torch.dtype) -> StateTensor:
     part, extents = _part_of(parameter)
-    return StateTensor(dtype, shape_of(parameter), extents, partial(part.to, dtype))
+    return StateTensor(dtype, whole_shape(parameter), extents, partial(part.to, dtype))
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, tuple[Extent, ...]]:
