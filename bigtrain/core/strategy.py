@@ -126,6 +126,16 @@ class Plan:
         """Whether the shards of parameters are fp32, and are converted to bf16 when gathered."""
         return self.bf16_parameters and self.master_weights and self.replicate.sharded_states == 3
 
+    def gradient_bytes(self, nbytes: int, numbers: int) -> int:
+        """Return the bytes of the gradient with which a parameter is updated.
+
+        Args:
+            nbytes: the bytes of the parameter as the layers use it.
+            numbers: its number of elements.
+        """
+        fp32_shards = self.replicate.optimizer_gets == "shards" and self.master_weights
+        return max(nbytes, 4 * numbers) if fp32_shards and self.bf16_parameters else nbytes
+
     @property
     def uses_channels_last(self) -> bool:
         """Whether weights are in the channels-last format; sharded weights stay contiguous."""

@@ -7,7 +7,7 @@ this technique. All bytes are per rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,6 +67,12 @@ class TiedBytes(NamedTuple):
     row_bytes: int
     others: int
     """The number of other pp ranks that have the parameter."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], nbytes: int, others: int) -> TiedBytes:
+        """Return the figures of a gradient of a shape; a scalar has one row."""
+        rows = shape[0] if shape and shape[0] else 1
+        return cls(rows, nbytes // rows, others)
 
     def received(self, shards: int = 1, shard: int = 0) -> int:
         """Return the bytes that a rank receives in the exchange; all of them exist at once.

@@ -95,10 +95,11 @@ class StageFitter:
         if rank not in ends or ends[0] == ends[1]:
             return []
         first, last = ({t.name: t for t in self._all[end].tensors if t.trained} for end in (0, -1))
+        gradient_bytes = self._plan.gradient_bytes
         return [
-            TiedBytes(tensor.shape[0], tensor.nbytes // tensor.shape[0], 1)
+            TiedBytes.of(tensor.shape, gradient_bytes(tensor.nbytes, tensor.numbers), 1)
             for name, tensor in first.items()
-            if name in last and tensor.shape and tensor.shape[0]
+            if name in last
         ]
 
     def sections(self, stage: SectionRange) -> list[Section]:

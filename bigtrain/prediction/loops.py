@@ -67,9 +67,13 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
     profile, passes = profile_from_run(run, resolved.plan), {}
     if run.later is not None:
         passes = {"first_last": run.later.window(0), "later_last": run.later.window(1)}
+    rest = profile.outside_blocks
+    if rest is not None:  # the first micro-batch of the second step
+        rest = replace(rest, backward=(rest.backward[0], recorded.loop.backward_ends[1]))
     return replace(
         profile,
         passes={**profile.passes, **passes},
+        outside_blocks=rest,
         boundary=_boundary(recorded.boundary_bytes(), recorded.loop),
         crossing=_crossing(recorded, resolved, index),
         tensors=tuple(
@@ -280,6 +284,9 @@ class StageLoop(LoopRunner):
         self.weights_begin: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins. Empty
         if the backward pass is not split."""
+        self.backward_ends: list[int] = []
+        """For each micro-batch the last tick of its whole backward pass. After it the stage copies
+        gradients that are sent, and frees its outputs and what it received."""
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
@@ -293,6 +300,7 @@ class StageLoop(LoopRunner):
         self.meter.phase("forward")
         self._worker.begin([micro_batch], scale, final=self.final)
         passes = _MeasuredPasses(self._worker, self._stage, self._shapes(micro_batch))
+        passes.tracker = self._tracker
         outputs = passes.forward(0, [self._received(meta) for meta in passes.incoming])
         sent = _storages(outputs)
         if not self._keeps_outputs:
@@ -306,6 +314,7 @@ class StageLoop(LoopRunner):
             gradients = [None]
         if not self._splits_backward:
             passes.backward(0, gradients)
+            self.backward_ends.append(passes.ended)
         else:
             if not passes.needs_input_gradients:  # then the weight backward is the whole pass
                 outputs.clear()
@@ -327,9 +336,13 @@ class StageLoop(LoopRunner):
 class _MeasuredPasses(StagePasses):
     """The passes of a stage. They measure the bytes of the gradients that the stage sends."""
 
+    tracker: StorageTracker
     sent_bytes = copied_bytes = 0
+    ended = 0
+    """The tick at which autograd has returned."""
 
     def contiguous_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        self.ended = self.tracker.clock
         contiguous = super().contiguous_gradients(gradients)
         computed = _storages([gradient for gradient in gradients if gradient is not None])
         sent = _storages(contiguous)
@@ -373,16 +386,14 @@ def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> Crossi
     own_rank, boundary = layout.ranks[index], recorded.boundary_bytes()
     before, after = layout.between_ranks(index)
     tied: list[TiedBytes] = []
-    rows = {
-        name: (len(p), p.nbytes // len(p)) if p.dim() and len(p) else (1, p.nbytes)
-        for name, p in recorded.stage.named_parameters()
-        if p.requires_grad
-    }
+    trained = {n: p for n, p in recorded.stage.named_parameters() if p.requires_grad}
     for name, stages in layout.chosen.cut.ties:
         owners = {layout.ranks[stage] for stage in stages}
         first_here = min((s for s in stages if layout.ranks[s] == own_rank), default=None)
-        if first_here == index and name in rows and len(owners) > 1:
-            tied.append(TiedBytes(*rows[name], len(owners) - 1))
+        if first_here == index and name in trained and len(owners) > 1:
+            parameter = trained[name]
+            nbytes = resolved.plan.gradient_bytes(parameter.nbytes, parameter.numel())
+            tied.append(TiedBytes.of(parameter.shape, nbytes, len(owners) - 1))
     return CrossingBytes(
         sent=after * boundary.outgoing + before * boundary.incoming_gradients,
         received=before * boundary.incoming + after * boundary.outgoing_gradients,

@@ -138,6 +138,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "1f1b_ddp": (4, *LM, "1f1b_ddp", MESH),
     "1f1b_zero1": (4, *LM, "1f1b_zero1", MESH),
     "1f1b_fsdp": (4, *LM, "1f1b_fsdp", {**MESH, **SOCKETS}),
+    "1f1b_fsdp, in bf16": (4, *LM, "1f1b_fsdp", {**MESH, **SOCKETS, "train.precision": "bf16"}),
     "pipeline_deepspeed_zero1": (4, *LM, "pipeline_deepspeed_zero1", MESH),
 }
 

@@ -21,12 +21,8 @@ from bigtrain.optim.factory import optimizer_factory
 from bigtrain.ranks.context import RunContext
 
 SLACK = 0.002
-# A block's input stays alive next to the sharded block, and its gradient is assumed to exist when
-# both are added. In a step this small, a few numbers are a noticeable share.
-MORE = {"1f1b_fsdp": 0.015, "1f1b_zero2": 0.01, "zbv": 0.005}
-# Four ranks on two cores, each with exchanges of several stages in progress: see `found`. An error
-# of the kind tested here would be 15% of the peak.
-SHARDED_STAGES = 0.06
+OF_SHARDS = 600
+"""Bytes. The forecast is that of the replica whose shards are the largest."""
 
 
 class Tied(DeepResidual):
@@ -95,10 +91,9 @@ def stage_peaks(
     ],
 )
 def test_every_rank_of_every_schedule(strategy: str, ranks: int, pp: int) -> None:
-    slack = MORE.get(strategy, SLACK)
-    for predicted, measured, note in stage_peaks(slack, ranks, strategy, {}, pp):
+    for predicted, measured, note in stage_peaks(SLACK, ranks, strategy, {}, pp):
         assert note is None
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+        assert predicted.bytes == pytest.approx(measured.bytes, abs=OF_SHARDS)
 
 
 @pytest.mark.parametrize("strategy", ["layer_split_devices", "gpipe_fairscale"])
@@ -119,9 +114,8 @@ def test_several_stages_of_a_rank_are_sharded_with_nothing_left_over(stage: int)
     """
     replicate = {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"}
     keys = {**replicate, "strategy.replicate.stage": stage, "mesh.pp": 2}
-    slack = SHARDED_STAGES
-    for predicted, measured, _ in stage_peaks(slack, 4, "interleaved_1f1b", keys, pp=2):
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+    for predicted, measured, _ in stage_peaks(SLACK, 4, "interleaved_1f1b", keys, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, abs=OF_SHARDS)
         assert measured.breakdown.buffers < 4096
 
 
@@ -164,12 +158,31 @@ def test_the_optimizers_step_is_one_for_all_stages_of_a_rank(
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack, abs=8)
 
 
-def test_a_stage_of_less_than_a_block_is_sharded_as_a_whole() -> None:
-    strategy, keys = "1f1b_fsdp", {"strategy.cut.at": ["head"]}
-    slack = MORE[strategy]
-    for predicted, measured, note in stage_peaks(slack, 4, strategy, keys, pp=2):
+class FewBlocks(DeepResidual):
+    """Two blocks beside a large embedding, whose gradient is reduced last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[2:]
+        self.embedding = nn.Embedding(2000, 64)
+        self.head = nn.Linear(64, 2000)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_received_gradients_exist_until_the_last_unit_is_reduced(precision: str) -> None:
+    """The stage sends two tensors: the input of a block, and the output of the block's norm."""
+    keys = {"strategy.cut.at": ["layers.1.1"], "train.precision": precision}
+    rows = run_ranks(peaks, 2, "1f1b+fsdp_zero2", keys, FewBlocks, pp=2)
+    for predicted, measured, note in rows:
         assert note is None
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+        assert predicted.bytes == pytest.approx(measured.bytes, abs=64), (predicted, measured)
+
+
+def test_a_stage_of_less_than_a_block_is_sharded_as_a_whole() -> None:
+    keys = {"strategy.cut.at": ["head"]}
+    for predicted, measured, note in stage_peaks(SLACK, 4, "1f1b_fsdp", keys, pp=2):
+        assert note is None
+        assert predicted.bytes == pytest.approx(measured.bytes, abs=OF_SHARDS)
 
 
 @pytest.mark.parametrize("strategy", ["zbv", "dualpipev"])
@@ -199,10 +212,9 @@ def test_replicas_of_a_layer_split_average_in_buckets() -> None:
 
 
 def test_blocks_computed_again_on_shards() -> None:
-    slack = MORE["1f1b_fsdp"]
     keys = {"strategy.recompute": "full"}
-    for predicted, measured, _ in stage_peaks(slack, 4, "1f1b_fsdp", keys, pp=2):
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+    for predicted, measured, _ in stage_peaks(SLACK, 4, "1f1b_fsdp", keys, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, abs=OF_SHARDS)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])

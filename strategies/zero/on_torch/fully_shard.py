@@ -21,6 +21,7 @@ is sharded first, and each rank reads only its shards.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -355,6 +356,8 @@ class FullySharded(Zero):
             settings["reshard_after_forward"] = False
             shard_norms(root)
             fully_shard(root, mp_policy=low, **settings)
+            # torch warns of in-place operations on outputs. Those of a stage are only sent.
+            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPStage\)")
             _read_shards(root, "", assembly, shards)
             _finish(root, "the model", assembly, exchanges, once=self.reduce == "step")
             if self.prefetch is not None:

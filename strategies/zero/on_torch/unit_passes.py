@@ -79,16 +79,20 @@ class UnitPass:
             course: what becomes of the whole gradients.
         """
         begin = unsharded.phases[0][0]
-        end = max((span.death for span in unsharded.spans), default=begin)
+        last = max((span.death for span in unsharded.spans), default=begin)
         backward_start = next(
-            (tick for tick, phase in unsharded.phases if phase == "backward"), end
+            (tick for tick, phase in unsharded.phases if phase == "backward"), last
         )
         forward_end = min(rest.forward[1], backward_start)
+        # All units are reduced before a stage frees its outputs and the tensors that it received.
+        end = min(last, rest.backward[1] + 1)
         closed = replace(self, units=_closed_after_rest(self.units, end))
+        unsharded = _with_room(unsharded, end, closed._closing(rest, end)[1])
+        last = max((span.death for span in unsharded.spans), default=begin)
         if course == "reduced":
             spans = closed._plain(unsharded, end)
         else:
-            spans = closed._kept_gradients(unsharded, rest, end, fresh=fresh, course=course)
+            spans = closed._kept_gradients(unsharded, rest, (end, last), fresh=fresh, course=course)
         if resumed:
             spans += self._regathered_rest(rest, backward_start, end)
         else:
@@ -111,7 +115,7 @@ class UnitPass:
         else:
             spans += closed._again_in_backward() if resumed else closed._in_backward(back, end)
         if course != "kept":
-            spans += closed._reduced(rest, end, fresh=fresh, summed=course == "last")
+            spans += closed._reduced(rest, (end, last), fresh=fresh, summed=course == "last")
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(span for span in spans if span.nbytes), phases)
 
@@ -146,7 +150,7 @@ class UnitPass:
         self,
         recorded: Timeline,
         rest: BlockTicks,
-        end: int,
+        ends: tuple[int, int],
         *,
         fresh: bool,
         course: GradientCourse,
@@ -158,8 +162,17 @@ class UnitPass:
         after the other; those of later micro-batches are added and freed. In the last micro-batch
         the sums are freed when they are in their unit's buffer. They are states of the rank
         otherwise, so their bytes are negative here.
+
+        Args:
+            recorded: the pass of one process.
+            rest: see `timeline`.
+            ends: the tick after the backward pass, and the last tick.
+            fresh: see `timeline`.
+            course: see `timeline`.
         """
+        end = ends[0]
         order, closed = self._closing(rest, end)
+        stays_until = max(closed, ends[1]) + 1
         casts = self.sizes.used_width != self.sizes.shard_width
         spans = []
         done_at = self._closing_ticks(end)
@@ -170,15 +183,15 @@ class UnitPass:
                 last = done + (_REDUCING if fresh and course == "kept" else _AFTER_RESHARD)
                 spans.append(Span(span.nbytes, "temporary", birth, max(birth + 1, last)))
             elif span.kind == "gradients":
-                spans.append(span._replace(birth=birth, death=(closed + 1) * _FINE))
+                spans.append(span._replace(birth=birth, death=stays_until * _FINE))
             else:
                 spans.append(span._replace(birth=birth, death=death))
         for done, unit in order:
             whole_bytes = self.sizes.gradients(unit)
             if course == "last":
-                spans.append(_span(-whole_bytes, "gradients", done, _COPIED, closed + 1, 0))
+                spans.append(_span(-whole_bytes, "gradients", done, _COPIED, stays_until, 0))
             elif casts and fresh:
-                spans.append(_span(whole_bytes, "gradients", done, _REDUCING, closed + 1, 0))
+                spans.append(_span(whole_bytes, "gradients", done, _REDUCING, stays_until, 0))
                 both = self.sizes.converted(unit)
                 spans.append(_span(both, "temporary", done, _REDUCING, done, _COPIED))
         return spans
@@ -386,10 +399,20 @@ class UnitPass:
         order.sort(key=lambda pair: pair[0])
         return order, max(end, order[-1][0] + 1)
 
-    def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool, summed: bool) -> list[Span]:
-        """Return each unit's gradient buffer, until the next unit is reduced, and its shard."""
+    def _reduced(
+        self, rest: BlockTicks, ends: tuple[int, int], *, fresh: bool, summed: bool
+    ) -> list[Span]:
+        """Return each unit's gradient buffer, until the next unit is reduced, and its shard.
+
+        Args:
+            rest: see `timeline`.
+            ends: see `_kept_gradients`.
+            fresh: see `timeline`.
+            summed: whether the gradients are sums over several micro-batches.
+        """
         spans = []
-        order, closed = self._closing(rest, end)
+        order, closed = self._closing(rest, ends[0])
+        stays_until = max(closed, ends[1]) + 1
         next_ones = [*((tick, _AFTER_LAST) for tick, _ in order[1:]), (closed, 0)]
         for (reduced_at, unit), next_reduced in zip(order, next_ones, strict=True):
             whole_bytes, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
@@ -402,7 +425,7 @@ class UnitPass:
             held_until = (reduced_at, _EXCHANGED)
             spans.append(_span(held, "temporary", reduced_at, _COPIED, *held_until))
             kind: MemoryKind = "gradients" if fresh else "temporary"
-            freed_at = (closed + 1, 0) if fresh else (reduced_at, _EXCHANGED)
+            freed_at = (stays_until, 0) if fresh else (reduced_at, _EXCHANGED)
             spans.append(_span(shard, kind, reduced_at, _SHARD, *freed_at))
         return spans
 
@@ -415,7 +438,7 @@ def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks
 
     Args:
         units: the units in the order of the forward pass.
-        end: the tick at which one process has freed everything.
+        end: the tick after the backward pass.
     """
     ticks = count(end)
     by_place = sorted(units, key=lambda unit: unit.place)
@@ -425,6 +448,29 @@ def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks
         if unit.backward[1] >= end - 1 and _has_backward(unit)
     }
     return [closed.get(unit.place, unit) for unit in units]
+
+
+def _with_room(unsharded: Timeline, end: int, closed: int) -> Timeline:
+    """Return a pass in which nothing is made or freed from a tick until all units are reduced.
+
+    A pass in which all tensors are freed at that tick is returned unchanged.
+
+    Args:
+        unsharded: the pass without any sharding.
+        end: the tick.
+        closed: the tick after all units are reduced.
+    """
+    if all(span.death <= end for span in unsharded.spans):
+        return unsharded
+    room = closed - end
+    spans = (
+        span._replace(
+            birth=span.birth + room * (span.birth >= end),
+            death=span.death + room * (span.death >= end),
+        )
+        for span in unsharded.spans
+    )
+    return replace(unsharded, spans=tuple(spans))
 
 
 def gathered_again(
