@@ -299,8 +299,8 @@ class StageLoop(LoopRunner):
         del check
         self.meter.phase("forward")
         self._worker.begin([micro_batch], scale, final=self.final)
-        passes = _MeasuredPasses(self._worker, self._stage, self._shapes(micro_batch))
-        passes.tracker = self._tracker
+        shapes = self._shapes(micro_batch)
+        passes = _MeasuredPasses(self._worker, self._stage, shapes, self._tracker)
         outputs = passes.forward(0, [self._received(meta) for meta in passes.incoming])
         sent = _storages(outputs)
         if not self._keeps_outputs:
@@ -336,13 +336,18 @@ class StageLoop(LoopRunner):
 class _MeasuredPasses(StagePasses):
     """The passes of a stage. They measure the bytes of the gradients that the stage sends."""
 
-    tracker: StorageTracker
     sent_bytes = copied_bytes = 0
     ended = 0
     """The tick at which autograd has returned."""
 
+    def __init__(
+        self, worker: StageWorker, stage: Stage, shapes: StageShapes, tracker: StorageTracker
+    ) -> None:
+        super().__init__(worker, stage, shapes)
+        self._tracker = tracker
+
     def contiguous_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        self.ended = self.tracker.clock
+        self.ended = self._tracker.clock
         contiguous = super().contiguous_gradients(gradients)
         computed = _storages([gradient for gradient in gradients if gradient is not None])
         sent = _storages(contiguous)
